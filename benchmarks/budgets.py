@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +33,6 @@ LENGTHS = (256, 1024)
 TARGET = (-1, 5)
 #: What makes the vectors of all pairs of tokens is counted at the smaller length alone.
 OF_PAIRS = ("LatimALTI",)
-#: The size of Mamba 2.8B: its width, layers, and the tokens that are explained.
-LARGE = 2560, 64, 2048
-#: From which widths, layers and lengths its counts are found.
-_WIDTHS, _DEPTHS, _TOKENS = (64, 128, 192), (1, 2), (128, 256)
 
 Model = nn.Module
 #: Counts by name.
@@ -216,84 +209,9 @@ def of_family(family: str) -> dict[str, dict[str, Row]]:
     return found
 
 
-def of_large(width: int, layers: int, length: int) -> dict[str, Row]:
-    """The counts of a large Mamba, from those of small ones, which no processor has to run.
-
-    Bytes and arithmetic are polynomials: of degree 2 in the width, 1 in the layers and, but for the
-    last few tokens of a reduction, 1 in the tokens.  Launches grow with the logarithm of these, and
-    are counted at the length itself.
-    """
-    calls = ("f+b", *NEAR)
-
-    def at(size: int, count: int, tokens: int) -> dict[str, Row]:
-        return counted(_mamba(size, count), tokens, calls)
-
-    found = {
-        (size, count, tokens): at(size, count, tokens)
-        for size in _WIDTHS
-        for count in _DEPTHS
-        for tokens in _TOKENS
-    }
-    own = {count: at(_WIDTHS[0], count, length) for count in _DEPTHS}
-
-    def extended(call: str, key: str) -> float:
-        if key not in ("bytes", "flops"):
-            return _through(_DEPTHS, [own[count][call][key] for count in _DEPTHS], layers)
-        of_depth = [
-            _through(
-                _WIDTHS,
-                [
-                    _through(_TOKENS, [found[size, n, x][call][key] for x in _TOKENS], length)
-                    for size in _WIDTHS
-                ],
-                width,
-            )
-            for n in _DEPTHS
-        ]
-        return _through(_DEPTHS, of_depth, layers)
-
-    return {call: {key: round(extended(call, key)) for key in own[1][call]} for call in calls}
-
-
-def _through(places: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The polynomial through some values, elsewhere (Lagrange)."""
-    return sum(
-        value * math.prod(Fraction(x - q, p - q) for q in places if q != p)
-        for p, value in zip(places, map(Fraction, values), strict=True)
-    )
-
-
-# --- time ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GPU:
-    """What a GPU does in a second, by its maker's data sheet.
-
-    Attributes:
-        name: of the GPU.
-        bandwidth: bytes of its memory.
-        peak: operations in float32, without tensor cores.
-        launch: seconds from one launch to the next.
-    """
-
-    name: str
-    bandwidth: float
-    peak: float
-    launch: float = 4e-6
-
-    def seconds(self, counts: Mapping[str, float]) -> float:
-        """The time that so much work would take: of bytes or arithmetic, and of its launches."""
-        work = max(counts["bytes"] / self.bandwidth, counts["flops"] / self.peak)
-        return work + counts["launches"] * self.launch
-
-
-H100 = GPU("H100 SXM", bandwidth=3.35e12, peak=67e12)
-
-
 def main() -> None:
     torch.set_num_threads(1)  # by last digits some strips are left out, or not
-    found = {"families": {name: of_family(name) for name in FAMILIES}, "large": of_large(*LARGE)}
+    found = {"families": {name: of_family(name) for name in FAMILIES}}
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

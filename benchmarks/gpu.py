@@ -205,7 +205,7 @@ def tests(rehearse: bool, other: bool) -> Iterator[Row]:
 
 
 #: Models that the package ships.
-TRAINED = ("recall-mamba", "pairs-mamba2", "pairs-gated-deltanet")
+TRAINED = ("recall-mamba",)
 #: Options of fla's models that their kernels take on a device.
 FLA: dict[str, dict[str, Any]] = {
     "GatedDeltaNet": {"num_heads": 2, "head_dim": 32},

@@ -88,7 +88,7 @@ the greater length on 2026-11-22, and the second a quarter less.
 
 ## Parts
 
-What operators take alone, given the model's run: {parts}. On a GPU nothing of this was measured.
+What operators take alone, given the model's run, on a processor: {parts}.
 
 ![Time, memory and error of each quantity against length]({picture})
 
@@ -96,6 +96,7 @@ What operators take alone, given the model's run: {parts}. On a GPU nothing of t
 :hidden:
 
 {tree}
+speed/gpu
 ```
 
 {on_a_gpu}
@@ -125,29 +126,22 @@ for processors, its backward pass grows with the square of the length: a pass of
 {times} times as long as LatimFlow at {lengths} tokens."""
 
 _ON_A_GPU = """\
-## On a GPU, counted and not measured
+## On a GPU, counted
 
-No figure of this section was measured on a GPU. The paths that calls take on one were run on a
-device that stands in for it (`benchmarks/stand_in.py`): a processor holds its numbers, and what it
-is asked to do is counted. `f+b` is a pass of the same model, in which what packages have a fused
+[Measured on a GPU](speed/gpu.md) has times and memory. The figures of this section are counts: the
+paths that calls take on a GPU were run on a device that stands in for it
+(`benchmarks/stand_in.py`): a processor holds its numbers, and what it is asked to do is counted.
+`f+b` is a pass of the same model, in which what packages have a fused
 kernel of is one launch, and one more in the backward. In calls the scan of Mamba, linear
 attention with one decay per head, delta rules, short convolutions and recurrences of channels are
 one launch each, the scan's gradients two: of these there are Triton kernels in
-`captum_ssm/operators/kernels`, tested by Triton's interpreter and compiled, and not yet run on a
-GPU. Small models of {layers} layers; eight times the width adds
-hardly a launch. A wait is one of the host for the device: checks are noted there and read together
-at the end.
+`captum_ssm/operators/kernels`, tested by Triton's interpreter. Small models of {layers} layers;
+eight times the width adds hardly a launch. A wait is one of the host for the device: checks are
+noted there and read together at the end.
 
 {counts}
 
 The counts are committed, and a test fails if launches, waits or bytes grow by a twentieth.
-
-What this would come to for Mamba 2.8B (width {width}, {deep} layers) at {length} tokens in float32
-on one {gpu}, by its data sheet ({bandwidth:.3g} TB/s, {peak:.3g} TFLOP/s): the greater of bytes /
-bandwidth and arithmetic / peak, and {launch:.0f} µs for each launch. It is a model of time, and no
-time; the counts are extended from those of small models, of which they are polynomials.
-
-{times}
 
 Each operation of torch counts all it reads and writes, while a fused kernel keeps its states to
 itself. How long the steps of a scan or of a delta rule wait for each other is in no count."""
@@ -244,30 +238,9 @@ def on_a_gpu(table: Mapping[str, Any]) -> str:
         for at in [lengths[many]]
         for call in at
     ]
-    large, gpu = table["large"], budgets.H100
-    pass_ = gpu.seconds(large["f+b"])
-    times = [
-        {
-            "call": call,
-            "launches": counts["launches"],
-            "GB": counts["bytes"] / 1e9,
-            "TFLOP": counts["flops"] / 1e12,
-            "modelled ms": 1e3 * gpu.seconds(counts),
-            "of f+b": gpu.seconds(counts) / pass_,
-        }
-        for call, counts in large.items()
-    ]
     return _ON_A_GPU.format(
         layers=budgets.LAYERS,
         counts=markdown(rows),
-        width=budgets.LARGE[0],
-        deep=budgets.LARGE[1],
-        length=budgets.LARGE[2],
-        gpu=gpu.name,
-        bandwidth=gpu.bandwidth / 1e12,
-        peak=gpu.peak / 1e12,
-        launch=1e6 * gpu.launch,
-        times=markdown(times),
     )
 
 
