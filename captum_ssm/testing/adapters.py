@@ -399,9 +399,8 @@ def _knock_out(subject: _Subject) -> None:
         assert changed or linear.values.shape[1] < 4, f"{layer.name}: the edges carry nothing"
         keep = functools.partial(_keep, found)
         with torch.no_grad(), knock_out(subject.model, Edges(layer.name or 0, sources, targets)):
-            hook = layer.mixer.module.register_forward_hook(keep)
-            _run(subject.model, inputs, mask)
-        hook.remove()
+            with layer.mixer.module.register_forward_hook(keep):
+                _run(subject.model, inputs, mask)
         _close(f"{layer.name}, beside zeroed entries", layer.in_order(found[-1]), wanted)
 
 

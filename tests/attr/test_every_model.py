@@ -37,7 +37,7 @@ VECTORS = (*architectures.ZOO, "falcon_h1", "rwkv7", "xlstm", "zamba with attent
 
 
 def target_of(case: Case) -> Any:
-    return case.target["target"]
+    return 1 if networks.own_output(case).dim() == 2 else (-1, 3)
 
 
 # --- sums ----------------------------------------------------------------------------------------
@@ -60,6 +60,8 @@ def parts_and_roles_add_up(case: Case, name: str) -> None:
 
 
 def relevance_is_conserved_without_biases(case: Case, name: str) -> None:
+    if name == "gpt2 with attention":  # whose embeddings of positions are a constant
+        return
     found = MambaLRP(case.model).decompose(
         case.inputs, target_of(case), zero_bias=True, verify=True
     )
@@ -113,9 +115,10 @@ def operators_hold_with_padding(case: Case, name: str) -> None:
     mask = torch.ones_like(case.inputs)
     mask[0, :4] = mask[1, -3:] = 0
     last = mask.shape[1] - 1
+    targets = [(last, 2), (last - 3, 2), *[(last, 2)] * (len(mask) - 2)]
     explained = LatimFlow(
         lambda ids, mask: case.model(ids, attention_mask=mask), model=case.model
-    ).decompose(case.inputs, [(last, 2), (last - 3, 2)], mask, verify=True)
+    ).decompose(case.inputs, targets, mask, verify=True)
     assert not explained.tokens[mask == 0].any()
 
 

@@ -143,8 +143,8 @@ def test_a_model_that_breaks_anywhere_is_left_as_it_was(method: Any) -> None:
 
 
 @each_method
-def test_the_model_runs_once_and_computes_what_it_computes(method: Any) -> None:
-    """While it is watched, too: what forward_func returns is what the model returns alone."""
+def test_the_model_computes_its_own_output(method: Any) -> None:
+    """In the explained run, and in the one that its number is compared with."""
     model, ids, seen = mamba_lm(), token_ids(2, 7), []
 
     def function(x: Tensor) -> Tensor:
@@ -155,8 +155,9 @@ def test_the_model_runs_once_and_computes_what_it_computes(method: Any) -> None:
     method(function, model=model).attribute(ids, TARGET)
     with torch.no_grad():
         expected = model(ids).logits
-    (out,) = seen
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(seen) in (1, 2)
+    for out in seen:
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def living_tensors() -> int:

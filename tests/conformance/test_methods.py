@@ -57,7 +57,9 @@ def test_every_clause_is_checked() -> None:
 
 @pytest.mark.slow
 def test_the_recommended_rule() -> None:
-    check_method(CentredFlow, clauses=["results", *BY_OPTION])
+    # The rule has constants of its own, so that it refuses to leave them out.
+    kept = {"zero_bias": Values()}
+    check_method(CentredFlow, options=kept, clauses=["results", *BY_OPTION])
 
 
 @pytest.mark.slow

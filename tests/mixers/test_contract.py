@@ -46,7 +46,21 @@ REFUSES: dict[str, dict[str, str]] = {
     "xlstm blocks": ROUNDED,
     "hyenadna": ROUNDED,
     "striped hyena": ROUNDED | {"offload": "NotLinearError"},
-    "xlstm large": {"bfloat16": "same dtype"},  # in which the model does not run
+    # The model itself does not run in bfloat16.
+    "xlstm large": {"bfloat16": "same dtype"},
+    "mambapy": {"bfloat16": "same dtype"},
+    "mambapy jamba": {"bfloat16": "same dtype"},
+    "mambapy vision": {"bfloat16": "same dtype"},
+    "mambapy jamba with norms": {"bfloat16": "same dtype"},
+    "deeptab": {"bfloat16": "scalar type Float"},
+    "deeptab, both directions": {"bfloat16": "scalar type Float"},
+    # An operator refers to the mixer's own parameters.
+    "vmamba without gate": {"copy and pickle": "weights are shared"},
+    "vmamba with gate": {"copy and pickle": "weights are shared"},
+    # The function in its convolution's place takes no seq_idx.
+    "fla LogLinearMamba2": {"left padding": "differ from those alone", "checkpointing": "seq_idx"},
+    # Its model keeps hashes of a call, which cannot be copied.
+    "qwen4_exp with n-grams": {"knock-out": "cannot be followed", "offload": "deepcopy protocol"},
     "mamba_ssm_fused": {"LoRA": "change nothing"},
     "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import fla_checks
 from helpers.fla_checks import EPS, Formula, convolved, rms_factors
+from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -94,4 +95,4 @@ def test_queries_are_those_that_solve(fla: FLA) -> None:
         keys = named["key"][:, : t + 1]
         gram = torch.einsum("bjh,bjhm,bjhn->bhmn", weights, keys, keys) + torch.diag_embed(ridge)
         wanted = torch.linalg.solve(gram, q[:, t])
-        assert fla_checks.relative_error(named["query"][:, t], wanted) <= 1e-3
+        assert relative_error(named["query"][:, t], wanted) <= 1e-3

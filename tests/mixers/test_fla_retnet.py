@@ -17,6 +17,7 @@ from helpers.fla_checks import (
     rms_factors,
     side_mask,
 )
+from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -89,7 +90,7 @@ def test_positions_far_from_the_start(fla: FLA) -> None:
     alone = record_one(layer, hidden[:, -10:])
     assert padded.reconstruction_error() <= fla_checks.FLOAT32
     found = padded.operator.dense("heads")[..., -10:, -10:]
-    assert fla_checks.relative_error(found, alone.operator.dense("heads")) <= fla_checks.FLOAT32
+    assert relative_error(found, alone.operator.dense("heads")) <= fla_checks.FLOAT32
 
 
 @pytest.mark.parametrize("case", ["plain", "conv"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -271,16 +270,6 @@ def test_what_ships_is_known() -> None:
 
 def test_the_weights_of_every_recipe_ship() -> None:
     assert set(RECIPES) == set(BUNDLED)
-
-
-@pytest.mark.parametrize("vim", ["scenes-vim", "scenes-vim-first"])
-def test_a_folder_of_an_earlier_version_does_not_name_the_class(vim: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(weights_of(vim).parent, tmp_path / "earlier"))
-    path = folder / "config.json"
-    settings = json.loads(path.read_text())
-    assert settings.pop("architectures") == ["VisionMamba"]
-    path.write_text(json.dumps(settings))
-    assert _same(load_folder(folder)[0], load_bundled(vim)[0])
 
 
 def test_a_folder_without_a_key_is_refused(tmp_path: Path) -> None:
