@@ -398,9 +398,10 @@ def _knock_out(subject: _Subject) -> None:
         changed = _error(wanted, linear.output()) > 10 * _SAME
         assert changed or linear.values.shape[1] < 4, f"{layer.name}: the edges carry nothing"
         keep = functools.partial(_keep, found)
-        with torch.no_grad(), knock_out(subject.model, Edges(layer.name or 0, sources, targets)):
-            with layer.mixer.module.register_forward_hook(keep):
-                _run(subject.model, inputs, mask)
+        cut = knock_out(subject.model, Edges(layer.name or 0, sources, targets))
+        # hooked last, so that it sees the output without the edges
+        with torch.no_grad(), cut, layer.mixer.module.register_forward_hook(keep):
+            _run(subject.model, inputs, mask)
         _close(f"{layer.name}, beside zeroed entries", layer.in_order(found[-1]), wanted)
 
 

@@ -59,8 +59,8 @@ REFUSES: dict[str, dict[str, str]] = {
     "vmamba with gate": {"copy and pickle": "weights are shared"},
     # The function in its convolution's place takes no seq_idx.
     "fla LogLinearMamba2": {"left padding": "differ from those alone", "checkpointing": "seq_idx"},
-    # Its model keeps hashes of a call, which cannot be copied.
-    "qwen4_exp with n-grams": {"knock-out": "cannot be followed", "offload": "deepcopy protocol"},
+    # Its n-grams are looked up by hashes of tokens.
+    "qwen4_exp with n-grams": {"knock-out": "cannot be followed"},
     "mamba_ssm_fused": {"LoRA": "change nothing"},
     "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask
