@@ -28,6 +28,8 @@ from captum_ssm.attr.engine import linear_method
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.models import load_bundled
 
+pytestmark = pytest.mark.slow
+
 PROMPT, TEXT = (
     "anna owns the lamp . bob owns the kite . ? anna owns the",
     "lamp . ? bob owns the kite .",

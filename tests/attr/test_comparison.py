@@ -21,6 +21,8 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, OptionError
 
+pytestmark = pytest.mark.slow
+
 #: Those that read one traced forward run, and those that need one of their own.
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]
 #: Captum says so when it makes its inputs require gradients.

@@ -9,6 +9,8 @@ from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids, visi
 
 from captum_ssm import CaptumSSMError, LatimFlow, MambaLRP
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 7
 
 

@@ -13,6 +13,8 @@ from captum_ssm import LatimFlow, MambaLRP
 from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
 from captum_ssm.errors import OptionError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("method, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
 @pytest.mark.parametrize("network", NETWORKS)

@@ -32,6 +32,8 @@ from captum_ssm import (
     discard_smallest,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def check(call, builtin, fragments):
     with pytest.raises(CaptumSSMError) as caught:

@@ -29,6 +29,8 @@ from captum_ssm import (
 from captum_ssm.errors import GradientModeError
 from captum_ssm.tracing import find_mixers
 
+pytestmark = pytest.mark.slow
+
 SAME, FLOAT32 = 1e-6, 1e-5
 #: What is tried whatever else is: a recurrence and attention of a window.
 QUICK = ("recurrent_gemma",)

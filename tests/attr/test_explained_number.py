@@ -17,6 +17,8 @@ from captum_ssm import LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.errors import CachedStateError, ReconstructionError
 from tests.oracles import relative_error
 
+pytestmark = pytest.mark.slow
+
 TARGET = (-1, 5)
 METHODS = (LatimFlow, MambaLRP, LatimLogit)
 MODELS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str]] = {

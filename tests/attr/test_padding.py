@@ -19,6 +19,8 @@ from zoo.small import classifier, mamba_lm, mixers_of, token_ids
 from captum_ssm import LatimFlow, compare, report, trace
 from captum_ssm.errors import InputError, PaddedExampleError
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 4, 1, 6)
 
 

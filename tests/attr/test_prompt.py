@@ -14,6 +14,8 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec
 from captum_ssm.attr.text.prompt import read_prompt
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "anna owns the lamp . bob owns the"
 MESSAGES = [{"role": "user", "content": "anna owns"}, {"role": "bot", "content": "the lamp"}]
 

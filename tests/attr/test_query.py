@@ -11,6 +11,8 @@ from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout
 
+pytestmark = pytest.mark.slow
+
 
 def dense_rollout(model, *inputs, **options):
     """All rows of the rollout, (B, L, L)."""

@@ -11,6 +11,8 @@ from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import MambaAttribution
 
+pytestmark = pytest.mark.slow
+
 #: Those that need no target.
 AGNOSTIC = [m for m in METHODS if not m.needs_gradient and m.__name__ != "LatimLogit"]
 

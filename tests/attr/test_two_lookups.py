@@ -21,6 +21,8 @@ from captum_ssm import (
 from captum_ssm.errors import InputError, OptionError
 from tests.oracles import relative_error
 
+pytestmark = pytest.mark.slow
+
 TARGET = (-1, 5)
 NAMES = ("frozen", "half", "equal", "centred")
 

@@ -15,6 +15,8 @@ from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
 from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.errors import InputError, OptionError, QueryError, TargetError
 
+pytestmark = pytest.mark.slow
+
 
 def close(found: Tensor, expected: Tensor) -> float:
     return oracles.relative_error(found.double(), expected.double())

@@ -16,6 +16,8 @@ from captum_ssm.models import load_bundled
 from captum_ssm.viz import plot_edges
 from tests.helpers.pages import read_page
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 

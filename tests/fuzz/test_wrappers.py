@@ -17,6 +17,8 @@ from fuzz.wrappers import draw
 
 from captum_ssm.attr import catalogue
 
+pytestmark = pytest.mark.slow
+
 #: They follow a network whatever it is; all others fold layers.
 FOLLOWING = {"LatimFlow", "MambaLRP"}
 PARTS = 4

@@ -16,6 +16,8 @@ from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import linearised
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("mamba2", "jamba", "recurrent_gemma", "vim, two cls", "gpt_neox")
 GATES = ("frozen", "half")
 

@@ -25,7 +25,7 @@ from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
-pytestmark = transformers5
+pytestmark = [transformers5, pytest.mark.slow]
 TOKENS = 11
 RULES = tuple(FAMILY)
 DIVIDING = ("equal", "centred")

@@ -14,6 +14,8 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.errors import NonFiniteError
 from captum_ssm.tracing.verification import TOLERANCES
 
+pytestmark = pytest.mark.slow
+
 HALF = (torch.bfloat16, torch.float16)
 
 

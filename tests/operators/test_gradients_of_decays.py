@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from captum_ssm.operators import DeltaRule, Operator, ScalarDecayHeads, VectorDecayHeads
 from tests.oracles import relative_error
 
+pytestmark = pytest.mark.slow
+
 HEADS, STATE, WIDTH = 2, 16, 16
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.documents import PAGES, ROOT, blocks, links, run
+from helpers.marks import slow_but
 from oracles import relative_error
 
 from captum_ssm import trace
@@ -17,12 +18,8 @@ from captum_ssm import trace
 ARCHITECTURE = "docs/howto/adding_an_architecture.md"
 METHOD = "docs/howto/adding_a_method.md"
 GALLERY = "docs/gallery.md"
-#: Pages that other sessions run.
-SESSIONS = {
-    GALLERY: pytest.mark.slow,
-    "docs/howto/evaluation_at_scale.md": pytest.mark.slow,
-    "docs/howto/long_contexts.md": pytest.mark.slow,
-}
+#: Pages that plain pytest runs.
+QUICK = ("README.md", "docs/quickstart.md")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +34,7 @@ def pictures_closed() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=SESSIONS.get(page, ())) for page in PAGES if blocks(page)],
+    slow_but(QUICK, [page for page in PAGES if blocks(page)]),
 )
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,8 @@ from captum_ssm import (
 from captum_ssm.errors import AdapterError, WeightsError
 from captum_ssm.tracing import find_mixers, repaired_scans
 
+pytestmark = pytest.mark.slow
+
 accelerate = pytest.importorskip("accelerate")
 
 SAME = 1e-6

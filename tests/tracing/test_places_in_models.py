@@ -19,6 +19,8 @@ from captum_ssm.operators.kernels.arithmetic import unseen
 from captum_ssm.tracing.hooks import swap_first
 from captum_ssm.tracing.places import Origin, Places
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 
