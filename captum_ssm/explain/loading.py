@@ -149,8 +149,8 @@ def load(source: Source) -> Loaded:
     Example:
         >>> from captum_ssm.explain.loading import Source, load
         >>> loaded = load(Source("recall-mamba"))
-        >>> loaded.tokenizer, loaded.labels
-        (WordVocabulary(55 words), None)
+        >>> len(loaded.tokenizer.vocab), loaded.labels
+        (55, None)
     """
     path = weights_of(source.name).parent if source.name in BUNDLED else Path(source.name)
     if source.name in BUNDLED or _is_trained_here(path):
