@@ -1,182 +1,231 @@
-"""Time, peak memory and error of every quantity against the length of the input.
+"""Time and memory of operators and of whole calls, as ratios of figures taken in one process.
 
-    python -m benchmarks --out results
-    python -m benchmarks --device cuda --out results
-    python -m benchmarks --check benchmarks/baseline.json
+    python -m benchmarks --out docs/speed
+    python -m benchmarks --check
 
-The first prints the table and writes it as JSON, markdown and a picture, the second that of a GPU.
-Sizes are those of a
-130M model; ``f+b`` is one forward and backward pass of the same model with the repaired scan, with
-respect to its embeddings or pixels.  The bound is the least arithmetic or traffic, in units that
-are measured on this machine in the same run (see :mod:`benchmarks.calibration`); errors are against
-float64.  Kinds of operator of which no package has a model for a CPU have random coefficients and
-no ``f+b``.
+The first writes ``operators.csv``, where every kind of operator stands with its operations at a
+length and at twice the length, and ``calls.csv``, its memory and its picture, where methods stand
+beside one forward and backward pass of the same model.  It needs a quarter of an hour of a quiet
+machine.
 
-The third measures a small case and fails if a cost, in those units, is twice the baseline's or
-more.  ``--baseline FILE`` writes a new one.
+The second measures small operators.  It fails if gradients of coefficients cost more than 8 times
+the map, or if a cost that should be linear in the length grows by more than 2.5 for twice the
+length: a kernel then forms pairs of tokens, or computes with numbers too small to be normal.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from datetime import date
+import os
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import kinds, models, regression
-from benchmarks.calibration import Calibration, calibrate
-from benchmarks.measure import Cost, measure, versions
-from benchmarks.plot import draw
-from benchmarks.quantities import Quantity, of_calls, of_operators, quantities
-from benchmarks.report import markdown, write
+from benchmarks import models
+from benchmarks.kinds import KINDS, QUADRATIC
+from benchmarks.measure import Cost, measure
+from benchmarks.report import Row, markdown, write
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaAttribution, trace
+from captum_ssm.operators import Operator
+from captum_ssm.viz.figure import LINES, new_figure
+
+#: Gradients may cost so many times the map, and what is linear grow so much with the length.
+GRADIENTS, GROWTH = 8.0, 2.5
+#: Lengths of the tables, and the length and channels of a head of the check.
+TOKENS, CALL_TOKENS, WIDTH = 1024, 1024, 64
+CHECKED_TOKENS, CHECKED_WIDTH = 512, 32
+#: A cost that seems too high is measured again: other processes can only add to it.
+ATTEMPTS = 4
+ROWS = 16
+#: Operations whose cost is linear in the length, and the one whose cost is its square.
+LINEAR = ("apply", "transpose", "row", "strip of 16", "gradients")
+EVERY = (*LINEAR, "matrix")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    families = [*models.FAMILIES, *kinds.KINDS]
-    known = [*families, *models.LARGE]
-    parser.add_argument("--families", nargs="+", choices=known, default=families)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[197, 512, 1024, 2048])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--calls", nargs="+", help="whole calls alone, and of them these")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--out", type=Path, help="folder for speed.{json,md,png}")
-    parser.add_argument("--check", type=Path, help="compare a small case with this baseline")
-    parser.add_argument("--baseline", type=Path, help="write the small case here")
+    parser.add_argument("--out", type=Path, help="folder for the tables and the picture")
+    parser.add_argument("--only", choices=("operators", "calls"), help="one of the tables")
+    parser.add_argument("--families", nargs="+", choices=models.FAMILIES, default=models.FAMILIES)
+    parser.add_argument("--layers", type=int, default=2, help="of the models; default: 2")
+    parser.add_argument("--check", action="store_true", help="fail where a bound is broken")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
-    if options.baseline is not None:
-        regression.write(options.baseline, table)
-        return
-    if options.check is not None:
-        raise SystemExit(bool(regression.check(options.check, table)))
-    rows: list[dict[str, Any]] = []
-    units = calibrate(options.device)
-    dtype, sizes = getattr(torch, options.dtype), (options.lengths, options.layers)
-    where = {"dtype": dtype, "device": options.device}
-    for row in table(options.families, *sizes, units, calls=options.calls, **where):
+    if options.check:
+        raise SystemExit(bool(broken()))
+    if options.only != "calls":
+        rows = _printed(operators(list(KINDS), EVERY, TOKENS, WIDTH))
+        if options.out is not None:
+            write(options.out / "operators.csv", rows)
+    if options.only != "operators":
+        rows = _printed(calls(options.families, options.layers))
+        if options.out is not None:
+            for column, name in (("f+b", "calls.csv"), ("MiB", "calls_memory.csv")):
+                write(options.out / name, beside(rows, column))
+            draw(rows, options.out / "calls.png")
+
+
+def _printed(found: Iterator[Row]) -> list[Row]:
+    """Print the rows as they come."""
+    rows: list[Row] = []
+    for row in found:
         rows.append(row)
         print(markdown([row], header=len(rows) == 1), flush=True)
-    if options.out is not None:
-        facts = {
-            "date": date.today().isoformat(),
-            "layers": options.layers,
-            "device": options.device,
-            "dtype": options.dtype,
-            **{f"seconds per {unit}": value for unit, value in asdict(units).items()},
-            **versions("torch", "captum", "transformers", "captum_ssm"),
-        }
-        write(options.out, "speed", facts, rows)
-        draw(rows, options.out / "speed.png")
+    return rows
 
 
-def table(
-    families: Sequence[str],
-    lengths: Sequence[int],
-    layers: int,
-    units: Calibration,
-    reference: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    calls: Sequence[str] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The rows, as they are measured; without ``reference`` nothing long or in float64 is.
+# --- operators -------------------------------------------------------------------------------
+
+
+def operators(
+    kinds: Sequence[str], operations: Sequence[str], tokens: int, width: int
+) -> Iterator[Row]:
+    """Measure kinds at a length, and at twice the length.
 
     Args:
-        families: of models, or kinds of operators.
-        lengths: of the inputs.
-        layers: of the models.
-        units: what costs are judged by.
-        reference: see above. Default: True.
-        dtype: of the models. Default: float32.
-        device: where they are, and kinds of operators. Default: ``"cpu"``.
-        calls: of the quantities only these whole calls. Default: None, all.
+        kinds: names of :data:`benchmarks.kinds.KINDS`.
+        operations: names of :data:`EVERY`.
+        tokens: the shorter length.
+        width: channels of a head.
     """
+    for kind in kinds:
+        costs = [_costs(kind, operations, length, width) for length in (tokens, 2 * tokens)]
+        for operation in costs[0]:
+            short, long = (each[operation] for each in costs)
+            yield {
+                "kind": kind,
+                "operation": operation,
+                "times apply": long.seconds / costs[1]["apply"].seconds,
+                "time of twice the length": long.seconds / short.seconds,
+                "MiB": short.mebibytes,
+                "MiB of twice the length": long.mebibytes,
+            }
+
+
+def _costs(kind: str, operations: Sequence[str], tokens: int, width: int) -> dict[str, Cost]:
+    torch.manual_seed(0)
+    operator = KINDS[kind](tokens, width)
+    found = _operations(operator)
+    return {name: measure(found[name]) for name in operations if name in found}
+
+
+def _operations(operator: Operator) -> dict[str, Callable[[], Any]]:
+    values, gradient = torch.randn(2, *operator.shape)
+    last = torch.zeros(operator.shape[:2])
+    last[:, -1] = 1
+    tokens = operator.shape.tokens
+    found = {
+        "apply": lambda: operator.apply(values),
+        "transpose": lambda: operator.transpose(gradient),
+        "row": lambda: operator.mean_rmatvec(last),
+        "strip of 16": lambda: operator.reduced_strip(range(tokens - ROWS, tokens)),
+        "matrix": lambda: operator.dense("mean"),
+    }
+    if operator.roles:
+        found["gradients"] = lambda: operator.backward(values, gradient)
+    return {name: torch.no_grad()(call) for name, call in found.items()}
+
+
+def broken(kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
+    """Print the small table; return the bounds that no attempt kept."""
+    best: dict[tuple[str, str, str], float] = {}
+    left = list(kinds)
+    for _ in range(ATTEMPTS):
+        for row in operators(left, LINEAR, CHECKED_TOKENS, CHECKED_WIDTH):
+            for name in ("times apply", "time of twice the length"):
+                key = row["kind"], row["operation"], name
+                best[key] = min(row[name], best.get(key, row[name]))
+        faults = [(key, value) for key, value in best.items() if value > _bound(*key)]
+        left = list(dict.fromkeys(kind for (kind, _, _), _ in faults))
+        if not left:
+            break
+    for (kind, operation, name), value in best.items():
+        fault = " BROKEN" if value > _bound(kind, operation, name) else ""
+        print(f"{kind}: {operation}: {name} {value:.2f}{fault}")
+    return [" ".join(key) for key, _ in faults]
+
+
+def _bound(kind: str, operation: str, name: str) -> float:
+    if name == "times apply":
+        return GRADIENTS if operation == "gradients" else float("inf")
+    return GROWTH**2 if kind in QUADRATIC else GROWTH
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+def calls(families: Sequence[str], layers: int) -> Iterator[Row]:
+    """Measure what users call, in passes forward and backward of the same model."""
     for family in families:
-        if family in kinds.KINDS:
-            for length in lengths:
-                yield from _of_kind(family, length, layers, units, reference, device)
-            continue
         if family == "Gated DeltaNet" and find_spec("fla") and not torch.cuda.is_available():
             print(f"{family} is left out: where fla is installed, its kernels need a GPU")
             continue
-        model = models.build(family, layers).to(device, dtype)
-        for length in [197] if family == "Vim-S" else lengths:
-            x = models.example(family, length)
-            x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
-            yardstick = measure(lambda model=model, x=x: models.gradient(model, x), device=device)
-            asked = (
-                quantities(family, model, x)
-                if calls is None
-                else (each for each in of_calls(family, model, x) if each.name in calls)
-            )
-            for quantity in (Quantity("f+b", lambda: None), *asked):
-                if quantity.long and not reference:
-                    continue
-                kept = quantity if reference else _alone(quantity)
-                with torch.no_grad():
-                    is_yardstick = quantity.name == "f+b"
-                    cost = yardstick if is_yardstick else measure(quantity.call, device=device)
-                    yield entry(family, length, kept, cost, yardstick, units, device)
+        model, x = models.build(family, layers), models.example(family, CALL_TOKENS)
+        pass_ = measure(lambda model=model, x=x: models.gradient(model, x))
+        for name, call in _calls(model, x, models.target(family)).items():
+            cost = pass_ if name == "f+b" else measure(call)
+            passes = cost.seconds / pass_.seconds
+            found = {"model": family, "layers": layers, "call": name}
+            yield {**found, "f+b": passes, "MiB": cost.mebibytes}
 
 
-def _of_kind(
-    kind: str, length: int, layers: int, units: Calibration, reference: bool, device: str
-) -> Iterator[dict[str, Any]]:
-    """The rows of layers that no model stands for."""
-    with torch.device(device):
-        parts = kinds.layer(kind, length)
-    for name, operator in parts.items():
-        for quantity in of_operators(name, [operator] * layers):
-            kept = quantity if reference else _alone(quantity)
-            with torch.no_grad():
-                cost = measure(quantity.call, device=device)
-                yield entry(kind, length, kept, cost, None, units, device)
+def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], Any]]:
+    @torch.no_grad()
+    def forward() -> None:
+        with trace(model, operators=False):  # which keeps no cache
+            model(x)
 
-
-def _alone(quantity: Quantity) -> Quantity:
-    """The same without what it is compared with."""
-    return replace(quantity, precise=None, others={})
-
-
-def entry(
-    family: str,
-    length: int,
-    quantity: Quantity,
-    cost: Cost,
-    yardstick: Cost | None,
-    units: Calibration,
-    device: str,
-) -> dict[str, Any]:
-    least = None if quantity.work is None else quantity.layers * quantity.work.seconds(units)
-    slower = {name: measure(call, 1, device).seconds for name, call in quantity.others.items()}
-    return {
-        "family": family,
-        "L": length,
-        "quantity": quantity.name,
-        "seconds": cost.seconds,
-        "of f+b": None if yardstick is None else cost.seconds / yardstick.seconds,
-        "times its bound": None if least is None else cost.seconds / least,
-        "textbook / it": _ratio(slower.get("textbook"), cost.seconds),
-        "exponentials / it": _ratio(slower.get("exponentials"), cost.seconds),
-        "peak MiB": cost.mebibytes,
-        "error": None if quantity.precise is None else _error(cost.result, quantity.precise()),
+    rollout, weighted, flow = (
+        kind(model) for kind in (ImplicitAttentionRollout, MambaAttribution, LatimFlow)
+    )
+    asked = {"target": target, "per_token": True}
+    found = {
+        "f+b": forward,
+        "forward run": forward,
+        "ImplicitAttentionRollout": lambda: rollout.attribute(x, query=-1, per_token=True),
+        "MambaAttribution": lambda: weighted.attribute(x, **asked),
+        "LatimFlow": lambda: flow.attribute(x, **asked),
+        "LatimFlow, centred": lambda: flow.attribute(x, rule="centred", **asked),
     }
+    if isinstance(target, tuple):
+        logit = LatimLogit(model)
+        options = {**asked, "mixing": "projection"}
+        found["LatimLogit, projection"] = lambda: logit.attribute(x, **options)
+    return found
 
 
-def _ratio(slow: float | None, fast: float) -> float | None:
-    return None if slow is None else slow / fast
+def beside(rows: Sequence[Row], column: str) -> list[Row]:
+    """Put the calls of a model beside each other: a row for each model and its layers."""
+    names = [name for name in dict.fromkeys(row["call"] for row in rows) if name != "f+b"]
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        start = {"model": row["model"], "layers": row["layers"], **dict.fromkeys(names)}
+        cells = found.setdefault((row["model"], row["layers"]), start)
+        if row["call"] in names:
+            cells[row["call"]] = row[column]
+    return list(found.values())
 
 
-def _error(found: torch.Tensor, precise: torch.Tensor) -> float:
-    return float((found.double() - precise).abs().max() / precise.abs().max())
+def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Draw the calls as dots: a line for each model, a color for each call."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    shown = [row for row in rows if row["call"] not in ("f+b", "forward run")]
+    figure, axis = new_figure(7.2, 0.34 * len(names) + 1.2)
+    for number, call in enumerate(dict.fromkeys(row["call"] for row in shown)):
+        of_call = [(row["f+b"], names.index(row["model"])) for row in shown if row["call"] == call]
+        style = {"marker": "osD^v"[number], "linestyle": "", "color": LINES[number], "label": call}
+        axis.plot(*zip(*of_call, strict=True), **style)
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set(
+        xlim=(0, None), xlabel="passes forward and backward of the model", ylim=(len(names), -1)
+    )
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
     python -m benchmarks.budgets
 
-writes ``benchmarks/budgets.json`` anew.  Nothing is measured: launches, bytes, arithmetic and waits
+writes ``docs/speed/counts.csv`` anew.  Nothing is measured: launches, bytes, arithmetic and waits
 of the host are counted, which depend on no machine.  What packages have a fused kernel of is one
 launch, and one more for its backward.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.counts import Counts
+from benchmarks.report import write
 from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, MambaAttribution
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing.repair.loops import replacing
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).parents[1] / "docs" / "speed" / "counts.csv"
 LAYERS, VOCABULARY = 2, 32
 #: How much of a count may be added before a test fails, and of which.
 SLACK, HELD = 1.05, ("launches", "synchronisations", "bytes")
@@ -209,10 +210,28 @@ def of_family(family: str) -> dict[str, dict[str, Row]]:
     return found
 
 
+def table() -> dict[str, dict[str, dict[str, Row]]]:
+    """Read the counts that are committed: by family, length and call."""
+    found: dict[str, dict[str, dict[str, Row]]] = {}
+    with FILE.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            family, length, call = line.pop("model"), line.pop("tokens"), line.pop("call")
+            counts = {name: float(value) for name, value in line.items()}
+            found.setdefault(family, {}).setdefault(length, {})[call] = counts
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)  # by last digits some strips are left out, or not
-    found = {"families": {name: of_family(name) for name in FAMILIES}}
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(
+        FILE,
+        [
+            {"model": name, "tokens": length, "call": call, **counts}
+            for name in FAMILIES
+            for length, calls in of_family(name).items()
+            for call, counts in calls.items()
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import measure, versions
+from benchmarks.measure import measure
 from benchmarks.report import markdown, write
 from captum_ssm import LatimFlow, variant_effects
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot
@@ -35,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=65_536)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="folder for dna.{json,md}")
+    parser.add_argument("--out", type=Path, help="folder for dna.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -68,8 +67,7 @@ def main() -> None:
             ]
     print(markdown(rows))
     if options.out is not None:
-        facts = {"date": date.today().isoformat(), **versions("torch", "captum", "captum_ssm")}
-        write(options.out, "dna", facts, rows)
+        write(options.out / "dna.csv", rows)
     if not all(map(passed, rows)):
         raise SystemExit(1)
 

@@ -17,7 +17,6 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.measure import measure, versions
+from benchmarks.measure import measure
 from benchmarks.report import markdown, write
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution, trace
 from captum_ssm.tracing import repaired_scans
@@ -43,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=131_072)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="folder for long_context.{json,md}")
+    parser.add_argument("--out", type=Path, help="folder for long_context.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = models.build("Mamba", options.layers)
@@ -78,12 +77,7 @@ def main() -> None:
         row["error"] = errors[row["method"]] if row["L"] == options.length else None
     print(markdown(rows))
     if options.out is not None:
-        facts = {
-            "date": date.today().isoformat(),
-            "layers": options.layers,
-            **versions("torch", "captum", "transformers", "captum_ssm"),
-        }
-        write(options.out, "long_context", facts, rows)
+        write(options.out / "long_context.csv", rows)
     if not all(map(passed, rows)):
         raise SystemExit(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ def markdown(rows: Sequence[Row], header: bool = True) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def write(folder: Path, name: str, facts: Row, rows: Sequence[Row]) -> None:
-    """Write ``name.json`` and ``name.md``: what was measured, and how (``facts``)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record = json.dumps({"facts": facts, "rows": rows}, indent=2)
-    (folder / f"{name}.json").write_text(record + "\n")
-    table = "\n".join(f"{k}: {v}  " for k, v in facts.items()) + "\n\n" + markdown(rows)
-    (folder / f"{name}.md").write_text(table + "\n")
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows as csv, as the pages show them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
 
 
 def _cell(value: Any) -> str:

@@ -45,9 +45,8 @@ html_copy_source = False
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
-# Cells of pages run at every build; notebooks keep the output that they are stored with.
+# Cells of pages and notebooks run at every build: they are stored without output.
 nb_execution_mode = "force"
-nb_execution_excludepatterns = ["tutorials/*"]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 180
 # packages warn of kernels that a CPU lacks, each time a kernel starts

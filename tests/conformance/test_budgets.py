@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import Tensor, nn
 
 from benchmarks import budgets
 from captum_ssm import LatimLogit
-from tools import speed_page
 
 pytest.importorskip("transformers")
 
-TABLE: dict[str, Any] = json.loads(budgets.FILE.read_text(encoding="utf-8"))
+TABLE = budgets.table()
 FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)
 #: Calls that wait for a device once for all that they check.
@@ -35,8 +33,7 @@ FOR_A_CHUNK = {"LatimFlow, centred": 80}
 
 
 def row(family: str, length: str, call: str) -> dict[str, float]:
-    found: dict[str, float] = TABLE["families"][family][length][call]
-    return found
+    return TABLE[family][length][call]
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -48,7 +45,7 @@ def test_counts_are_those_of_the_table(family: str) -> None:
     """If they are fewer, ``python -m benchmarks.budgets`` writes the table anew."""
     found = budgets.of_family(family)
     assert {key: list(calls) for key, calls in found.items()} == {
-        key: list(calls) for key, calls in TABLE["families"][family].items()
+        key: list(calls) for key, calls in TABLE[family].items()
     }
     for length, calls in found.items():
         for call, counts in calls.items():
@@ -64,11 +61,6 @@ def test_a_twentieth_more_is_too_much(name: str) -> None:
     assert not budgets.grown({**wanted, name: 1.04 * wanted[name]}, wanted)
 
 
-def test_the_page_shows_the_table() -> None:
-    page = (speed_page.DOCS / speed_page.PAGE).read_text(encoding="utf-8")
-    assert speed_page.on_a_gpu(TABLE) in page
-
-
 # --- bounds --------------------------------------------------------------------------------------
 
 
@@ -76,7 +68,7 @@ def test_the_page_shows_the_table() -> None:
 def test_the_device_is_waited_for_a_few_times(family: str) -> None:
     for length in (FEW, MANY):
         own = row(family, length, "f+b")
-        for call in TABLE["families"][family][length]:
+        for call in TABLE[family][length]:
             found = row(family, length, call)
             assert questions(found) - questions(own) <= WAITS, (length, call)
             if call not in OF_VECTORS:
