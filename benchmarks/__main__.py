@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,27 +132,34 @@ def _operations(operator: Operator) -> dict[str, Callable[[], Any]]:
 
 def broken(kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
     """Print the small table; return the bounds that no attempt kept."""
-    best: dict[tuple[str, str, str], float] = {}
+    best: dict[tuple[str, str, int], float] = {}
+    lengths = (CHECKED_TOKENS, 2 * CHECKED_TOKENS)
     left = list(kinds)
     for _ in range(ATTEMPTS):
-        for row in operators(left, LINEAR, CHECKED_TOKENS, CHECKED_WIDTH):
-            for name in ("times apply", "time of twice the length"):
-                key = row["kind"], row["operation"], name
-                best[key] = min(row[name], best.get(key, row[name]))
-        faults = [(key, value) for key, value in best.items() if value > _bound(*key)]
-        left = list(dict.fromkeys(kind for (kind, _, _), _ in faults))
+        for kind, tokens in product(left, lengths):
+            for operation, cost in _costs(kind, LINEAR, tokens, CHECKED_WIDTH).items():
+                key = kind, operation, tokens
+                best[key] = min(cost.seconds, best.get(key, cost.seconds))
+        lines = dict(_judged(best))
+        faults = [key for key, line in lines.items() if line.endswith("BROKEN")]
+        left = list(dict.fromkeys(kind for kind, _ in faults))
         if not left:
             break
-    for (kind, operation, name), value in best.items():
-        fault = " BROKEN" if value > _bound(kind, operation, name) else ""
-        print(f"{kind}: {operation}: {name} {value:.2f}{fault}")
-    return [" ".join(key) for key, _ in faults]
+    print("\n".join(lines.values()))
+    return [lines[key] for key in faults]
 
 
-def _bound(kind: str, operation: str, name: str) -> float:
-    if name == "times apply":
-        return GRADIENTS if operation == "gradients" else float("inf")
-    return GROWTH**2 if kind in QUADRATIC else GROWTH
+def _judged(best: Mapping[tuple[str, str, int], float]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Compare the fastest times with each other: a line for each operation of a kind."""
+    for kind, operation, tokens in best:
+        if tokens == CHECKED_TOKENS:
+            seconds = best[kind, operation, 2 * tokens]
+            times = seconds / best[kind, "apply", 2 * tokens]
+            growth = seconds / best[kind, operation, tokens]
+            most = GROWTH**2 if kind in QUADRATIC else GROWTH
+            fault = growth > most or (operation == "gradients" and times > GRADIENTS)
+            line = f"{kind}, {operation}: {times:.2f} times apply, twice as long {growth:.2f}"
+            yield (kind, operation), line + " BROKEN" * fault
 
 
 # --- calls -----------------------------------------------------------------------------------

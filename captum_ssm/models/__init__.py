@@ -12,7 +12,7 @@ from .dna import (
 )
 from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
-from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
+from .vim import VisionMamba, load_vim, vim_small, vim_tiny
 from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 from .vocabulary import WordVocabulary
 
@@ -26,7 +26,6 @@ __all__ = [
     "StripedHyena",
     "TextReader",
     "VMamba",
-    "VideoMamba",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
@@ -36,7 +35,6 @@ __all__ = [
     "load_hyenadna",
     "load_rwkv7",
     "load_striped_hyena",
-    "load_video_mamba",
     "load_vim",
     "load_vmamba",
     "text_words",

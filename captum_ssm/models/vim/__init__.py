@@ -1,4 +1,4 @@
-"""Vision Mamba (Vim) and VideoMamba in plain PyTorch, which load the official checkpoints."""
+"""Vision Mamba (Vim) in plain PyTorch, which loads the official checkpoints."""
 
 from .builders import (
     register_with_timm,
@@ -10,14 +10,11 @@ from .builders import (
 from .load import load_vim
 from .mixer import VimMixer
 from .model import VimBlock, VisionMamba
-from .video import VideoMamba, load_video_mamba
 
 __all__ = [
-    "VideoMamba",
     "VimBlock",
     "VimMixer",
     "VisionMamba",
-    "load_video_mamba",
     "load_vim",
     "register_with_timm",
     "vim_small",
