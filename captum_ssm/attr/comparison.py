@@ -57,6 +57,10 @@ class Comparison(dict[str, Tensor], NamedTokens):
         super().__init__(relevance)
         self.names = names
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in self.items())
+        return f"Comparison({shapes})"
+
     def _state(self) -> dict[str, Any]:
         return {"relevance": dict(self), "names": self.names}
 

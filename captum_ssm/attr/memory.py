@@ -120,6 +120,10 @@ class LayerMemory:
     which: int
     heads: range
 
+    def __repr__(self) -> str:
+        heads = f"heads {self.heads.start} to {self.heads.stop - 1}"
+        return f"LayerMemory({self.name!r}, {heads}, {self.linear.values.shape[1]} tokens)"
+
     @property
     def is_cache(self) -> bool:
         """Whether it is the cache of attention, from which only a window drops tokens."""

@@ -219,6 +219,10 @@ class Effects:
     tokens: int
     given: Tensor | None
 
+    def __repr__(self) -> str:
+        kind = "of first order" if self.first_order else "with exact norms"
+        return f"Effects({len(self.layers)} layers of {self.tokens} tokens, {kind})"
+
     @property
     def names(self) -> list[str]:
         """The mixers' names, in the order in which they ran."""

@@ -83,6 +83,10 @@ class Graph:
     scores: Mapping[str, float]
     writes: tuple[Tensor | None, ...] = ()
 
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {score:.2g}" for name, score in self.scores.items())
+        return f"Graph({len(self.nodes)} nodes, {int((self.edges != 0).sum())} edges: {scores})"
+
     def effects(self) -> Tensor:
         """What each node adds to the target on all paths, (n,), in the linear network.
 

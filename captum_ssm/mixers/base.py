@@ -141,6 +141,9 @@ class LinearMixer:
     passed_on: Mapping[int, Tensor] = field(default_factory=dict)
     end_to_end: bool = False
 
+    def __repr__(self) -> str:
+        return f"LinearMixer({self.operator!r})"
+
     @property
     def bias(self) -> Tensor:
         """The constant term of the output before projection, (B, L, H, P)."""

@@ -42,6 +42,9 @@ class WordVocabulary:
             if word.split() != [word]:
                 raise InputError(f"a word must be non-empty and without whitespace, got {word!r}")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} words)"
+
     @classmethod
     def from_json(cls, path: str | Path) -> WordVocabulary:
         """Reads a vocabulary from a JSON list of words.

@@ -154,6 +154,12 @@ class Operator:
     #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.
     few_rows: int = 0
 
+    def __repr__(self) -> str:
+        _, tokens, heads, per_head = self.shape
+        inside = [type(leaf).__name__ for leaf in self.leaves() if leaf is not self]
+        made_of = f"{', '.join(inside)}: " if inside else ""
+        return f"{type(self).__name__}({made_of}{tokens} tokens, {heads} heads of {per_head})"
+
     # --- what a subclass defines -----------------------------------------------------------
 
     def apply(self, v: Tensor) -> Tensor:

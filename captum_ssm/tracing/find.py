@@ -54,6 +54,9 @@ class Mixer:
     blocks: tuple[nn.Module, ...]
     around: tuple[nn.Module, ...]
 
+    def __repr__(self) -> str:
+        return f"Mixer({self.name!r}, {self.architecture.family!r})"
+
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside torch.compile, DataParallel and DistributedDataParallel wrappers.

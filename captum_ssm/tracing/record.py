@@ -75,6 +75,10 @@ class Trace:
         self.checks = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
+    def __repr__(self) -> str:
+        kinds = Counter(layer.architecture for layer in self.layers)
+        return f"Trace({', '.join(f'{n} x {kind}' for kind, n in kinds.items()) or 'no layers'})"
+
     def recorded(self, layer: Layer) -> None:
         """Take a layer in, whose mixer is as it was when it returned.
 

@@ -92,6 +92,17 @@ class Decomposition(NamedTokens):
         delta = self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
         return delta if self.by_others is None else delta - self.by_others
 
+    def __repr__(self) -> str:
+        examples, tokens = self._tokens()
+        of = f"{tokens} tokens" if examples == 1 else f"{examples} examples of {tokens} tokens"
+        if examples > 1:
+            return f"Decomposition({of})"
+        rest = self.virtual + (0 if self.by_others is None else self.by_others)
+        parts = {"tokens": self.tokens.sum(), "biases": self.bias, "others": rest}
+        shown = [f"{name} {float(part):.3g}" for name, part in parts.items() if bool(part.any())]
+        sums = f"output {float(self.output):.3g} = {' + '.join(shown)}"
+        return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"
+
     def _tokens(self) -> tuple[int, int]:
         return self.inputs.shape[0], self.inputs.shape[1]
 

@@ -80,6 +80,15 @@ class Explainer:
         self.layers = layers
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
 
+    def __repr__(self) -> str:
+        said = [_name_of(self.forward_func)]
+        said += [] if self.model is None else [f"model={_name_of(self.model)}"]
+        if self.layers is not None:
+            said.append(f"layers=[{', '.join(map(_name_of, self.layers))}]")
+        if hasattr(self, "layer"):
+            said.append(f"layer={_name_of(self.layer)}")
+        return f"{self.name}({', '.join(said)})"
+
     def _by_parts(
         self,
         inputs: Tensor,
@@ -145,6 +154,15 @@ class Explainer:
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
+
+
+def _name_of(part: Any) -> str:
+    """Name a model or function by its class or name, and a layer by its own."""
+    if isinstance(part, str):
+        return repr(part)
+    if isinstance(part, nn.Module):
+        return type(part).__name__
+    return getattr(part, "__qualname__", None) or repr(part)
 
 
 class SSMAttribution(Explainer, Attribution):

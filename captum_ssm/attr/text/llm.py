@@ -79,6 +79,9 @@ class SSMLLMAttribution(Attribution):
             _check_head(self.forward_func)
         self._reads_ahead: bool | None = None
 
+    def __repr__(self) -> str:
+        return f"SSMLLMAttribution({self.attr_method!r})"
+
     @classmethod
     def get_name(cls) -> str:
         """The name that Captum shows."""

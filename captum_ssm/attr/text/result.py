@@ -226,6 +226,10 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         self.spans = spans
         self.input_pieces, self.output_pieces = input_pieces, output_pieces
 
+    def __repr__(self) -> str:
+        read, made = (len(x) for x in (self.input_tokens, self.output_tokens))
+        return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
+
     def _state(self) -> dict[str, Any]:
         names = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         own = ("generated_attr", "spans", "input_pieces", "output_pieces")
