@@ -118,13 +118,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """All tests but those of sessions below, with the special packages; a skip is a failure."""
+    """The tests that are not quick, but those of sessions below; a skip is a failure."""
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
     install_browser(session)
     others = ("--ignore", "tests/insights/test_captum08.py")  # `oldest` runs these
-    pytest(session, "-m", EVERYTHING, *others, CAPTUM_SSM_NO_SKIPS="1")
+    chosen = f"(slow or browser) and {EVERYTHING}"
+    pytest(session, "-m", chosen, *others, CAPTUM_SSM_NO_SKIPS="1")
 
 
 @nox.session
@@ -150,10 +151,16 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
-    """Triton kernels in Triton's interpreter, which settles it at its import."""
+    """Triton kernels in Triton's interpreter, which settles it at its import.
+
+    ``-- all`` runs each kernel at all sizes and options, which takes ten minutes.
+    """
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
-    pytest(session, "-m", "interpreter", TRITON_INTERPRET="1", CAPTUM_SSM_NO_SKIPS="1")
+    chosen = "interpreter" if session.posargs == ["all"] else "interpreter and not slow"
+    options = (*PARALLEL, "-m", chosen, "tests/interpreter")
+    env = {"TRITON_INTERPRET": "1", "CAPTUM_SSM_NO_SKIPS": "1", **ONE_THREAD}
+    session.run("pytest", *options, env=env)
 
 
 @nox.session

@@ -18,6 +18,9 @@ from zoo import fla_cpu, mamba_ssm_cpu, triton_interpreter, xlstm_cpu
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
 FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
 
+#: Fixtures of packages that pip does not simply install: their tests are not quick.
+SPECIAL = {"fla", "mamba_ssm", "mamba_ssm_fused"}
+
 _seed_key = pytest.StashKey[int]()
 
 settings.register_profile("quick", deadline=None, print_blob=True)
@@ -75,6 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("browser", "interpreter"):
             item.add_marker(item.path.parent.name)
+        elif SPECIAL & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
     if FIXED_SEED:
         for test in {getattr(item, "function", None) for item in items}:
             if is_hypothesis_test(test):

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..linear import FAMILY, Rule
@@ -31,6 +31,22 @@ class FlowMethod(LinearMethod):
 
     needs_gradient = True
     default_rule: Rule = "frozen"
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        model: nn.Module | None = None,
+        layers: Sequence[str | nn.Module] | None = None,
+        *,
+        rule: Rule | None = None,
+    ) -> None:
+        super().__init__(forward_func, model, layers)
+        if rule is not None:
+            self.default_rule = checks.choice("rule", rule, FAMILY)
+
+    def __repr__(self) -> str:
+        own = "default_rule" in vars(self)
+        return super().__repr__()[:-1] + (f", rule={self.default_rule!r})" if own else ")")
 
     def _rules(
         self,
@@ -119,10 +135,12 @@ class LatimFlow(FlowMethod):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        rule: the rule of calls that name none; see :meth:`attribute`. Default: None, ``"frozen"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        OptionError: when ``rule`` is not known.
 
     Example:
         >>> import torch
@@ -399,10 +417,12 @@ class MambaLRP(LatimFlow):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        rule: the rule of calls that name none; see :meth:`attribute`. Default: None, ``"half"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        OptionError: when ``rule`` is not known.
 
     Example:
         >>> import torch

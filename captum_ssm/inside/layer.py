@@ -42,6 +42,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             before they are mixed; or a list of several.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        rule: the rule of calls that name none. Default: None, that of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -66,8 +67,10 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         layer: Layer | Sequence[Layer],
         model: nn.Module | None = None,
         layers: Sequence[Layer] | None = None,
+        *,
+        rule: Rule | None = None,
     ) -> None:
-        super().__init__(forward_func, model, layers)
+        super().__init__(forward_func, model, layers, rule=rule)
         self.layer: Any = layer
         for one in self._several():
             self._site(one, at_input=False)  # fail at once, not at the first call

@@ -42,6 +42,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             before they are mixed.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        rule: the rule of calls that name none. Default: None, that of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -65,8 +66,10 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         layer: Layer,
         model: nn.Module | None = None,
         layers: Sequence[Layer] | None = None,
+        *,
+        rule: Rule | None = None,
     ) -> None:
-        super().__init__(forward_func, model, layers)
+        super().__init__(forward_func, model, layers, rule=rule)
         self.layer: Any = layer
         find_site(find_model(forward_func, model), layer, layers)  # fail at once
 

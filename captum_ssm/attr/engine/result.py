@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -86,20 +86,28 @@ class Result:
         }
         return _written(path, json.dumps(said, allow_nan=False) + "\n")
 
-    def to_html(self, path: str | Path, title: str | None = None) -> Path:
-        """Write it as a page that needs nothing else.
+    @overload
+    def to_html(self, path: None = None, title: str | None = None) -> str: ...
+
+    @overload
+    def to_html(self, path: str | Path, title: str | None = None) -> Path: ...
+
+    def to_html(self, path: str | Path | None = None, title: str | None = None) -> str | Path:
+        """Write it as a page that needs nothing else, or return the page.
 
         Args:
             path: the file. What it held is replaced, once all is written; its folder is made.
+                Default: None, the page is returned.
             title: a heading. Default: None, what it is.
 
         Returns:
-            The path.
+            The path, or the page's text.
 
         Raises:
             WriteError: when it cannot be written; it then is what it was.
         """
-        return _written(path, self._page(title))
+        page = self._page(title)
+        return page if path is None else _written(path, page)
 
     def show(self) -> None:
         """Show its page: in a notebook below the cell, elsewhere in a browser, of a temporary file.

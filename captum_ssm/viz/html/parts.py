@@ -72,7 +72,7 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
     chosen = options.get("rule")
-    return (kind.default_rule if chosen is None else chosen) != "frozen"
+    return bool((method.default_rule if chosen is None else chosen) != "frozen")
 
 
 def tells_pixels(method: Any) -> bool:

@@ -1,8 +1,10 @@
-"""Each object that a user prints says in one line of text which one it is."""
+"""Objects print as one line, and take what a user tries first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from captum_ssm import (
     compare,
     trace,
 )
+from captum_ssm.errors import OptionError
 from captum_ssm.models import load_bundled
 
 MODEL, WORDS = load_bundled()
@@ -35,6 +38,7 @@ def record() -> Any:
 
 SAID: dict[str, Callable[[], Any]] = {
     "LatimFlow(MambaForCausalLM)": lambda: FLOW,
+    "LatimFlow(MambaForCausalLM, rule='centred')": lambda: LatimFlow(MODEL, rule="centred"),
     f"LatimNorm(MambaForCausalLM, layers=['{MIXER}'])": lambda: LatimNorm(MODEL, layers=[MIXER]),
     f"LayerLatimFlow(MambaForCausalLM, layer='{MIXER}')": lambda: LayerLatimFlow(MODEL, MIXER),
     "SSMLLMAttribution(LatimFlow(MambaForCausalLM))": lambda: SSMLLMAttribution(FLOW, WORDS),
@@ -73,3 +77,17 @@ def test_a_decomposition_shows_its_sum() -> None:
 def test_a_graph_shows_its_size() -> None:
     graph = attribution_graph(MODEL, IDS, TARGET, nodes=[MIXER])
     assert repr(graph).startswith(f"Graph({len(graph.nodes)} nodes, ")
+
+
+@pytest.mark.parametrize("method", [LatimFlow, partial(LayerLatimFlow, layer=MIXER)])
+def test_a_rule_of_all_calls(method: Callable[..., Any]) -> None:
+    wanted = method(MODEL).attribute(IDS, TARGET, rule="centred")
+    assert torch.equal(method(MODEL, rule="centred").attribute(IDS, TARGET), wanted)
+    assert not torch.equal(method(MODEL).attribute(IDS, TARGET), wanted)
+    with pytest.raises(OptionError, match="rule='none' is not known"):
+        method(MODEL, rule="none")
+
+
+def test_a_page_as_text(tmp_path: Path) -> None:
+    found = FLOW.decompose(IDS, TARGET)
+    assert found.to_html(tmp_path / "page.html").read_text(encoding="utf-8") == found.to_html()
