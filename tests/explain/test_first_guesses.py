@@ -21,7 +21,7 @@ from captum_ssm import (
     compare,
     trace,
 )
-from captum_ssm.errors import OptionError
+from captum_ssm.errors import InputError, OptionError
 from captum_ssm.models import load_bundled
 
 MODEL, WORDS = load_bundled()
@@ -91,3 +91,25 @@ def test_a_rule_of_all_calls(method: Callable[..., Any]) -> None:
 def test_a_page_as_text(tmp_path: Path) -> None:
     found = FLOW.decompose(IDS, TARGET)
     assert found.to_html(tmp_path / "page.html").read_text(encoding="utf-8") == found.to_html()
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimNorm])
+def test_what_a_tokenizer_returns(method: Callable[..., Any]) -> None:
+    ids = torch.tensor([[0, 0, 5, 3, 4], [1, 2, 3, 4, 5]])
+    given = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    function = lambda x, mask: MODEL(x, attention_mask=mask).logits  # noqa: E731
+    wanted = method(function, MODEL).attribute(ids, TARGET, given["attention_mask"])
+    explain = method(MODEL)
+    assert torch.equal(explain.attribute(**given, target=TARGET), wanted)
+    mask = given["attention_mask"]
+    assert torch.equal(explain.attribute(ids, TARGET, attention_mask=mask), wanted)
+    embedded = MODEL.get_input_embeddings()(ids).detach()
+    found = explain.attribute(embedded, TARGET, attention_mask=mask, per_token=True)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_mask_that_has_no_place() -> None:
+    with pytest.raises(InputError, match="takes it by no name and place"):
+        LatimFlow(lambda x: MODEL(x), MODEL).attribute(IDS, TARGET, attention_mask=IDS > 0)
+    with pytest.raises(InputError, match="stands beside additional_forward_args"):
+        FLOW.attribute(IDS, TARGET, (None,), attention_mask=IDS > 0)

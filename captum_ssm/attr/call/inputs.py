@@ -30,6 +30,57 @@ _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
 
+#: What a tokenizer returns beside the ids.
+_BESIDE = ("attention_mask", "token_type_ids")
+
+
+def by_position(
+    forward_func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what a tokenizer returns where Captum has it: ids as inputs, the rest behind them.
+
+    Args:
+        forward_func: the function that takes it.
+        args: arguments of ``attribute``.
+        kwargs: its arguments by name, among them ``input_ids`` and ``attention_mask``.
+
+    Returns:
+        The arguments, and those by name.
+
+    Raises:
+        InputError: when forward_func takes no such argument by its place, or additional arguments
+            are given beside it.
+    """
+    named = dict(kwargs)
+    key = next((key for key in _KEYS if key in named), None)
+    if key is not None and not args and "inputs" not in named:
+        named["inputs"] = named.pop(key)
+    beside = {name: named.pop(name) for name in _BESIDE if named.get(name) is not None}
+    if not beside:
+        return args, {name: value for name, value in named.items() if name not in _BESIDE}
+    given = " and ".join(f"{name}=" for name in beside)
+    if len(args) > 2 or named.get("additional_forward_args") is not None:
+        raise InputError(f"{given} stands beside additional_forward_args. Pass one of them.")
+    function = runnable(forward_func)
+    own = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(own).parameters
+    if isinstance(function, nn.Module) and not beside.keys() <= parameters.keys():
+        parameters = inspect.signature(_own_forward(function)).parameters
+    placed = list(parameters.values())[1:]
+    names = [each.name for each in placed if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if not beside.keys() <= set(names):
+        raise InputError(
+            f"{given} is given, but {getattr(own, '__qualname__', own)} takes it by no name and "
+            "place. Pass it as additional_forward_args, in the order of its parameters."
+        )
+    last = max(names.index(name) for name in beside)
+    named["additional_forward_args"] = tuple(
+        beside.get(each.name, None if each.default is each.empty else each.default)
+        for each in placed[: last + 1]
+    )
+    return args, named
+
+
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """Captum's additional_forward_args: None, one value or a tuple, as a tuple."""
     if value is None:

@@ -29,7 +29,7 @@ from ...tracing import (
 )
 from ..call import checks
 from ..call.components import parse_components
-from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
+from ..call.inputs import BatchPart, as_tuple, batch_parts, by_position, check_batch, single_input
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
     Total,
@@ -259,7 +259,7 @@ _OF_CAPTUM = {
 
 
 def _naming_strangers(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, which says so if it is handed an argument that it does not take."""
+    """A method's ``attribute``, which takes what a tokenizer returns and refuses others by name."""
     parameters = inspect.signature(attribute).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return attribute
@@ -272,6 +272,7 @@ def _naming_strangers(attribute: Callable[..., Any]) -> Callable[..., Any]:
                 f"{name} is not an argument of {self.name}, which explains the run as it is and "
                 f"{missing[name]}"
             )
+        args, kwargs = by_position(self.forward_func, args, kwargs)
         return attribute(self, *args, **kwargs)
 
     return checked
