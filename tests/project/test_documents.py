@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -107,3 +108,10 @@ def test_how_to_s4d_is_the_recurrence() -> None:
 def test_how_to_method_is_short() -> None:
     (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
     assert len(block[block.index("class ") :].splitlines()) < 50
+
+
+def test_notebooks_are_stored_without_output() -> None:
+    """The build of the pages runs them."""
+    for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert cells and not any(cell.get("outputs") for cell in cells), path.name
