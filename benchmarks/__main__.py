@@ -194,15 +194,15 @@ def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], A
     found = {
         "f+b": forward,
         "forward run": forward,
-        "ImplicitAttentionRollout": lambda: rollout.attribute(x, query=-1, per_token=True),
+        "Rollout": lambda: rollout.attribute(x, query=-1, per_token=True),
         "MambaAttribution": lambda: weighted.attribute(x, **asked),
         "LatimFlow": lambda: flow.attribute(x, **asked),
-        "LatimFlow, centred": lambda: flow.attribute(x, rule="centred", **asked),
+        "LatimFlow centred": lambda: flow.attribute(x, rule="centred", **asked),
     }
     if isinstance(target, tuple):
         logit = LatimLogit(model)
         options = {**asked, "mixing": "projection"}
-        found["LatimLogit, projection"] = lambda: logit.attribute(x, **options)
+        found["LatimLogit"] = lambda: logit.attribute(x, **options)
     return found
 
 
