@@ -73,24 +73,6 @@ def test_like_a_loop_over_pixels(fill):
     assert by_default.correct.values[:, 0].tolist() == [1] * 3  # of the predicted class
 
 
-@torch.no_grad()
-def test_exact_relevance_wins_and_constant_curves():
-    """Of a linear model the exact pixel contributions order the pixels best."""
-    images = torch.randn(20, 1, 6, 6)
-    model = Linear(images.shape[1:])
-    target = model(images).argmax(-1)
-    exact = (images * model.weight[target]).sum(1)
-    logit = [
-        image_perturbation(model, images, scores, most_first=first).logit.area().mean()
-        for scores in (exact, torch.randn_like(exact))
-        for first in (True, False)
-    ]
-    assert logit[0] < logit[2] and logit[1] > logit[3]
-    flat = image_perturbation(lambda x: torch.tensor([[0.0, 1.0]] * len(x)), images, exact)
-    assert flat.correct.area().tolist() == [1.0] * 20
-    assert flat.probability.area(normalized=False)[0].item() == pytest.approx(0.8 * 0.7310586)
-
-
 def test_pixel_relevance():
     relevance = torch.randn(2, 3, 8, 6)
     torch.testing.assert_close(pixel_relevance(relevance, (8, 6)), relevance.sum(1))

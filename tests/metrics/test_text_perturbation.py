@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
+from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import Texts, text_activation, text_perturbation, text_pruning
@@ -94,22 +93,6 @@ def test_activation_reveals_the_most_relevant_first():
     )
 
 
-def test_embeddings_like_ids():
-    model = classifier().double()
-    ids, mask, relevance = padded()
-    table = model.backbone.embeddings
-    embedded = table(ids).detach()
-
-    def run(embeddings: Tensor) -> Tensor:
-        return model(inputs_embeds=embeddings)
-
-    spread = relevance[..., None] * torch.full((WIDTH,), 1 / WIDTH)
-    by_ids = text_perturbation(Texts(model, ids, UNK, mask), relevance)
-    fill = table.weight[UNK].detach()
-    by_vectors = text_perturbation(Texts(run, embedded, fill, mask), spread)
-    torch.testing.assert_close(by_ids.probability.values, by_vectors.probability.values)
-
-
 def test_language_models_are_read_at_the_last_token():
     model = mamba_lm().double()
     ids = token_ids(2, 7)
@@ -179,12 +162,3 @@ def test_errors():
         assert all(fragment in str(caught.value) for fragment in fragments)
     with pytest.raises(InputError, match="fill"):
         Texts(lambda x: x.mean(1), torch.randn(2, 5, 4), torch.ones(3))
-
-
-def test_ids_of_any_integer_kind():
-    model, ids, relevance = classifier(), token_ids(2, 5), torch.randn(2, 5)
-    found = [
-        text_pruning(Texts(model, ids, fill), relevance).values
-        for fill in (2, np.int64(2), torch.tensor(2))
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -11,7 +11,7 @@ from oracles import relative_error
 from oracles import vim as oracle
 from torch import Tensor
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaLRP, trace
+from captum_ssm import LatimFlow, MambaLRP, trace
 from captum_ssm.errors import CheckpointError, InputError
 from captum_ssm.models import VideoMamba, load_video_mamba
 
@@ -101,10 +101,3 @@ def test_a_frame_alone_bears_what_it_alone_may_bear() -> None:
         model.patch_embed.proj.weight[:, :, 0] = 0
     found = LatimFlow(model).attribute(clips(), target=0).sum((1, 3, 4))
     assert not found[:, ::2].any() and found[:, 1::2].all()
-
-
-def test_rows_by_token() -> None:
-    found = ImplicitAttentionRollout(small()).attribute(clips(), per_token=True)
-    assert found.shape == (2, 1 + 4 * 9) and found.isfinite().all()
-    with pytest.raises(InputError, match="per_token=True"):
-        ImplicitAttentionRollout(small()).attribute(clips())
