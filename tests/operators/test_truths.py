@@ -14,13 +14,11 @@ from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (
-    Ratio,
     all_finite,
     at_most,
     finite_together,
     holds,
     is_doubted,
-    looks_ahead,
     reached,
     read_together,
 )
@@ -89,21 +87,6 @@ def test_a_model_that_is_not_finite_is_refused_in_the_same_words(
     assert said() == wanted
 
 
-@pytest.mark.parametrize(("number", "within"), [(3.0, True), (5.0, False), (float("nan"), False)])
-def test_what_is_off_per_size_is_read_later(device: StandIn, number: float, within: bool) -> None:
-    """Twice the number is at most 4 times the size, or all is done once more."""
-    off, size = torch.tensor([number, 2.0], device="cuda").unbind()
-    calls = []
-
-    def call() -> None:
-        calls.append(is_doubted() or Ratio(off, size, factor=2.0).at_most(4.0))
-
-    device.counts = Counts()
-    read_together(call)
-    assert len(calls) == (1 if within else 2)
-    assert device.counts.questions == 1
-
-
 def weights(*tokens: int) -> Tensor:
     return torch.zeros(2, 6, device="cuda").index_fill(1, torch.tensor(tokens, device="cuda"), 1)
 
@@ -132,18 +115,3 @@ def test_tokens_that_are_reached(
     assert questions in (None, device.counts.questions)
     if questions is None:  # a processor is asked each time
         assert [reached(row.cpu()) for row in rows] == found
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_whether_tokens_look_ahead_is_asked_once(ahead: bool, device: StandIn) -> None:
-    """Where that is known, none is looked for after the first question."""
-    read = weights(5 if ahead else 2)[0].bool()
-
-    def ask() -> list[range]:
-        found = [reached(weights(3))]
-        assert [looks_ahead(read, 4), looks_ahead(read, 4)] == [ahead, ahead]
-        return [*found, reached(weights(1, 2)), reached(weights(0, 2))]
-
-    device.counts = Counts()
-    assert read_together(ask) == [range(3, 4), *[range(6 if ahead else 4)] * 2]
-    assert device.counts.questions == 3 - ahead

@@ -22,13 +22,11 @@ from captum_ssm.operators.kernels.arithmetic import (
     exponential,
     fading_log_sums,
     fading_log_sums_at_once,
-    matmul,
 )
 from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.pivot_strip import from_pivot, strip_by_pivot
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
-from captum_ssm.operators.kernels.ut_transform import unit_lower_inverse
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
 from captum_ssm.operators.recurrences import selective_scan
 
@@ -49,19 +47,6 @@ def test_as_exact_as_the_exponent_allows(dtype: torch.dtype) -> None:
     assert bool((error <= (1 - 2 * x.double()) * torch.finfo(dtype).eps).all())
 
 
-@pytest.mark.parametrize("columns", [1, 15, 16])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_equals_the_product(columns: int, transposed: bool) -> None:
-    matrices = torch.randn(2, 1, 3, 7, 5, dtype=torch.float64)
-    if transposed:
-        matrices = matrices.mT.contiguous().mT
-    values = torch.randn(1, 4, 3, 5, columns, dtype=torch.float64)
-    found = matmul(matrices, values)
-    assert found.shape == (2, 4, 3, 7, columns)
-    wanted = (matrices[..., None] * values[..., None, :, :]).sum(-2)
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "bad"), [((1,), float("nan")), ((2, 67, 33), -float("inf"))])
 def test_one_bad_entry_anywhere_is_found(
@@ -75,12 +60,6 @@ def test_one_bad_entry_anywhere_is_found(
         found[place] = bad
         assert not all_finite(found.view(size))
         assert not all_finite(found.view(size).movedim(0, -1))
-
-
-def test_reads_what_is_below_the_diagonal() -> None:
-    below = torch.randn(2, 32, 32, dtype=torch.float64).tril(-1) / 8
-    rest = torch.full_like(below, torch.nan).triu()
-    assert torch.equal(unit_lower_inverse(below + rest), unit_lower_inverse(below))
 
 
 @pytest.mark.parametrize("log_sums", [fading_log_sums, fading_log_sums_at_once])
