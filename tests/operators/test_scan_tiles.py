@@ -62,18 +62,18 @@ def test_rows(
     stride: int,
 ) -> None:
     """As on a processor, and as where launches cost more; states may decay at once."""
-    rows, expected = drawn(tokens, lags, fastest)
-    back = None
-    if both_ways:
-        back, reverse = drawn(tokens, lags, fastest)
-        expected = expected + reverse.flip(1, 2)
-    elif not looped:
-        rows._outputs = None
     positions = list(range(tokens - 1, -1, -stride))[::-1]
     out = torch.zeros(BATCH, len(positions), tokens, HEADS, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan_tiles, "_SOURCES", sources)
         patch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
+        (rows, expected), back = drawn(tokens, lags, fastest), None
+        if both_ways:
+            back, reverse = drawn(tokens, lags, fastest)
+            expected = expected + reverse.flip(1, 2)
+        for each in (rows, back):
+            if each is not None and not looped:
+                each._outputs = None
         for which, some, entries in tiles(rows, back, positions):
             assert not out[:, which, some].any()  # every entry comes once
             out[:, which, some] = entries
