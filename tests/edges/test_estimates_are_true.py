@@ -40,19 +40,6 @@ def test_the_default_is_near_the_truth() -> None:
     assert abs(first.matrix(1)[0, 13, 3]) < 0.3 * abs(effects.matrix(1)[0, 13, 3])
 
 
-def test_a_rule_holds_norms() -> None:
-    model, ids = mamba_lm(), token_ids(1, 6)
-    effects = EdgeEffects(model, rule="frozen").attribute(ids, (-1, 3))
-    assert effects.first_order == effects.names
-    assert all(edge.first_order for edge in effects.top(5)[0])
-
-
-def test_edges_of_exact_layers_are_not_marked() -> None:
-    effects = EdgeEffects(mamba_lm()).attribute(token_ids(1, 6), (-1, 3))
-    assert not effects.first_order
-    assert not any(edge.first_order for edge in effects.top(5)[0])
-
-
 def test_a_report_cuts_what_it_lists(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     path = report(model, PROMPT, [LatimFlow], tokenizer=vocabulary, path=tmp_path / "page.html")

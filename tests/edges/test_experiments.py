@@ -99,20 +99,6 @@ def test_windows_of_one_kind_of_layers(case: Case) -> None:
     assert named.layers == ("model.layers.1.self_attn", "model.layers.2.mamba")
 
 
-@pytest.mark.parametrize("case", ["vim"], indirect=True)
-def test_images(case: Case) -> None:
-    patches = torch.zeros(2, 16, dtype=torch.bool)
-    patches[0, 2:5], patches[1, 9:12] = True, True
-    found = knockout_windows(
-        case.model, case.inputs, 1, {"object": patches}, targets=None, window=1
-    )
-    for i in range(2):
-        with torch.no_grad(), knock_out(case.model, Edges(i, patches)):
-            expected = case.model(case.inputs).double().softmax(-1)[:, 1]
-        assert torch.allclose(found.probabilities[0, i], expected, atol=1e-7)
-    assert bool((found.difference.abs() > 1e-6).all())
-
-
 def test_padded_batches() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 7))
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from oracles import relative_error
 from oracles import vim as vim_oracle
-from torch import Tensor, nn
+from torch import Tensor
 from zoo.mamba import randomise
 
 from captum_ssm import LatimFlow, variant_effects
 from captum_ssm.edges import mutagenesis
-from captum_ssm.errors import GradientModeError, InputError, OptionError, UnsupportedMixerError
+from captum_ssm.errors import GradientModeError, InputError, OptionError
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot
 
 RULES = ("frozen", "half", "equal", "centred")
@@ -99,39 +99,6 @@ def test_effects_are_differences_of_a_gradient(make: Any, rule: Any) -> None:
     assert relative_error(variant_effects(last, x.mT, 1, rule=rule).mT, found) <= 1e-9
 
 
-@pytest.mark.slow
-def test_a_model_linear_in_its_bases_is_told_exactly() -> None:
-    """Where gates and norms do nothing, every rule is the truth."""
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reader = OneHot(HyenaDNA(d_model=4, l_max=9, num_classes=2))
-            self.weight = nn.Parameter(torch.randn(4, 7, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("bal,alc->bc", x, self.weight) + 0 * self.reader(x).sum()
-
-    model, x = Linear().eval(), sequences().float()
-    truth = mutagenesis(model, x, 2)
-    for rule in (None, *RULES):
-        assert relative_error(variant_effects(model, x, 2, rule=rule), truth) <= 1e-5
-
-
-def test_small_changes_are_those_of_the_own_gradient() -> None:
-    """With a base changed by a small part the truth comes to first order."""
-    model, x = caduceus(), sequences()
-    found = variant_effects(model, x, 1, rule=None)
-    step = 1e-6
-    for example, base, position in [(0, 1, 0), (1, 2, 4)]:
-        changed = x.clone()
-        there = x[example, :, position].argmax()
-        changed[example, there, position] -= step
-        changed[example, base, position] += step
-        difference = (model(changed) - model(x))[example, 1].item() / step
-        assert found[example, base, position].item() == pytest.approx(difference, abs=1e-4)
-
-
 def test_what_is_no_sequence_is_refused() -> None:
     model, x = caduceus(), sequences()
     for wrong in (x / 2, x.unsqueeze(0), x[:, :3], torch.ones_like(x)):
@@ -145,19 +112,3 @@ def test_what_is_no_sequence_is_refused() -> None:
         pytest.raises(GradientModeError, match=r"torch\.inference_mode\(\) forbids"),
     ):
         variant_effects(model, x, 1, rule=None)
-
-
-def test_a_model_without_an_adapter_has_its_own_gradient_alone() -> None:
-    class LSTM(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.LSTM(4, 5, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x.mT)[0].mean(1)
-            return out
-
-    model, x = LSTM().double(), sequences()
-    assert variant_effects(model, x, 1, rule=None).any()
-    with pytest.raises(UnsupportedMixerError):
-        variant_effects(model, x, 1)

@@ -103,13 +103,6 @@ def test_gradients_are_those_of_what_is_active(kind: str, seed: int, vectors: Te
     torch.testing.assert_close(jacobian, torch.stack(moved, -1), rtol=1e-6, atol=1e-7)
 
 
-def test_it_says_what_it_is() -> None:
-    found = SparseAutoencoder(WIDTH, FEATURES, "topk", k=3, layer="blocks.3")
-    assert (found.width, found.features, found.layer) == (WIDTH, FEATURES, "blocks.3")
-    shown = f"SparseAutoencoder(width={WIDTH}, features={FEATURES}, topk, k=3, of blocks.3)"
-    assert repr(found) == shown
-
-
 def test_arguments_that_do_not_fit() -> None:
     for arguments, said in (
         ({"architecture": "batchtopk"}, r"architecture='batchtopk' is not known.*jumprelu"),

@@ -19,7 +19,7 @@ from zoo.networks import MASKED
 from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, NeuronLatimFlow, NeuronMambaLRP
+from captum_ssm import LatimFlow, NeuronLatimFlow, NeuronMambaLRP
 from captum_ssm.errors import (
     GradientModeError,
     NonFiniteError,
@@ -27,7 +27,6 @@ from captum_ssm.errors import (
     TargetError,
 )
 
-METHODS = pytest.mark.parametrize("method", [NeuronLatimFlow, NeuronMambaLRP])
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 BLOCK = "backbone.layers.1"
 #: A token of eleven, and a feature.
@@ -70,28 +69,6 @@ def test_relevance_is_that_of_the_matrices_up_to_a_block(network: Any, rule: Any
                     up_to = maps[: (place + (not at_input)) * each]
                     wanted = frozen.before(one, up_to) * embed(row).detach()
                     assert close(relevance, wanted, EXACT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
-def test_heads(network: Any) -> None:
-    model, *_ = network()
-    model.double()
-    ids, name = torch.randint(15, (2, 6)), "backbone.layers.1.mixer"
-    project = model.get_submodule(name).out_proj
-    with never_rounded():
-        value = own(model, ids, f"{name}.out_proj", True)
-        explain = NeuronLatimFlow(model, f"{name}.heads")
-        heads = LayerLatimFlow(model, f"{name}.heads").attribute(ids, (4, 3))
-        per_head = heads.shape[3]
-        relevance = torch.zeros(2, 6, model.config.hidden_size).double()
-        for channel in range(project.in_features):
-            index = (4, channel // per_head, channel % per_head)
-            found = explain.decompose(ids, index, roles=False)
-            assert close(found.output, value[:, 4, channel], EXACT)
-            relevance += found.inputs * project.weight[5, channel].item()
-        mixed = NeuronLatimFlow(model, name).decompose(ids, (4, 5), roles=False)
-    assert close(relevance, mixed.inputs, EXACT)
 
 
 @pytest.mark.slow
@@ -149,20 +126,6 @@ def test_what_selects_no_neuron() -> None:
             explain.attribute(ids, selector)
 
 
-@pytest.mark.slow
-def test_a_function_of_neurons_is_read_by_the_rules() -> None:
-    model, ids = mamba_lm(), token_ids()
-    for selector in (
-        lambda x: x[:, -1].relu().sum(-1),
-        lambda x: x.flatten(1).max(1).values,
-        lambda x: x[:, -1].square().sum(-1),
-        lambda x: (x[:, 3] * x[:, -1]).sum(-1),
-    ):
-        found = NeuronLatimFlow(model, BLOCK).decompose(ids, selector)
-        assert close(found.output, selector(own(model, ids, BLOCK)))
-        assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
-
-
 class Both(nn.Module):
     """Returns what a block does, and what that is more than it was given."""
 
@@ -196,32 +159,6 @@ def test_several_tensors() -> None:
         explain.attribute(ids, NEURON)
 
 
-@pytest.mark.slow
-@METHODS
-def test_forms_of_inputs(method: Any) -> None:
-    model, ids = mamba_lm(), token_ids(3)
-    explain = method(model, BLOCK)
-    wanted = explain.attribute(ids, NEURON)
-    embedded = model.get_input_embeddings()(ids).detach()
-    by_embeddings = method(lambda x: model(inputs_embeds=x).logits, BLOCK, model)
-    of_features = by_embeddings.attribute(embedded, NEURON)
-    assert of_features.shape == embedded.shape
-    (in_tuple,) = explain.attribute((ids,), NEURON)
-    forms = {
-        "tuple": in_tuple,
-        "embeddings": of_features.sum(-1),
-        "per token": by_embeddings.attribute(embedded, NEURON, per_token=True),
-        "in parts": explain.attribute(ids, NEURON, internal_batch_size=2),
-        "module": method(model, model.backbone.layers[1]).attribute(ids, NEURON),
-        "alone": torch.cat([explain.attribute(row[None], NEURON) for row in ids]),
-        "without gradients": torch.no_grad()(explain.attribute)(ids, NEURON),
-        "decomposed": explain.decompose(ids, NEURON, internal_batch_size=1).tokens,
-    }
-    for name, found in forms.items():
-        assert close(found, wanted), name
-    assert not wanted[:, 8:].any() and wanted[:, :8].all()
-
-
 def test_images() -> None:
     model, pictures = vision("middle"), images(2)
     explain = NeuronLatimFlow(model, "blocks.0")
@@ -244,23 +181,6 @@ def test_the_head_is_what_the_whole_method_explains() -> None:
     for layer in ("lm_head", model.lm_head):
         found = NeuronLatimFlow(model, layer).attribute(ids, (4, 3))
         assert close(found, LatimFlow(model).attribute(ids, (4, 3)))
-
-
-@pytest.mark.slow
-def test_roles_streams_and_features_of_a_neuron() -> None:
-    model, ids = mamba_lm(), token_ids()
-    explain = NeuronLatimFlow(model, "backbone.layers.2")
-    found = explain.decompose(ids, NEURON, rule="centred", features=True)
-    assert found.roles is not None
-    assert close(sum(found.roles.values()), found.tokens)
-    assert [x.shape for x in found.streams] == [(2, 11, WIDTH)] * 3
-    summed = explain.decompose(ids, NEURON, rule="centred")
-    for whole, tokens in zip(
-        found.streams + found.mixers, summed.streams + summed.mixers, strict=True
-    ):
-        assert close(whole.sum(-1), tokens)
-    of_a_middle_one = NeuronLatimFlow(model, BLOCK).decompose(ids, NEURON)
-    assert of_a_middle_one.mixers[1].any() and not of_a_middle_one.mixers[2].any()
 
 
 @pytest.mark.slow
@@ -312,23 +232,3 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
         case.inputs, lambda x: (stream_of(x) * mask[..., None]).sum((1, 2)), mask
     )
     assert not of_each[0, mask[0] == 0].any() and of_each[0, mask[0] == 1].all()
-
-
-@pytest.mark.slow
-def test_virtual_tokens_have_no_place() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=WIDTH, num_layers=3,
-        num_attention_heads=1,
-    )  # fmt: skip
-    model, ids = mamba_lm(), token_ids()
-    tuned = peft.get_peft_model(model, config).eval()
-    found = NeuronLatimFlow(tuned, model.backbone.layers[1]).decompose(ids, (7, 2))
-    prompts = tuned.get_prompt(batch_size=2).detach()
-    read = torch.cat([prompts, model.get_input_embeddings()(ids)], 1).detach()
-    forward = lambda x: model(inputs_embeds=x).logits  # noqa: E731
-    wanted = NeuronLatimFlow(forward, BLOCK, model).decompose(read, (7, 2))
-    assert close(found.output, wanted.output)
-    assert close(found.tokens, wanted.tokens[:, 3:])
-    constants = wanted.tokens[:, :3].sum(1) + wanted.bias
-    assert close(found.virtual + found.bias, constants, 1e-4)

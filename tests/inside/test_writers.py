@@ -180,16 +180,6 @@ def test_graphml_holds_everything(graph: Graph, tmp_path: Path) -> None:
     assert edges == expected
 
 
-def test_networkx_reads_graphml(graph: Graph, tmp_path: Path) -> None:
-    networkx = pytest.importorskip("networkx")
-    to_graphml(graph, tmp_path / "lamp.graphml")
-    found = networkx.read_graphml(tmp_path / "lamp.graphml")
-    assert found.is_directed() and found.number_of_nodes() == len(NODES)
-    assert found.number_of_edges() == int((graph.edges != 0).sum())
-    assert found.nodes["n3"]["index"] == 17 and found.nodes["n3"]["activation"] == 1.5
-    assert found.edges["n3", "n8"]["weight"] == float(graph.edges[8, 3])
-
-
 def test_any_text_can_be_a_label(graph: Graph, tmp_path: Path) -> None:
     for text, shown in (
         ('a < b & "c"', 'a < b & "c"'),
@@ -219,13 +209,3 @@ def test_what_is_not_finite_is_refused(graph: Graph, tmp_path: Path, write: Any)
         with pytest.raises(NonFiniteError, match="graph has"):
             write(broken, tmp_path / "lamp.json")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("write", [to_json, to_graphml])
-def test_a_file_is_written_anew(graph: Graph, tmp_path: Path, write: Any) -> None:
-    path = tmp_path / "lamp.json"
-    write(graph, path)
-    first = path.read_bytes()
-    path.write_text("something else", "utf-8")
-    write(graph, path)
-    assert path.read_bytes() == first

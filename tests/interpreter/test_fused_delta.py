@@ -66,8 +66,9 @@ def by_matrices(rule: DeltaRule, v: Tensor, transposed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("erased", ERASED)
-@pytest.mark.parametrize("decays", DECAYS)
+@pytest.mark.parametrize(
+    ("decays", "erased"), [*zip(DECAYS * 2, ERASED + ERASED[1:] + ERASED[:1], strict=True)]
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rule(
     size: tuple[int, int, int, int, int], decays: str, erased: str, transposed: bool
@@ -131,25 +132,3 @@ def test_half_precision(dtype: torch.dtype, bound: float, transposed: bool) -> N
     found = fused(rule, v, transposed)
     assert found.dtype == dtype
     assert relative_error(found.double(), by_matrices(rule, v, transposed)) <= bound
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_double_precision(transposed: bool) -> None:
-    rule = rule_of(1, 20, 2, 4, 3, decays="of channels", erased="two keys")
-    rule = rule.at({name: x.double() for name, x in rule.tensors().items()})
-    v = torch.randn(1, *rule.shape).double()
-    wanted = by_matrices(rule, v, transposed)
-    assert relative_error(fused(rule, v, transposed), wanted) <= 1e-14
-
-
-@pytest.mark.parametrize("erased", ERASED)
-def test_one_way_is_the_adjoint_of_the_other(erased: str) -> None:
-    rule = rule_of(1, 35, 2, 17, 5, decays="of channels", erased=erased)
-    u, v = torch.randn(2, 3, *rule.shape)
-    one, other = (u * fused(rule, v, False)).sum(), (fused(rule, u, True) * v).sum()
-    assert relative_error(one, other) <= 1e-5
-
-
-def test_nothing_is_mapped() -> None:
-    rule = rule_of(1, 3, 2, 4, 5)
-    assert fused(rule, torch.randn(0, *rule.shape), False).shape == (0, *rule.shape)

@@ -48,11 +48,6 @@ def test_other_precisions(dtype: torch.dtype, transposed: bool) -> None:
     assert relative_error(found.double(), by_loop(decay, x, transposed)) <= bound
 
 
-def test_nothing_is_mapped() -> None:
-    decay, none = torch.rand(1, 3, 2), torch.randn(0, 1, 3, 2)
-    assert fused_fading.run(decay, none, transposed=False).shape == none.shape
-
-
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("carried", [1, 3])

@@ -130,11 +130,6 @@ def test_gradients_of_half_precision() -> None:
     assert all(torch.equal(found[name], exact[name]) for name in exact)
 
 
-def test_nothing_is_scanned() -> None:
-    scan = scan_of(1, 3, 2, 4, None, torch.float32)
-    assert fused(scan, torch.randn(0, *scan.shape), False).shape == (0, 1, 3, 2)
-
-
 def test_nan_is_kept() -> None:
     """It goes on to later tokens of its channel, and to no other channel."""
     scan = scan_of(1, 6, 3, 2, None, torch.float32)

@@ -49,7 +49,3 @@ def test_what_is_repeated_is_not_copied() -> None:
     weight, x = torch.randn(4, 3), torch.randn(2, 9, 1).expand(2, 9, 4)
     found = fused_taps.run(weight, x, transposed=True)
     assert relative_error(found, by_matrices(weight, x, True)) <= 1e-6
-
-
-def test_nothing_is_convolved() -> None:
-    assert fused_taps.run(torch.randn(3, 4), torch.randn(0, 5, 3), transposed=False).numel() == 0

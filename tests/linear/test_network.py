@@ -6,10 +6,9 @@ import oracles
 import pytest
 import torch
 from helpers.marks import slow_but
-from helpers.versions import not_in_4
 from torch import Tensor
 from zoo import architectures, networks
-from zoo.networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
+from zoo.networks import NETWORKS, STRAIGHT_IN
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.targets import logits_of
@@ -59,18 +58,6 @@ def test_outputs_stay_and_terms_sum_to_them(name, monkeypatch):
     assert all(x.flatten(1).any(1).all() for x in relevance)
 
 
-@every(DOUBLE)
-def test_in_double_precision_they_do_so_exactly(name, monkeypatch):
-    case = networks.make(name, monkeypatch, torch.float64)
-    own = networks.own_output(case)
-    for gate in GATES:
-        assert oracles.relative_error(under_the_rules(case, gate), own) <= 1e-8
-        for found in LatimFlow(case.model).decompose_each(
-            case.inputs, networks.targets(own), rule=gate
-        ):
-            assert imbalance(found) <= 1e-12
-
-
 @every(NETWORKS)
 def test_streams_and_mixers(name, monkeypatch):
     case = networks.make(name, monkeypatch)
@@ -98,22 +85,3 @@ def test_ids_are_their_embeddings_and_examples_are_alone(name, monkeypatch):
     assert oracles.relative_error(features.sum(-1), tokens) <= 1e-5
     alone = torch.cat([explain.attribute(ids[None], target) for ids in case.inputs])
     assert oracles.relative_error(alone, tokens) <= 1e-5
-
-
-@every(MASKED)
-def test_left_padding(name, monkeypatch):
-    not_in_4(name, "lfm2", "zamba2")
-    case = networks.make(name, monkeypatch)
-    mask = torch.ones_like(case.inputs)
-    mask[0, :4] = mask[2, :1] = 0
-    target = networks.targets(networks.own_output(case))[0]
-    explain = LatimFlow(
-        lambda ids, mask=None: case.model(ids, attention_mask=mask), model=case.model
-    )
-    padded, delta = explain.attribute(case.inputs, target, mask, return_convergence_delta=True)
-    assert not padded[mask == 0].any()
-    assert delta.abs().max() <= 1e-5 * max(1, float(padded.abs().sum(1).max()))
-    for row, real, found in zip(case.inputs, mask.bool(), padded, strict=True):
-        alone = explain.attribute(row[real][None], target)
-        # the same sums in another order, which single precision shows
-        assert oracles.relative_error(found[real][None], alone) <= 5e-5

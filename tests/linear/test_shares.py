@@ -166,21 +166,6 @@ def test_padding_changes_nothing(
     assert_same(found, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", architectures.ZOO)
-def test_the_books_of_every_architecture_balance(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = architectures.ZOO[name](monkeypatch)
-    for rule in RULES:
-        found = LatimFlow(case.model).decompose(case.inputs, **case.target, rule=rule, roles=False)
-        size = found.output.abs() + found.inputs.flatten(1).abs().sum(1)
-        size = size + sum(b.abs() for b in found.biases.values())
-        assert float((found.delta.abs() / size).max()) <= 1e-5, rule
-        assert ("references" in found.biases) == (rule in DIVIDING)
-        assert ("baselines" in found.biases) == (rule in DIVIDING)
-
-
 def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> Tensor:
     """What a mixer of this operator alone returns under the rules."""
     mode = Linearising(None, rule, where=lambda: "")
@@ -285,23 +270,3 @@ def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -
         frozen = explain.decompose(ids, (-1, 3), rule="frozen")
         torch.testing.assert_close(found.inputs, frozen.inputs)
         assert oracles.relative_error(before.inputs, frozen.inputs) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", DIVIDING)
-def test_parts_of_a_batch_and_contrasts(rule: str) -> None:
-    model, ids = mamba2_models.make_model("mamba2").double(), torch.randint(15, (3, 9))
-    explain = LatimFlow(model)
-    whole = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule)
-    by_one = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule, internal_batch_size=1)
-    torch.testing.assert_close(by_one.inputs, whole.inputs)
-    torch.testing.assert_close(by_one.bias, whole.bias)
-    first, second, both = (
-        explain.decompose(ids, target, contrast=contrast, rule=rule)
-        for target, contrast in (((-1, 3), None), ((-1, 5), None), ((-1, 3), (-1, 5)))
-    )
-    torch.testing.assert_close(both.inputs, first.inputs - second.inputs)
-    torch.testing.assert_close(both.bias, first.bias - second.bias)
-    embedded = model.get_input_embeddings()(ids).detach()
-    features = explain.decompose(embedded, (-1, 3), rule=rule)
-    torch.testing.assert_close(features.inputs, first.inputs)

@@ -22,32 +22,6 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return oracles.relative_error(found, wanted) <= 1e-5
 
 
-def test_what_a_site_is_called() -> None:
-    model = mamba_lm()
-    block, mixer = model.backbone.layers[1], model.backbone.layers[1].mixer
-    for layer, at_input, wanted in (
-        (BLOCK, False, (BLOCK, block, "output")),
-        (block, True, (BLOCK, block, "input")),
-        (f"{BLOCK}.mixer", False, (f"{BLOCK}.mixer", mixer, "output")),
-        (mixer, True, (f"{BLOCK}.mixer", mixer, "input")),
-        (f"{BLOCK}.mixer.heads", False, (f"{BLOCK}.mixer.heads", mixer, "heads")),
-        ("lm_head", False, ("lm_head", model.lm_head, "output")),
-        ("", False, ("", model, "output")),
-    ):
-        site = find_site(model, layer, at_input=at_input)
-        assert (site.name, site.at) == (wanted[0], wanted[2]) and site.module is wanted[1]
-
-
-def test_modules_of_several_names() -> None:
-    model = mamba_lm()
-    model.same = model.backbone.layers[1]
-    for name in ("same", "same.mixer", "same.mixer.heads"):
-        site = find_site(model, name)
-        assert site.name == name
-    assert find_site(model, "same.mixer").module is model.same.mixer
-    assert find_site(model, model.same).module is model.same
-
-
 def test_heads_are_the_mixers_whatever_its_parts_are_called() -> None:
     model = mamba_lm()
     model.backbone.layers[1].mixer.heads = nn.Identity()
@@ -119,22 +93,6 @@ def test_what_is_met_goes_on_in_its_container(how: str, cut: bool) -> None:
     assert (gradient is None) is cut
 
 
-def test_a_cut_network_is_its_two_parts() -> None:
-    """d output / d layer times d layer / d input, with the chain rule by hand."""
-    model, ids = mamba_lm(), token_ids(1, 5)
-    site = find_site(model, BLOCK)
-    with linearised(model, ids) as whole:
-        logit = model(ids).logits[0, -1, 3]
-    (wanted,) = torch.autograd.grad(logit, whole.root)
-    with linearised(model, ids, cuts=[site]) as network:
-        logit = model(ids).logits[0, -1, 3]
-    met = network.met(site)
-    assert met.leaf is not None and torch.equal(met.leaf, met.value)
-    (behind,) = torch.autograd.grad(logit, met.leaf)
-    (found,) = torch.autograd.grad(met.value, network.root, behind)
-    assert close(found, wanted)
-
-
 def test_a_network_that_begins_inside_knows_what_passes() -> None:
     model, ids = mamba_lm(), token_ids(1, 5)
     site = find_site(model, f"{BLOCK}.mixer")
@@ -149,29 +107,3 @@ def test_a_network_that_begins_inside_knows_what_passes() -> None:
     (gradient,) = torch.autograd.grad(again, whole.root)
     assert close(total.detach(), (gradient * whole.root).sum().detach())
     assert not whole.passing
-
-
-def test_shapes_that_are_no_one_activation() -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.mean(1)
-
-    model, ids = mamba_lm(), token_ids()
-    odd, plain = Odd(), model.backbone.norm_f
-
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd, self.plain = odd, plain
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.plain(self.odd(x)[0])
-            return out
-
-    model.backbone.norm_f = Norm()
-    site = find_site(model, "backbone.norm_f.odd")
-    with (
-        pytest.raises(LayerError, match=r"shapes \[\(2, 11, 10\), \(2, 10\)\], which are no one"),
-        linearised(model, ids, reads=[site]),
-    ):
-        model(ids)

@@ -7,8 +7,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from captum_ssm.errors import InputError
@@ -68,16 +66,6 @@ def test_like_sets_of_pairs():
     assert bool((low <= value).all()) and bool((value <= high).all())
 
 
-def test_worked_by_hand():
-    # A = {(0,0), (1,1), (1,2)}, S = {(0,0), (2,2)}, P = S + {(1,1)}
-    predicted = matrix({(0, 0), (1, 1), (1, 2)}, 3, 3)[None]
-    sure, possible = matrix({(0, 0), (2, 2)}, 3, 3)[None], matrix({(1, 1)}, 3, 3)[None]
-    counts = link_counts(predicted, sure, possible)
-    assert [x.item() for x in counts] == [3, 2, 1, 2]
-    found = [x.item() for x in alignment_rates(counts)]
-    assert found == pytest.approx([1 - 3 / 5, 2 / 3, 1 / 2])
-
-
 def test_perfect_and_empty():
     gold = torch.eye(4, dtype=torch.bool)[None]
     assert [x.item() for x in alignment_rates(link_counts(gold, gold))] == [0, 1, 1]
@@ -86,25 +74,6 @@ def test_perfect_and_empty():
     error, precision, recall = (x.item() for x in alignment_rates(link_counts(nothing, gold)))
     assert error == 1 and math.isnan(precision) and recall == 0
     assert all(x.isnan() for x in alignment_rates(link_counts(nothing, nothing)))
-
-
-@pytest.mark.slow
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
-def test_bounds_and_order_of_words(count, targets, sources):
-    maps = torch.randint(3, (count, targets, sources)).float()
-    gold = torch.rand(count, targets, sources) < 0.5
-    possible = torch.rand(count, targets, sources) < 0.5
-    found = torch.stack(alignment_rates(link_counts(best_links(maps), gold, possible)))
-    rows, columns = torch.randperm(targets), torch.randperm(sources)
-
-    def moved(x: Tensor) -> Tensor:
-        return x[:, rows][:, :, columns]
-
-    again = alignment_rates(link_counts(best_links(moved(maps)), moved(gold), moved(possible)))
-    torch.testing.assert_close(found, torch.stack(again), equal_nan=True)
-    assert bool((found.isnan() | ((found >= 0) & (found <= 1))).all())
-    accuracy = link_accuracy(maps, gold)
-    torch.testing.assert_close(accuracy, link_accuracy(moved(maps), moved(gold)), equal_nan=True)
 
 
 def test_best_links():
@@ -158,21 +127,21 @@ def test_best_layer():
         best_layer([])
 
 
-BAD = {
-    "shape": (lambda x: link_counts(x[0], x[0]), ["predicted", "(6, 5)"]),
-    "sure": (lambda x: link_counts(x, x[:, 1:]), ["sure", "(2, 5, 5)"]),
-    "possible": (lambda x: link_counts(x, x, x.float() * 2), ["possible", "0 and 1"]),
-    "links": (lambda x: link_counts(x.float() + 0.5, x), ["predicted", "0 and 1"]),
-    "words": (lambda x: words_of_tokens(x, [0, 1], [0] * 5), ["target_words names 2"]),
-    "below -1": (lambda x: words_of_tokens(x, [0] * 6, [-2] * 5), ["source_words"]),
-    "no words": (lambda x: words_of_tokens(x[:, :, :0], [0] * 6, []), ["maps is empty"]),
-}
+BAD = [
+    (lambda x: link_counts(x[0], x[0]), ["predicted", "(6, 5)"]),
+    (lambda x: link_counts(x, x[:, 1:]), ["sure", "(2, 5, 5)"]),
+    (lambda x: link_counts(x, x, x.float() * 2), ["possible", "0 and 1"]),
+    (lambda x: link_counts(x.float() + 0.5, x), ["predicted", "0 and 1"]),
+    (lambda x: words_of_tokens(x, [0, 1], [0] * 5), ["target_words names 2"]),
+    (lambda x: words_of_tokens(x, [0] * 6, [-2] * 5), ["source_words"]),
+    (lambda x: words_of_tokens(x[:, :, :0], [0] * 6, []), ["maps is empty"]),
+]
 
 
 def test_errors():
     links = torch.rand(2, 6, 5) < 0.5
     links[0, 0, 0] = True
-    for call, fragments in BAD.values():
+    for call, fragments in BAD:
         with pytest.raises(InputError) as caught:
             call(links)
         assert all(fragment in str(caught.value) for fragment in fragments)

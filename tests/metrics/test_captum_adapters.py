@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from captum.attr import Attribution, FeatureAblation, IntegratedGradients
+from captum.attr import Attribution, FeatureAblation
 from torch import Tensor, nn
 from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 
@@ -49,26 +47,6 @@ def test_exact_relevance_has_no_infidelity(share):
     assert float(token_infidelity(scaled, ids, 1, fill=0, share=share).max()) > 1e-3
     normal = token_infidelity(scaled, ids, 1, fill=0, share=share, normalize=True)
     assert float(normal.abs().max()) < 1e-12
-
-
-@pytest.mark.slow
-def test_infidelity_is_the_mean_over_subsets():
-    """With half of four tokens removed there are six subsets; many draws see each alike."""
-    model, ids = classifier().double(), token_ids(1, 4)
-    relevance = torch.randn(1, 4, dtype=torch.float64)
-    found = token_infidelity(
-        LatimFlow(model), ids, 2, fill=0, attributions=relevance, share=0.5, samples=3000
-    )
-    with torch.no_grad():
-        whole = model(ids)[0, 2]
-        errors = []
-        for gone in itertools.combinations(range(4), 2):
-            changed = ids.clone()
-            changed[0, list(gone)] = 0
-            loss = whole - model(changed)[0, 2]
-            errors.append((relevance[0, list(gone)].sum() - loss).square())
-    errors = torch.stack(errors)
-    assert abs(found.item() - errors.mean()) < 6 * errors.std() / 3000**0.5 + 1e-12
 
 
 @pytest.mark.slow
@@ -169,56 +147,19 @@ def test_ids_are_replaced_by_those_allowed():
     assert torch.equal(changed[~replaced], ids.repeat_interleave(6, 0)[~replaced])
 
 
-@pytest.mark.slow
-def test_seeds_and_captum_methods():
-    model = classifier()
-    embeddings = torch.randn(2, 5, WIDTH)
-
-    def run(x: Tensor) -> Tensor:
-        return model(inputs_embeds=x)
-
-    method = IntegratedGradients(run)
-    found = [
-        token_infidelity(method, embeddings, 1, fill=0.0, seed=seed, options={"n_steps": 8})
-        for seed in (1, 1, 2)
-    ]
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    drawn = [token_sensitivity(method, embeddings, 1, seed=seed) for seed in (1, 1, 2)]
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-
-
-def test_batches_of_draws_are_the_whole():
-    model, ids = mamba_lm().double(), token_ids(2, 6)
-    relevance = torch.randn(2, 6, dtype=torch.float64)
-    found = [
-        token_infidelity(
-            LatimFlow(model),
-            ids,
-            (-1, 2),
-            fill=1,
-            attributions=relevance,
-            share=1.0,
-            samples=7,
-            internal_batch_size=size,
-        )
-        for size in (None, 4)
-    ]
-    torch.testing.assert_close(*found)
-
-
-BAD = {
-    "images": ({"inputs": torch.randn(1, 3, 4, 4)}, InputError, ["inputs", "captum.metrics"]),
-    "share": ({"share": 0}, OptionError, ["share=0"]),
-    "samples": ({"samples": 0}, OptionError, ["samples=0"]),
-    "batch": ({"internal_batch_size": 1}, OptionError, ["internal_batch_size=1", "2"]),
-    "mask": ({"mask": torch.zeros(2, 6)}, InputError, ["mask", "without any token"]),
-}
+BAD = [
+    ({"inputs": torch.randn(1, 3, 4, 4)}, InputError, ["inputs", "captum.metrics"]),
+    ({"share": 0}, OptionError, ["share=0"]),
+    ({"samples": 0}, OptionError, ["samples=0"]),
+    ({"internal_batch_size": 1}, OptionError, ["internal_batch_size=1", "2"]),
+    ({"mask": torch.zeros(2, 6)}, InputError, ["mask", "without any token"]),
+]
 
 
 @pytest.mark.parametrize("measure", [token_infidelity, token_sensitivity])
 def test_errors(measure):
     own = {"fill": 0} if measure is token_infidelity else {"replacements": torch.arange(4)}
-    for change, error, fragments in BAD.values():
+    for change, error, fragments in BAD:
         given = {"inputs": token_ids(2, 6), "target": 1} | own | change
         with pytest.raises(error) as caught:
             measure(LatimFlow(classifier()), **given)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import LatimFlow, LatimNorm, trace
-from captum_ssm.attr.vectors.contributions import Contributions
+from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError, QueryError
 from captum_ssm.metrics import (
     average_precision,
@@ -20,17 +19,6 @@ from captum_ssm.metrics import (
     token_faithfulness,
     token_similarity,
 )
-
-
-def test_matrices_are_ranked_as_one():
-    maps, gold, mask = torch.randn(3, 6, 8), torch.rand(3, 6, 8) < 0.3, torch.rand(3, 6, 8) < 0.8
-    found = token_faithfulness(maps, gold, mask, k=7)
-    for b in range(3):
-        kept = mask[b]
-        scores, true = maps[b][kept][None], gold[b][kept][None]
-        expected = [roc_auc(scores, true), average_precision(scores, true)]
-        expected.append(recall_at_k(scores, true, 7))
-        assert [x[b].item() for x in found] == pytest.approx([x.item() for x in expected])
 
 
 def test_rows_are_ranked_by_themselves():
@@ -46,16 +34,6 @@ def test_rows_are_ranked_by_themselves():
     again = token_faithfulness(scale * maps, gold, per_row=True)
     for ours, theirs in zip(found, again, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_gold_finds_itself():
-    gold = torch.stack([torch.eye(9).roll(shift, 1) for shift in (0, 1, 3, 5)])
-    noise = 0.1 * torch.rand(gold.shape)
-    for per_row in (False, True):
-        found = token_faithfulness(gold + noise, gold, per_row=per_row)
-        assert all(x.tolist() == [1] * 4 for x in found)
-    backwards = token_faithfulness(-gold + noise, gold)
-    assert all(x.tolist() == [0] * 4 for x in (backwards.auc, backwards.recall))
 
 
 def test_relevance_mass():
@@ -74,19 +52,6 @@ def test_decomposition_error_by_hand():
     assert found[0].item() == pytest.approx(1.5 / 4)
     assert found[1].isnan()
     assert decomposition_error(outputs[1:], outputs[1:]).isnan()
-
-
-@pytest.mark.parametrize("activation", ["linearized", "silu", "identity"])
-def test_decomposition_error_like_that_of_the_method(activation):
-    model, ids = mamba_lm().double(), token_ids(1, 9)
-    expected = LatimNorm(model, activation=activation).decomposition_error(ids)
-    with torch.no_grad(), trace(model) as record:
-        model(ids)
-    for layer, error in zip(record.layers, expected, strict=True):
-        found = Contributions(layer, activation)
-        decomposed = found.total() + found.constant()
-        ours = decomposition_error(layer.output, decomposed).item()
-        assert ours == pytest.approx(error, rel=1e-6, abs=1e-12)
 
 
 def test_completeness_error():
@@ -127,25 +92,22 @@ def test_equal_and_few_tokens():
     assert token_similarity(opposite).tolist() == pytest.approx([-1, -1])
 
 
-BAD = {
-    "maps": (lambda: token_faithfulness(torch.ones(2, 3), torch.ones(2, 3)), ["maps", "(2, 3)"]),
-    "gold": (
+BAD = [
+    (lambda: token_faithfulness(torch.ones(2, 3), torch.ones(2, 3)), ["maps", "(2, 3)"]),
+    (
         lambda: token_faithfulness(torch.ones(1, 2, 3), torch.ones(1, 3, 2)),
         ["gold", "(1, 3, 2)", "(1, 2, 3)"],
     ),
-    "parts": (
+    (
         lambda: decomposition_error(torch.ones(1, 2, 3), torch.ones(1, 2, 4)),
         ["decomposed", "(1, 2, 4)"],
     ),
-    "explained": (
-        lambda: completeness_error(torch.ones(2, 3), torch.ones(3)),
-        ["2 examples", "3 numbers"],
-    ),
-}
+    (lambda: completeness_error(torch.ones(2, 3), torch.ones(3)), ["2 examples", "3 numbers"]),
+]
 
 
 def test_errors():
-    for call, fragments in BAD.values():
+    for call, fragments in BAD:
         with pytest.raises(InputError) as caught:
             call()
         assert all(fragment in str(caught.value) for fragment in fragments)

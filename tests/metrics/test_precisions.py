@@ -21,7 +21,6 @@ from captum_ssm.metrics import (
     Texts,
     average_precision,
     best_links,
-    blurred,
     change_order,
     completeness_error,
     decomposition_error,
@@ -153,13 +152,6 @@ def test_like_float64(variant):
         assert expected.isfinite().all(), f"{name} would not show anything"
         limits = {"rtol": 0, "atol": 2e-6, "msg": lambda said, name=name: f"{name}: {said}"}
         torch.testing.assert_close(found.double(), expected.double(), **limits)
-
-
-def test_blurred_keeps_the_dtype():
-    images = torch.rand(1, 2, 9, 11)
-    found = blurred(images.bfloat16(), 1.5)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), blurred(images, 1.5), rtol=0, atol=0.02)
 
 
 def test_what_does_not_count_may_be_anything():

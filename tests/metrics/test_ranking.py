@@ -111,14 +111,6 @@ def test_one_class_and_constant_scores():
     assert recall_at_k(flat, gold[2:], 2).item() == pytest.approx(0.4)
 
 
-def test_k_above_the_number_of_units():
-    scores, gold = batch(2, 6)
-    assert recall_at_k(scores, gold, 100).tolist() == [1, 1]
-    torch.testing.assert_close(precision_at_k(scores, gold, 100), gold.double().mean(1))
-    nothing = torch.zeros(2, 6)
-    assert precision_at_k(scores, gold, 3, nothing).isnan().all()
-
-
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
 def test_bounds_order_and_direction(units):
@@ -135,20 +127,20 @@ def test_bounds_order_and_direction(units):
         assert found.isnan().all() or 0 <= found.item() <= 1
 
 
-BAD = {
-    "NaN": (lambda s, g: (s / 0 * 0, g), NonFiniteError, ["scores", "NaN", "161 of 161"]),
-    "shape of the gold": (lambda s, g: (s, g[:, 1:]), InputError, ["gold", "(7, 22)", "(7, 23)"]),
-    "gold of two": (lambda s, g: (s, g * 2), InputError, ["gold", "0 and 1"]),
-    "one example": (lambda s, g: (s[0], g[0]), InputError, ["scores", "(23,)", "2 dimensions"]),
-    "a list": (lambda s, g: (s.tolist(), g), InputError, ["scores", "list"]),
-    "nothing": (lambda s, g: (s[:, :0], g[:, :0]), InputError, ["scores is empty"]),
-    "complex": (lambda s, g: (s + 1j, g), InputError, ["complex"]),
-}
+BAD = [
+    (lambda s, g: (s / 0 * 0, g), NonFiniteError, ["scores", "NaN", "161 of 161"]),
+    (lambda s, g: (s, g[:, 1:]), InputError, ["gold", "(7, 22)", "(7, 23)"]),
+    (lambda s, g: (s, g * 2), InputError, ["gold", "0 and 1"]),
+    (lambda s, g: (s[0], g[0]), InputError, ["scores", "(23,)", "2 dimensions"]),
+    (lambda s, g: (s.tolist(), g), InputError, ["scores", "list"]),
+    (lambda s, g: (s[:, :0], g[:, :0]), InputError, ["scores is empty"]),
+    (lambda s, g: (s + 1j, g), InputError, ["complex"]),
+]
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_errors(score):
-    for change, error, fragments in BAD.values():
+    for change, error, fragments in BAD:
         with pytest.raises(error) as caught:
             score(*change(*batch()))
         assert all(fragment in str(caught.value) for fragment in fragments)
@@ -186,15 +178,3 @@ def test_what_is_the_same_everywhere_agrees_with_nothing(agreement):
     assert agreement(scores, same).isnan().all() and agreement(same, scores).isnan().all()
     with pytest.raises(InputError, match=r"scores has shape \(2, 11\), others \(2, 10\)"):
         agreement(scores, same[:, 1:])
-
-
-def test_agreement_of_known_rankings():
-    scores = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
-    for others, rho, tau in (
-        ([1.0, 2.0, 3.0, 4.0, 5.0], 1, 1),
-        ([9.0, 7.0, 5.0, 3.0, -1.0], -1, -1),
-        ([2.0, 1.0, 4.0, 3.0, 5.0], 0.8, 0.6),  # 1 - 6 * 4 / (5 * 24), and (8 - 2) / 10
-    ):
-        given = torch.tensor([others])
-        assert spearman(scores, given).item() == pytest.approx(rho)
-        assert kendall(scores, given).item() == pytest.approx(tau)

@@ -64,37 +64,25 @@ def test_prompt():
     )
 
 
-BAD = {
-    "mode": (lambda: answers_found(["a"], [["a"]], "some"), OptionError, ["mode='some'", "'any'"]),
-    "counts": (lambda: answers_found(["a"], []), InputError, ["1 predictions", "0 examples"]),
-    "a string": (lambda: answers_found(["a"], ["a"]), InputError, ["answers", "list"]),
-    "no reference": (lambda: answers_found(["a"], [[]]), InputError, ["answers"]),
-    "span": (lambda: span_relevance(torch.ones(1, 3), [(2, 2)]), InputError, ["(2, 2)", "3"]),
-    "beyond": (lambda: span_relevance(torch.ones(1, 3), [(0, 4)]), InputError, ["(0, 4)"]),
-    "no spans": (lambda: span_relevance(torch.ones(1, 3), []), InputError, ["spans is empty"]),
-    "one class": (
-        lambda: misclassification_confidence(torch.ones(2, 1), [0, 0]),
-        InputError,
-        ["(2, 1)"],
-    ),
-    "label": (
-        lambda: misclassification_confidence(torch.ones(2, 3), [0, 3]),
-        TargetError,
-        ["0 to 2"],
-    ),
-    "too many": (
-        lambda: hardest_examples(torch.ones(2, 3), [0, 1], 3),
-        InputError,
-        ["count=3", "2 examples"],
-    ),
-    "words": (lambda: key_words(["a"], torch.ones(2)), InputError, ["1 words", "2 numbers"]),
-    "count": (lambda: key_words(["a"], torch.ones(1), 0), OptionError, ["count=0"]),
-    "no demonstrations": (lambda: amplify_prompt([], "q"), InputError, ["demonstrations"]),
-}
+BAD = [
+    (lambda: answers_found(["a"], [["a"]], "some"), OptionError, ["mode='some'", "'any'"]),
+    (lambda: answers_found(["a"], []), InputError, ["1 predictions", "0 examples"]),
+    (lambda: answers_found(["a"], ["a"]), InputError, ["answers", "list"]),
+    (lambda: answers_found(["a"], [[]]), InputError, ["answers"]),
+    (lambda: span_relevance(torch.ones(1, 3), [(2, 2)]), InputError, ["(2, 2)", "3"]),
+    (lambda: span_relevance(torch.ones(1, 3), [(0, 4)]), InputError, ["(0, 4)"]),
+    (lambda: span_relevance(torch.ones(1, 3), []), InputError, ["spans is empty"]),
+    (lambda: misclassification_confidence(torch.ones(2, 1), [0, 0]), InputError, ["(2, 1)"]),
+    (lambda: misclassification_confidence(torch.ones(2, 3), [0, 3]), TargetError, ["0 to 2"]),
+    (lambda: hardest_examples(torch.ones(2, 3), [0, 1], 3), InputError, ["count=3", "2 examples"]),
+    (lambda: key_words(["a"], torch.ones(2)), InputError, ["1 words", "2 numbers"]),
+    (lambda: key_words(["a"], torch.ones(1), 0), OptionError, ["count=0"]),
+    (lambda: amplify_prompt([], "q"), InputError, ["demonstrations"]),
+]
 
 
 def test_errors():
-    for call, error, fragments in BAD.values():
+    for call, error, fragments in BAD:
         with pytest.raises(error) as caught:
             call()
         assert all(fragment in str(caught.value) for fragment in fragments)

@@ -20,15 +20,6 @@ def sampled(values: torch.Tensor) -> Sample:
     return sample
 
 
-def test_mean_of_batches_of_any_size():
-    values = torch.randn(37, 3, dtype=torch.float64)
-    sample = Sample()
-    for batch in values.split([1, 30, 6]):
-        sample.update(batch)
-    torch.testing.assert_close(sample.value(), values.mean(0), rtol=0, atol=1e-14)
-    assert len(sample) == 37
-
-
 def test_undefined_numbers_do_not_count():
     values = torch.tensor([[1.0, math.nan], [math.nan, math.nan], [4.0, math.nan]])
     sample = sampled(values)
@@ -66,20 +57,6 @@ def test_interval_like_a_plain_bootstrap():
     assert abs(low.item() - expected[0]) < 0.15 * spread
     assert abs(high.item() - expected[1]) < 0.15 * spread
     assert low < value < high
-
-
-def test_interval_of_equal_numbers_and_of_one():
-    for count in (1, 9):
-        low, value, high = sampled(torch.full((count,), 0.7, dtype=torch.float64)).interval()
-        assert low.item() == pytest.approx(0.7) and high.item() == pytest.approx(0.7)
-        assert value.item() == pytest.approx(0.7)
-
-
-def test_seeds():
-    values = torch.randn(20)
-    first, again = (sampled(values).interval(seed=1) for _ in range(2))
-    other = sampled(values).interval(seed=2)
-    assert torch.equal(first.low, again.low) and not torch.equal(first.low, other.low)
 
 
 def test_a_ratio_of_sums():

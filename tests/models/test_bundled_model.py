@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.models import bundled
-from captum_ssm.models.recall import OBJECTS, Example, generate, parse_prompt, with_value
-from captum_ssm.models.recall_batch import accuracy, collate, predict
+from captum_ssm.models.recall import OBJECTS, generate, parse_prompt, with_value
+from captum_ssm.models.recall_batch import accuracy
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
 SEED = 20_240_607
@@ -28,17 +28,8 @@ def model() -> torch.nn.Module:
     return load_bundled()[0]
 
 
-def _gold(examples: list[Example]) -> torch.Tensor:
-    return torch.tensor([example.answer_id for example in examples])
-
-
 def _another(rng: random.Random, value: str) -> str:
     return rng.choice([o for o in OBJECTS if o != value])
-
-
-@pytest.mark.slow
-def test_accuracy_on_fresh_prompts(model: torch.nn.Module) -> None:
-    assert accuracy(model, generate(512, SEED)) >= 0.99
 
 
 @pytest.mark.slow
@@ -55,20 +46,6 @@ def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module)
 
 
 @pytest.mark.slow
-def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) -> None:
-    rng = random.Random(SEED + 3)
-    examples = generate(512, SEED + 4)
-    before = predict(model, examples)
-    changed = []
-    for example in examples:
-        for i, fact in enumerate(example.facts):
-            if i != example.asked:
-                example = with_value(example, i, _another(rng, fact.value))
-        changed.append(example)
-    assert float((predict(model, changed) == before).double().mean()) >= 0.98
-
-
-@pytest.mark.slow
 def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 5)
     changed = []
@@ -78,18 +55,6 @@ def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> Non
         words[example.question_name_position] = other.name
         changed.append(parse_prompt(" ".join(words)))
     assert accuracy(model, changed) >= 0.98
-
-
-@pytest.mark.slow
-def test_left_padding_changes_nothing(model: torch.nn.Module) -> None:
-    examples = generate(32, SEED + 7)
-    batch = collate(examples)
-    assert int(batch.offsets.max()) > 10
-    with torch.no_grad():
-        padded = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        for row, example in enumerate(examples):
-            alone = model(input_ids=torch.tensor([example.tokens])).logits[0, -1]
-            torch.testing.assert_close(padded[row, -1], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_name() -> None:

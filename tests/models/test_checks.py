@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -20,7 +20,7 @@ from helpers.little_memory import at_most
 
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, folders, load_bundled, load_vim
-from captum_ssm.models.checkpoints import check_complete, check_counts, check_fit, naming
+from captum_ssm.models.checkpoints import check_complete
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -155,30 +155,6 @@ def test_sizes_of_vision_mamba() -> None:
     assert torch.isfinite(model(torch.randn(1, 3, 8, 9))).all()
 
 
-def test_counts_within_settings() -> None:
-    within = {"text_config": {"num_hidden_layers": 5000}}
-    with pytest.raises(CheckpointError, match="x has num_hidden_layers = 5000; at most 4096"):
-        check_counts(within, "x")
-    with pytest.raises(CheckpointError, match="n_layer = nan"):
-        check_counts({"n_layer": float("nan")}, "x")
-    fine = {"num_hidden_layers": 4096, "vocab_size": 10**6, "depth": "deep"}
-    assert check_counts(fine, "x") is fine
-
-
-def test_differences_of_weights_are_named() -> None:
-    def weights(**shapes: int) -> dict[str, Tensor]:
-        return {name: torch.empty(size, device="meta") for name, size in shapes.items()}
-
-    check_fit(weights(a=2, b=3), weights(b=3, a=2))
-    with pytest.raises(CheckpointError) as caught:
-        check_fit(weights(a=2, b=3, c=4), weights(b=3, c=5, d=1))
-    assert str(caught.value) == (
-        "it lacks 'a'; it has the unknown 'd'; shapes differ in 'c' ((5,) instead of (4,))."
-    )
-    with pytest.raises(CheckpointError, match=r"^it lacks 'a'.* 'g', 'h' and 1 more\.$"):
-        check_fit(weights(**dict.fromkeys("abcdefghi", 2)), {})
-
-
 def test_a_model_that_transformers_filled_in_part_is_refused() -> None:
     model = nn.Linear(2, 3)
     model.register_buffer("positions", torch.arange(3), persistent=False)
@@ -190,15 +166,3 @@ def test_a_model_that_transformers_filled_in_part_is_refused() -> None:
         message = rf"a folder: .*shapes differ in 'weight' \({given} instead of \(3, 2\)\)"
         with pytest.raises(CheckpointError, match=message):
             check_complete(nn.Linear(2, 3), found, "a folder")
-
-
-def test_errors_that_say_nothing_are_named_and_others_pass() -> None:
-    for error in (OptionError("x"), ImportError("x"), OSError("x"), MemoryError()):
-        with pytest.raises(type(error)) as caught, naming("the model"):
-            raise error
-        assert caught.value is error
-    with (
-        pytest.raises(CheckpointError, match="the model: ZeroDivisionError: "),
-        naming("the model"),
-    ):
-        nn.Linear(1 // 0, 1)

@@ -137,17 +137,6 @@ def test_the_other_strand_is_told_alike(fused: bool) -> None:
     assert relative_error(one_way(other), one_way(ids)) > 1e-2
 
 
-def test_pools() -> None:
-    for pool in ("mean", "max", "first", "last"):
-        model, ids = small(rcps=False, num_classes=3, pool=pool), some_ids()
-        seen: list[Tensor] = []
-        model.caduceus["backbone"].register_forward_hook(lambda *args: seen.append(args[2]))  # noqa: B023
-        found = model(ids)
-        read = {"mean": seen[0].mean(1), "max": seen[0].max(1).values,
-                "first": seen[0][:, 0], "last": seen[0][:, -1]}  # fmt: skip
-        assert torch.equal(found, read[pool] @ model.score.weight.T)
-
-
 @pytest.mark.slow
 def test_caduceus_is_read_off_its_weights(tmp_path: Path) -> None:
     for options in (*KINDS, {"rms_norm": False}, {"bias": True, "d_conv": 3}):
@@ -179,25 +168,6 @@ def test_directions_that_share_nothing_are_refused(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "caduceus.pt")
     with pytest.raises(CheckpointError, match=r"mamba_fwd.in_proj.* are different"):
         load_caduceus(tmp_path / "caduceus.pt")
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    weights = small().state_dict()
-    del weights["caduceus.backbone.layers.1.norm.weight"]
-    torch.save(weights, tmp_path / "caduceus.pt")
-    with pytest.raises(CheckpointError, match=r"lacks 'caduceus.backbone.layers.1.norm.weight'"):
-        load_caduceus(tmp_path / "caduceus.pt")
-    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
-    for load in (load_caduceus, load_hyenadna):
-        with pytest.raises(CheckpointError, match="its weights lack"):
-            load(tmp_path / "other.pt")
-
-
-def test_a_backbone_saved_alone_needs_its_head(tmp_path: Path) -> None:
-    weights = small(rcps=False).caduceus.state_dict()
-    torch.save(weights, tmp_path / "backbone.pt")
-    loaded, ids = load_caduceus(tmp_path / "backbone.pt"), some_ids()
-    assert loaded(ids).shape == (2, 9, 16)  # its head is the embeddings
 
 
 def test_bad_options() -> None:
@@ -251,18 +221,6 @@ def test_forms_of_hyenadna(form: str, tmp_path: Path) -> None:
     assert torch.equal(load_hyenadna(tmp_path / "weights.ckpt")(ids), model(ids))
 
 
-def test_hyenadna_is_read_off_its_weights(tmp_path: Path) -> None:
-    for options in (
-        {"tie_embeddings": False},
-        {"num_classes": 3},
-        {"order": 3, "inner": 1},
-        {"d_inner": 7},
-    ):
-        model, ids = small_hyena(**options), some_ids()
-        torch.save(model.state_dict(), tmp_path / "hyenadna.pt")
-        assert torch.equal(load_hyenadna(tmp_path / "hyenadna.pt")(ids), model(ids))
-
-
 def one_hot(ids: Tensor) -> Tensor:
     """(B, 4, L); of N all zeros."""
     return torch.nn.functional.one_hot(ids - 7, 5)[..., :4].mT.float()
@@ -280,35 +238,6 @@ def test_one_hot_inputs_are_the_tokens(make: Any, bases_first: bool) -> None:
     assert not relevance[x == 0].any()
     of_tokens = LatimFlow(model).attribute(ids, 1)
     assert relative_error(relevance.sum(1 if bases_first else 2), of_tokens) <= 1e-4
-
-
-def test_tokens_around_one_hot_inputs() -> None:
-    model, ids = small(num_classes=3), torch.randint(7, 11, (2, 9))
-    whole = torch.cat([torch.tensor([[2, 3]]).expand(2, 2), ids, torch.ones(2, 1).long()], 1)
-    wrapped = OneHot(model, before=[2, 3], after=[1])
-    assert relative_error(wrapped(one_hot(ids)), model(whole)) <= 1e-6
-    relevance, delta = LatimFlow(wrapped).attribute(one_hot(ids), 1, return_convergence_delta=True)
-    assert relevance.shape == (2, 4, 9) and delta.abs().max() <= 1e-5
-
-
-def test_two_lookups_of_one_table_are_no_one_input() -> None:
-    """As in the published code, where the relevance of one of them would be taken for a bias."""
-    model = small(num_classes=3)
-    embeddings = model.caduceus["backbone"].embeddings
-    own = embeddings.word_embeddings
-
-    class Twice(nn.Module):
-        def forward(self, ids: Tensor) -> Tensor:
-            reverse = torch.gather(own.complement_map.expand(len(ids), -1), 1, ids.flip(-1))
-            return torch.cat([own.embedding(ids), own.embedding(reverse).flip(-1, -2)], -1)
-
-    ids = torch.randint(7, 11, (2, 9))
-    wanted = model(ids)
-    embeddings.word_embeddings = Twice()
-    assert torch.equal(model(ids), wanted)
-    with pytest.raises(InputError, match=r"looks up the token ids.*OneHot makes them"):
-        LatimFlow(model).attribute(ids, 1)
-    assert LatimFlow(OneHot(model)).attribute(one_hot(ids), 1).any()
 
 
 def test_bad_one_hot_inputs() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from captum_ssm.errors import CaptumSSMError, InputError, OptionError
 from captum_ssm.models import WordVocabulary
 from captum_ssm.models.recall import (
     ADJECTIVES,
     FILLERS,
-    MAX_FACTS,
-    MIN_FACTS,
     NAMES,
     OBJECTS,
     generate,
@@ -21,7 +24,7 @@ from captum_ssm.models.recall import (
     recall_vocabulary,
     with_value,
 )
-from captum_ssm.models.recall_batch import collate
+from captum_ssm.models.recall_batch import accuracy, collate, predict
 
 
 def test_gold_follows_from_the_words() -> None:
@@ -43,45 +46,11 @@ def test_gold_follows_from_the_words() -> None:
         assert example.source_positions == (example.value_position, example.name_position)
 
 
-def test_facts_are_where_they_say() -> None:
-    for example in generate(100, seed=6):
-        assert MIN_FACTS <= len(example.facts) <= MAX_FACTS
-        assert len({fact.name for fact in example.facts}) == len(example.facts)
-        for fact in example.facts:
-            assert example.words[fact.name_position] == fact.name
-            assert example.words[fact.value_position] == fact.value
-            assert fact.value_position - fact.name_position in (3, 4)
-
-
 def test_same_seed_same_examples() -> None:
     assert generate(20, seed=3) == generate(20, seed=3)
     assert generate(20, seed=3) != generate(20, seed=4)
     rng = random.Random(3)
     assert generate(12, rng) + generate(8, rng) == generate(20, seed=3)
-
-
-def test_global_random_state_is_left_alone() -> None:
-    random.seed(1)
-    torch.manual_seed(1)
-    before = random.getstate(), torch.get_rng_state()
-    generate(5, seed=0)
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-
-
-def test_no_position_gives_the_answer_away() -> None:
-    examples = generate(500, seed=8)
-    assert len({e.value_position for e in examples}) > 30
-    assert len({len(e.words) - e.value_position for e in examples}) > 30
-    assert {e.answer for e in examples} == set(OBJECTS)
-    shared = [e for e in examples if [f.value for f in e.facts].count(e.answer) > 1]
-    assert shared, "a distractor can hold the answer as well"
-
-
-def test_fixed_number_of_facts() -> None:
-    assert {len(e.facts) for e in generate(10, seed=0, n_facts=4)} == {4}
-    with pytest.raises(ValueError, match="n_facts"):
-        generate(1, seed=0, n_facts=len(NAMES) + 1)
 
 
 def test_parse_gives_back_what_was_generated() -> None:
@@ -149,10 +118,60 @@ def test_vocabulary() -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):
         vocabulary.decode([-1])
 
-
-def test_vocabulary_refuses_bad_words() -> None:
     with pytest.raises(ValueError, match="distinct"):
         WordVocabulary(["a", "a"])
     for word in ("", "a b", " a"):
         with pytest.raises(ValueError, match="whitespace"):
             WordVocabulary(["x", word])
+
+
+# --- in batches ----------------------------------------------------------------------------------
+
+
+class Echo(torch.nn.Module):
+    """Says the last word again, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.rows: list[int] = []
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        self.rows.append(len(input_ids))
+        assert bool(attention_mask[:, -1].all())
+        return SimpleNamespace(logits=self.scale * torch.nn.functional.one_hot(input_ids, 55))
+
+
+def test_batches_change_nothing(seed: int) -> None:
+    model, examples = Echo(), generate(7, seed)
+    whole = predict(model, examples, batch_size=7)
+    assert whole.tolist() == [example.tokens[-1] for example in examples]
+    assert torch.equal(predict(model, examples, batch_size=3), whole)
+    assert model.rows == [7, 3, 3, 1]
+    assert accuracy(model, examples) == 0.0  # "the" is no object
+
+
+EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
+        (lambda: accuracy(Echo(), []), InputError, "examples is empty.*at least one"),
+        (lambda: collate([]), InputError, "examples is empty.*at least one"),
+        (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
+        (lambda: accuracy(Echo(), [EXAMPLE], -2), OptionError, "batch_size=-2: use 1 or more"),
+        (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
+        (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
+        (lambda: generate(1, 0, 0), OptionError, "n_facts=0: use 1 to 20"),
+        (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is no object.*lamp"),
+        (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
+        (lambda: with_value(EXAMPLE, -1, "kite"), OptionError, "fact=-1: the prompt has 1"),
+        (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
+    ],
+)
+def test_bad_calls(call: Callable[[], object], error: type[CaptumSSMError], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.versions import transformers5
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from zoo.vision_language import (
     FAMILIES,
     IMAGE,
@@ -31,8 +30,6 @@ PICKS = ("glm5_next",)
 pytestmark = [transformers5, pytest.mark.slow]
 
 every_seeing = pytest.mark.parametrize("family", SEEING)
-#: Those whose towers have no gates, which share relevance with what they let through.
-ungated = pytest.mark.parametrize("family", [f for f in SEEING if f != "glm5_next"])
 
 
 def padded_text(tokens: int = 7, padding: int = 3) -> tuple[Tensor, Tensor]:
@@ -69,16 +66,6 @@ def test_a_text_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not found[0, :3].any() and found[0, 3:].any()
 
 
-def test_a_text_that_is_classified(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = vision_language_model("qwen3_5", monkeypatch, "ForSequenceClassification")
-    ids, mask = padded_text()
-    relevance, delta = LatimFlow(on_text(model)).attribute(
-        ids, 1, mask, return_convergence_delta=True
-    )
-    assert delta.abs().max() <= FLOAT32
-    assert not relevance[0, :3].any() and relevance[0, 3:].all()
-
-
 #: Grids of the images of each text: of one alone, and of both, of several sizes.
 GRIDS = {"one": [[(4, 4)], []], "several": [[(2, 4), (4, 2)], [(2, 2)]]}
 
@@ -112,18 +99,6 @@ def test_the_towers_adapters(family: str, grids: str, monkeypatch: pytest.Monkey
             given.of(model)(given.ids, given.pixels, *given.others.values())
         for layer in record.layers:
             layer.verify()
-
-
-@pytest.mark.parametrize("family", SEEING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_towers_in_other_precisions(
-    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS["several"])
-    with torch.no_grad(), trace(model.to(dtype), verify=True) as record:
-        given.of(model)(given.ids, given.pixels.to(dtype), *given.others.values())
-    for layer in record.layers[:2]:
-        layer.verify(1e-6 if dtype == torch.float32 else None)
 
 
 @every_seeing
@@ -164,26 +139,6 @@ def test_a_text_and_its_images(
         assert torch.allclose(torch.stack(list(found.roles.values())).sum(0), words, atol=FLOAT32)
 
 
-class Frozen(TorchFunctionMode):
-    """A tower of images as it is at one input: norms, activations and attention hold still."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name == "softmax":
-            return func(args[0].detach(), *args[1:], **kwargs)
-        if name == "gelu":
-            still = args[0].detach()
-            return args[0] * (func(still, *args[1:], **kwargs) / still)
-        if name == "layer_norm":
-            centred = args[0] - args[0].mean(-1, keepdim=True)
-            variance = centred.detach().square().mean(-1, keepdim=True)
-            scaled = centred / (variance + kwargs["eps"]).sqrt()
-            return scaled * kwargs["weight"] + kwargs["bias"]
-        return func(*args, **kwargs)
-
-
 class Merged:
     """What a vision-language model's text reads, its images' features in their places."""
 
@@ -202,31 +157,6 @@ class Merged:
     def __call__(self, embeddings: Tensor) -> Tensor:
         text = self.model.model.language_model(inputs_embeds=embeddings, **self.more)
         return self.model.lm_head(text.last_hidden_state)
-
-    def features(self, pixels: Tensor) -> Tensor:
-        """The tower's and the projector's own, frozen."""
-        shown = {k: v for k, v in self.given.others.items() if k in self.model_shows}
-        with Frozen():
-            found = self.model.model.get_image_features(pixels, **shown).pooler_output
-        return torch.cat(list(found))
-
-    model_shows = ("spatial_shapes", "pixel_attention_mask", "image_grid_thw")
-
-
-@ungated
-def test_relevance_of_patches_is_that_of_a_tower_that_holds_still(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS["several"])
-    merged, is_image = Merged(model, given), given.ids == IMAGE
-    read = LatimFlow(merged, model).attribute(merged.embeddings, TARGET)
-    (words, patches), _ = flow(model, given)
-    assert torch.allclose(words[~is_image], read.sum(-1)[~is_image], atol=FLOAT32)
-    factors = (read / merged.embeddings)[is_image]  # a row for each feature, in their order
-    model.set_attn_implementation("eager")
-    pixels = given.pixels.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad((merged.features(pixels) * factors).sum(), pixels)
-    assert torch.allclose(patches, gradient * given.pixels, atol=FLOAT32)
 
 
 @every_seeing

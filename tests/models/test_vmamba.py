@@ -105,13 +105,6 @@ def test_names_of_the_first_release_and_convolutions_of_one_token(tmp_path: Path
         assert torch.equal(load_vmamba(saved(old, tmp_path))(images), model(images))
 
 
-def test_position_embeddings_of_other_sizes() -> None:
-    model = small(pos_embed=(4, 6))
-    with torch.no_grad():
-        same, other = model(torch.randn(1, 3, 16, 24)), model(torch.randn(1, 3, 32, 32))
-    assert same.shape == other.shape == (1, 5)
-
-
 @pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
     for key in (

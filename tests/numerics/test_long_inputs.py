@@ -11,14 +11,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from zoo.mamba import randomise
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, trace
-from captum_ssm.mixers import Call
-from captum_ssm.operators import Operator
-from captum_ssm.tracing import Mixer, find_mixers
-from captum_ssm.tracing.adapter import linear_form
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow
 
 pytestmark = pytest.mark.slow
 TOKENS = 16_384
@@ -89,33 +84,3 @@ def test_rows_divided_by_their_sums(family: str) -> None:
         for each in (model, double)
     )
     assert oracles.relative_error(found, wanted) <= LIMIT
-
-
-def in_double(mixer: Mixer, call: Call) -> Operator:
-    """The operator of a call that was recorded in float32, made and computed in float64."""
-
-    def double(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    recorded = call.args, dict(call.kwargs), call.output
-    return linear_form(mixer, Call(*pytree.tree_map(double, recorded))).operator
-
-
-@pytest.mark.parametrize("family", ["mamba2", "mamba"])
-def test_mean_matrices(family: str) -> None:
-    """Of each layer, at what entered it: the last rows, which hold the longest sums, and all."""
-    model = lasting(MAKE[family]())
-    with torch.no_grad(), trace(model) as record:
-        model(torch.randint(19, (1, TOKENS)))
-    rows, ones = list(range(TOKENS - 3, TOKENS)), torch.ones(1, TOKENS)
-    doubles = find_mixers(copy.deepcopy(model).double())
-    with torch.no_grad():
-        for layer, mixer in zip(record.layers, doubles, strict=True):
-            found, wanted = (
-                operator.per_channel()
-                for operator in (layer.operator, in_double(mixer, layer.call))
-            )
-            assert (found.dtype, wanted.dtype) == (torch.float32, torch.float64)
-            assert oracles.relative_error(found.rows(rows), wanted.rows(rows)) <= LIMIT
-            sums = found.mean_matvec(ones), wanted.mean_matvec(ones.double())
-            assert oracles.relative_error(*sums) <= LIMIT

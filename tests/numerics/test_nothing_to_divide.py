@@ -1,4 +1,4 @@
-"""Rows of zeros, gradients of zero and examples that are padding alone have defined answers."""
+"""Rows of zeros and gradients of zero have defined answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import relative_error
 from torch import Tensor
 from zoo.extreme import FAMILIES, TARGET, language_model, token_ids
 from zoo.extreme import with_silent_mixers as silent
@@ -24,9 +23,7 @@ from captum_ssm import (
     MambaLRP,
     report,
 )
-from captum_ssm.errors import PaddedExampleError
 
-METHODS = (LatimFlow, LatimLogit, ImplicitAttention, ImplicitAttentionRollout, MambaAttribution)
 ROWS = [("mamba", torch.float64), ("mamba2", torch.float32), ("mamba2", torch.bfloat16)]
 
 
@@ -85,46 +82,3 @@ def without_head(model: Any) -> Any:
     """No output depends on anything."""
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
     return model
-
-
-@pytest.fixture
-def padded() -> tuple[Any, Tensor, Tensor]:
-    """A model, ids and a mask (B, L) whose second example holds no token."""
-    ids = token_ids(3)
-    mask = torch.ones_like(ids)
-    mask[1] = 0
-    mask[2, :4] = 0
-    return language_model("mamba2"), ids, mask
-
-
-def masked(method: type, model: Any) -> Any:
-    return method(lambda ids, mask: model(ids, attention_mask=mask).logits, model=model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, LatimALTI, LatimNorm, MambaLRP])
-def test_padding_alone_is_refused_and_the_others_are_explained(
-    method: type, padded: tuple[Any, Tensor, Tensor]
-) -> None:
-    model, ids, mask = padded
-    with pytest.raises(PaddedExampleError, match="Example 1 of the batch is padding alone"):
-        masked(method, model).attribute(ids, TARGET, mask)
-    found = masked(method, model).attribute(ids[::2], TARGET, mask[::2])
-    assert torch.isfinite(found).all() and not found[mask[::2] == 0].any()
-    for example in (0, 2):
-        one = slice(example, example + 1)
-        alone = masked(method, model).attribute(ids[one], TARGET, mask[one])
-        assert relative_error(found[example // 2], alone[0]) <= 1e-5
-
-
-def test_padding_alone_has_no_row_and_no_matrix(padded: tuple[Any, Tensor, Tensor]) -> None:
-    model, ids, mask = padded
-    for method in (ImplicitAttention, ImplicitAttentionRollout):
-        for query in (None, "last", "mean", 0):
-            with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
-                masked(method, model).attribute(ids, None, mask, query=query)
-    with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
-        masked(ImplicitAttention, model).matrices(ids, additional_forward_args=mask)
-    for method in (LatimALTI, LatimNorm):
-        with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
-            masked(method, model).maps(ids, additional_forward_args=mask)

@@ -292,14 +292,7 @@ def scalar_decay(groups: int = 1, scaled: bool = True) -> Kind:
         batch, tokens, heads, per_head = shape
         apart = groups if groups and heads % groups == 0 else heads
 
-        def matrices(
-            query: Tensor, key: Tensor, log_decay: Tensor, scale: Tensor | None = None
-        ) -> Tensor:
-            q, k = (x.repeat_interleave(heads // apart, 2) for x in (query, key))
-            found = torch.einsum("bihn,bjhn->bhij", q, k) * between(log_decay.exp().mT)
-            found = found if scale is None else found * scale.mT[:, :, None]
-            return by_channel(found, shape)
-
+        matrices = looped(token_loops.scalar_decay, shape, scale=None)
         query, key = randn(2, batch, tokens, apart, STATES)
         coefficients = {"query": query, "key": key, "log_decay": logs(batch, tokens, heads)}
         if scaled:
@@ -310,7 +303,7 @@ def scalar_decay(groups: int = 1, scaled: bool = True) -> Kind:
             ),
             matrices,
             coefficients,
-            bound=lambda query, key, **z: matrices(query.abs(), key.abs(), **z),
+            bound=lambda query, key, **z: matrices(query=query.abs(), key=key.abs(), **z),
         )
 
     return build
@@ -320,16 +313,7 @@ def vector_decay(has_bonus: bool = False) -> Kind:
     def build(shape: Shape) -> Case:
         batch, tokens, heads, per_head = shape
 
-        def matrices(
-            query: Tensor, key: Tensor, log_decay: Tensor, bonus: Tensor | None = None
-        ) -> Tensor:
-            left = between(log_decay.exp().permute(0, 2, 3, 1))  # (B, H, N, L, L)
-            if bonus is not None:  # read before the token's own step
-                before = left[..., :-1, :]
-                left = torch.cat([torch.zeros_like(left[..., :1, :]), before], -2)
-                left = left + bonus[..., None, None] * torch.eye(tokens)
-            return by_channel(torch.einsum("bihn,bhnij,bjhn->bhij", query, left, key), shape)
-
+        matrices = looped(token_loops.vector_decay, shape, bonus=None)
         query, key = randn(2, batch, tokens, heads, STATES)
         coefficients = {"query": query, "key": key, "log_decay": logs(batch, tokens, heads, STATES)}
         if has_bonus:

@@ -9,7 +9,7 @@ import torch
 from operators.kinds import PER_CHANNEL, Kind, conv, diagonal, elementwise, scalar_decay
 from torch import Tensor
 
-from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Operator, Shape
+from captum_ssm.operators import Diagonal, Operator, Shape
 from captum_ssm.operators.kernels.rows import Strip
 from captum_ssm.testing.operators import check_operator
 
@@ -115,28 +115,9 @@ def test_a_broken_promise_is_named(
         case.check()
 
 
-def test_tokens_that_are_mixed_in_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ElementwiseRecurrence, "mixes_tokens", False)
-    with pytest.raises(AssertionError, match="mixes_tokens"):
-        elementwise(SHAPE).check()
-
-
 def test_matrices_without_coefficients() -> None:
     weight = torch.rand(2, 5, 4, 1)
     matrices = torch.diag_embed(weight.squeeze(-1).mT).double()
     check_operator(lambda: Diagonal(weight, SHAPE), matrices)
     with pytest.raises(AssertionError, match=r"Diagonal \(torch.float32\): apply\(v\) is wrong"):
         check_operator(lambda: Diagonal(weight, SHAPE), 2 * matrices)
-
-
-def test_factors_that_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Diagonal.contract_heads
-
-    def scales(self: Diagonal, left: Tensor, other: Tensor) -> Tensor:
-        found = right(self, left, other)
-        left *= 2
-        return found
-
-    monkeypatch.setattr(Diagonal, "contract_heads", scales)
-    with pytest.raises(AssertionError, match="are as they were"):
-        diagonal()(SHAPE).check()

@@ -1,135 +1,55 @@
-"""Restricting an operator to some components, and how chains and sums are put together."""
+"""Restricting an operator to some components."""
 
 from __future__ import annotations
 
 import torch
-from operators.kinds import conv, diagonal, scan
-from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices, times
-from torch import Tensor
+from operators.kinds import PER_CHANNEL, SKIP, conv, diagonal, randn, scan
+from oracles import relative_error, times
 
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    DirectSum,
-    Mixing,
-    SelectiveScan,
-    Shape,
-    ShortConv,
-    Sum,
-)
-
-
-def randn(*size: int) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64)
-
-
-class Parts:
-    """gate . (scan + skip) . mask . conv with bias, and the matrices of each."""
-
-    def __init__(self) -> None:
-        self.shape = shape = Shape(2, 7, 4, 1)
-        gate, skip, mask = randn(*shape), randn(1, 1, 4, 1), (randn(2, 7, 1, 1) > 0).double()
-        weight, self.bias = randn(4, 1, 3), randn(1, 1, 4, 1)
-        dt, a = randn(2, 7, 4).exp(), -randn(4, 2).exp()
-        b, c = randn(2, 7, 2), randn(2, 7, 2)
-        self.operator = Chain(
-            Diagonal(gate, shape, "gate"),
-            Sum(SelectiveScan(dt, a, b, c), Diagonal(skip, shape, "skip")),
-            Diagonal(mask, shape),
-            ShortConv(weight, shape, self.bias),
-        )
-        self.gate = diagonal_matrices(gate, shape)
-        self.scan = scan_matrices(dt, a, b, c)
-        self.skip = diagonal_matrices(skip, shape)
-        self.mask = diagonal_matrices(mask, shape)
-        self.conv = conv_matrices(weight, range(3), shape)
-
-    def check(self, components: set[str], matrices: Tensor) -> None:
-        kept = self.operator.restrict(components)
-        assert kept is not None
-        assert relative_error(kept.dense(None), matrices) <= 1e-12
-        assert relative_error(kept.dense(), matrices.mean(1)) <= 1e-12
+from captum_ssm.operators import Chain, DirectSum, Shape, Sum
+from captum_ssm.operators.reorder import Windowed, Windows
 
 
 def test_restrict_keeps_the_named_and_the_structural() -> None:
-    p = Parts()
-    p.check({"gate", "scan", "skip", "conv"}, p.gate @ (p.scan + p.skip) @ p.mask @ p.conv)
-    p.check({"gate", "scan", "conv"}, p.gate @ p.scan @ p.mask @ p.conv)
-    p.check({"gate", "skip", "conv"}, p.gate @ p.skip @ p.mask @ p.conv)
-    p.check({"scan", "skip"}, (p.scan + p.skip) @ p.mask)
-    p.check({"scan"}, p.scan @ p.mask)
-    p.check({"gate"}, p.gate @ p.mask)
-    p.check({"conv"}, p.mask @ p.conv)
-    p.check(set(), p.mask.expand(2, 4, 7, 7))
-
-
-def test_restrict_takes_any_collection() -> None:
-    p = Parts()
-    for components in (["scan", "gate"], ("gate", "scan"), frozenset({"scan", "gate"})):
-        kept = p.operator.restrict(components)
+    kinds = diagonal(), scan(), diagonal(SKIP, "skip"), diagonal((1, 1, 0, 0), None)
+    gate, core, skip, mask = (kind(Shape(2, 7, 4, 1)) for kind in kinds)
+    last = conv(0, 1, 2, bias=PER_CHANNEL)(Shape(2, 7, 4, 1))
+    both = Sum(core.operator, skip.operator)
+    operator = Chain(gate.operator, both, mask.operator, last.operator)
+    names = [leaf.component for leaf in operator.leaves()]
+    assert names == ["gate", "scan", "skip", None, "conv"]
+    bias = last.coefficients["bias"].expand(last.operator.shape)
+    eye = torch.eye(7).double().expand(2, 4, 7, 7)
+    for components in (
+        {"gate", "scan", "conv"},
+        ["gate", "skip", "conv"],
+        ("scan", "skip"),
+        frozenset({"gate"}),
+        {"conv"},
+        set(),
+        {"gate", "scan", "skip", "conv"},
+    ):
+        kept = operator.restrict(components)
         assert kept is not None
-        assert relative_error(kept.dense(None), p.gate @ p.scan @ p.mask) <= 1e-12
-
-
-def test_restrict_leaves_the_whole_alone() -> None:
-    p = Parts()
-    p.operator.restrict({"scan"})
-    whole = p.gate @ (p.scan + p.skip) @ p.mask @ p.conv
-    assert relative_error(p.operator.dense(None), whole) <= 1e-12
-
-
-def test_a_bias_goes_with_its_component() -> None:
-    p = Parts()
-    with_conv = p.operator.restrict({"scan", "conv"})
-    without = p.operator.restrict({"scan", "gate"})
-    assert with_conv is not None and without is not None
-    wanted = times(p.scan @ p.mask, p.bias.expand(p.shape))
-    offset = with_conv.offset()
-    assert offset is not None
-    assert relative_error(offset, wanted) <= 1e-12
-    assert without.offset() is None
+        inner = [c.exact() for c, name in ((core, "scan"), (skip, "skip")) if name in components]
+        front = gate.exact() if "gate" in components else eye
+        ahead = front @ (torch.stack(inner).sum(0) if inner else eye) @ mask.exact()
+        whole = ahead @ last.exact() if "conv" in components else ahead
+        assert relative_error(kept.dense(None), whole) <= 1e-12
+        offset = kept.offset()
+        assert (offset is not None) == ("conv" in components)
+        if offset is not None:
+            assert relative_error(offset, times(ahead, bias)) <= 1e-12
 
 
 def test_nothing_left_is_none() -> None:
     shape = Shape(1, 3, 2, 1)
-    gate, skip = Diagonal(randn(*shape), shape, "gate"), Diagonal(randn(*shape), shape, "skip")
+    gate, skip = diagonal()(shape).operator, diagonal(SKIP, "skip")(shape).operator
     assert gate.restrict({"scan"}) is None
     assert Chain(gate, skip).restrict({"conv"}) is None
     assert Sum(gate, skip).restrict({"conv"}) is None
     assert Chain(gate, Sum(gate, skip)).restrict(()) is None
     assert gate.restrict({"gate"}) is gate
-    mask = Diagonal(randn(*shape), shape)
-    assert mask.restrict(()) is mask
-
-
-def test_chains_are_flat_and_named() -> None:
-    a, b, c = (kind(Shape(2, 4, 3, 2)).operator for kind in (diagonal(), conv(0, 1), diagonal()))
-    assert Chain(Chain(a, b), Chain(c)).parts == (a, b, c)
-    assert list(Chain(a, Sum(b, Chain(c, a))).leaves()) == [a, b, c, a]
-
-
-def test_default_components() -> None:
-    p = Parts()
-    assert [leaf.component for leaf in p.operator.leaves()] == [
-        "gate",
-        "scan",
-        "skip",
-        None,
-        "conv",
-    ]
-
-
-def test_order_of_a_chain() -> None:
-    """The last operator acts first: a shift and a scaling do not commute."""
-    shape = Shape(1, 3, 1, 1)
-    scale = Diagonal(torch.tensor([2.0, 3.0, 5.0]).view(1, 3, 1, 1), shape)
-    shift = ShortConv(torch.ones(1, 1, 1), shape, lags=[1])
-    v = torch.tensor([1.0, 10.0, 100.0]).view(1, 3, 1, 1)
-    assert Chain(scale, shift).apply(v).flatten().tolist() == [0, 3, 50]
-    assert Chain(shift, scale).apply(v).flatten().tolist() == [0, 2, 30]
-
-
-# --- operators side by side ----------------------------------------------------------------------
 
 
 def test_a_part_of_which_nothing_is_left_passes_values_on() -> None:
@@ -151,13 +71,28 @@ def test_a_part_of_which_nothing_is_left_passes_values_on() -> None:
     assert both.restrict({"gate"}) is None
 
 
-def test_mixing_is_that_of_the_freest_part() -> None:
-    shape = Shape(2, 5, 3, 1)
-    gate, fixed, scanned = (kind(shape).operator for kind in (diagonal(), conv(0, 1), scan()))
-    gated, one = Chain(gate, fixed), Diagonal(torch.ones(1, 1, 1, 1), shape)
-    assert DirectSum(gate, one).mixing is Mixing.NONE
-    assert DirectSum(fixed, gate).mixing is Mixing.FIXED
-    assert DirectSum(one, gated, fixed).mixing is Mixing.GATED
-    assert DirectSum(fixed, scanned, one).mixing is Mixing.CONTROLLED
-    assert not DirectSum(one, fixed).data_dependent and DirectSum(gate, fixed).data_dependent
-    assert not DirectSum(one, gate).mixes_tokens and DirectSum(one, fixed).mixes_tokens
+# --- within windows ------------------------------------------------------------------------------
+
+#: Five tokens in three windows of two places.
+WINDOWS = Windows(torch.tensor([[3, 0], [-1, 4], [1, 2]]))
+
+
+def test_padding_does_not_hide_what_is_not_finite() -> None:
+    values = torch.full((3, 2, 1, 1), torch.inf)
+    padding = WINDOWS.padding(values)
+    assert padding is not None and padding.isinf().sum() == 1
+    assert not WINDOWS.cut(torch.full((1, 5, 1, 1), torch.nan)).flatten()[2].isnan()
+
+
+def test_restricting_keeps_what_padding_adds() -> None:
+    core, gate = (kind(Shape(6, 2, 5, 1)).operator for kind in (scan(), diagonal()))
+    padding = WINDOWS.padding(randn(6, 2, 5, 1))
+    assert padding is not None
+    whole = Windowed(Chain(gate, core), WINDOWS, padding)
+    left = whole.restrict({"scan"})
+    assert left is not None
+    wanted, offset = WINDOWS.merge(core.apply(padding)), left.offset()
+    assert offset is not None and wanted.any() and relative_error(offset, wanted) <= 1e-12
+    picked = left.select([4, 1]).offset()
+    assert picked is not None and relative_error(picked, wanted[:, :, [4, 1]]) <= 1e-12
+    assert whole.restrict({"skip"}) is None

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from operators.kinds import COMPOSED
-from oracles import relative_error
 
-from captum_ssm.errors import OptionError
+from captum_ssm.errors import OptionError, QueryError
 from captum_ssm.operators import Shape, discard_smallest
 
 mamba, _ = COMPOSED["mamba"]
@@ -37,14 +36,6 @@ def test_discard_smallest_refuses(ratio: float) -> None:
         discard_smallest(ratio)
 
 
-def test_discard_smallest_on_an_operator() -> None:
-    case = mamba(Shape(2, 9, 5, 1))
-    kept = case.exact().sort(dim=1).values[:, 2:]  # five channels, the smallest two dropped
-    assert relative_error(case.operator.dense(discard_smallest(0.4)), kept.mean(1)) <= 1e-12
-    found = case.operator.rows([8, 3], discard_smallest(0.4))
-    assert relative_error(found, kept.mean(1)[:, [8, 3]]) <= 1e-12
-
-
 @pytest.mark.parametrize("reduce", ["median", "", "Mean", 3, 0.5, ["mean"]])
 def test_unknown_reduction_is_refused(reduce: Any) -> None:
     operator = mamba(Shape(2, 4, 5, 1)).operator
@@ -54,3 +45,11 @@ def test_unknown_reduction_is_refused(reduce: Any) -> None:
         assert isinstance(caught.value, ValueError)
         for known in ("mean", "max", "min", "product", "heads", "None", "discard_smallest"):
             assert known in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [[4], [0, -5], [[0, 1], [1, 4]], [[0], [-5]], []])
+def test_positions_outside_are_named(asked: list[Any]) -> None:
+    given = torch.tensor(asked) if asked and isinstance(asked[0], list) else asked
+    with pytest.raises(QueryError, match=r"positions must lie in \[-4, 4\)") as caught:
+        mamba(Shape(2, 4, 5, 1)).operator.rows(given)
+    assert str(given) in str(caught.value)

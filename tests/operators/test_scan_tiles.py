@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from captum_ssm.operators import SelectiveScan
@@ -28,7 +30,7 @@ def by_loops(scan: SelectiveScan, shares: dict[int, Tensor], front: Tensor, skip
     return out
 
 
-def drawn(tokens: int, lags: tuple[int, ...], fastest: float = 2.0) -> tuple[ScanRows, Tensor]:
+def drawn(tokens: int, lags: tuple[int, ...], fastest: float) -> tuple[ScanRows, Tensor]:
     options = {"dtype": torch.float64}
     scan = SelectiveScan(
         torch.rand(BATCH, tokens, HEADS, **options),
@@ -41,66 +43,38 @@ def drawn(tokens: int, lags: tuple[int, ...], fastest: float = 2.0) -> tuple[Sca
     return ScanRows(scan, shares, front, skip), by_loops(scan, shares, front, skip)
 
 
-def put_together(
-    rows: ScanRows, positions: list[int], tokens: int, back: ScanRows | None = None
-) -> Tensor:
-    out = torch.zeros(BATCH, len(positions), tokens, HEADS, dtype=torch.float64)
-    for which, sources, entries in tiles(rows, back, positions):
-        assert not out[:, which, sources].any()  # every entry comes once
-        out[:, which, sources] = entries
-    return out
+SOME_TOKENS, SOME_LAGS = st.integers(1, 23), st.sampled_from([(0,), (0, 1, 2, 3), (2, 5)])
+SIZES, SPEEDS = st.sampled_from([1, 4, 64]), st.sampled_from([2.0, 1e4])
+FLAGS = st.sampled_from([False, True])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 23])
-@pytest.mark.parametrize("lags", [(0,), (0, 1, 2, 3), (2, 5)])
-@pytest.mark.parametrize("sources", [1, 4, 64])
-@pytest.mark.parametrize("looped", [True, False])
-def test_all_rows(
-    looped: bool,
+@settings(max_examples=40)
+@given(SOME_TOKENS, SOME_LAGS, SIZES, SPEEDS, FLAGS, FLAGS, st.integers(1, 3))
+@example(23, (0, 1, 2, 3), 4, 2.0, True, False, 1)
+@example(23, (0, 1, 2, 3), 4, 2.0, False, True, 3)
+def test_rows(
     tokens: int,
     lags: tuple[int, ...],
     sources: int,
-    monkeypatch: pytest.MonkeyPatch,
+    fastest: float,
+    looped: bool,
+    both_ways: bool,
+    stride: int,
 ) -> None:
-    """As on a processor, and as where launches cost more."""
-    monkeypatch.setattr(scan_tiles, "_SOURCES", sources)
-    monkeypatch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
-    rows, expected = drawn(tokens, lags)
-    if not looped:
-        rows._outputs = None
-    torch.testing.assert_close(put_together(rows, list(range(tokens)), tokens), expected)
-
-
-@pytest.mark.parametrize("positions", [[0], [18], [3, 4, 9], [0, 7, 8, 17]])
-def test_some_rows(positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_tiles, "_SOURCES", 4)
-    rows, expected = drawn(19, (0, 1, 3))
-    torch.testing.assert_close(put_together(rows, positions, 19), expected[:, positions])
-
-
-@pytest.mark.parametrize("looped", [True, False])
-def test_states_that_decay_at_once_leave_zeros(
-    looped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scan_tiles, "_SOURCES", 2)
-    rows, expected = drawn(15, (0, 1), fastest=1e4)
-    if not looped:
-        rows._outputs = None
-    found = put_together(rows, list(range(15)), 15)
-    torch.testing.assert_close(found, expected, atol=1e-200, rtol=1e-7)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5, 23])
-@pytest.mark.parametrize("lags", [(0,), (0, 1, 2, 3), (2, 5)])
-@pytest.mark.parametrize("sources", [1, 4, 64])
-def test_both_directions(
-    tokens: int, lags: tuple[int, ...], sources: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scan_tiles, "_SOURCES", sources)
-    monkeypatch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
-    ahead, expected = drawn(tokens, lags)
-    back, reverse = drawn(tokens, lags)
-    expected = expected + reverse.flip(1, 2)
-    for positions in (range(tokens), range(0, tokens, 3), [tokens - 1], [0]):
-        found = put_together(ahead, list(positions), tokens, back)
-        torch.testing.assert_close(found, expected[:, list(positions)])
+    """As on a processor, and as where launches cost more; states may decay at once."""
+    positions = list(range(tokens - 1, -1, -stride))[::-1]
+    out = torch.zeros(BATCH, len(positions), tokens, HEADS, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan_tiles, "_SOURCES", sources)
+        patch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
+        (rows, expected), back = drawn(tokens, lags, fastest), None
+        if both_ways:
+            back, reverse = drawn(tokens, lags, fastest)
+            expected = expected + reverse.flip(1, 2)
+        for each in (rows, back):
+            if each is not None and not looped:
+                each._outputs = None
+        for which, some, entries in tiles(rows, back, positions):
+            assert not out[:, which, some].any()  # every entry comes once
+            out[:, which, some] = entries
+    torch.testing.assert_close(out, expected[:, positions], atol=1e-14, rtol=1e-7)

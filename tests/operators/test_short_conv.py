@@ -24,27 +24,6 @@ def test_causal_lags_are_a_left_padded_conv1d(kernel: int, tokens: int) -> None:
     assert relative_error(found, wanted) <= 1e-13
 
 
-def test_lags_by_hand() -> None:
-    """y[t] = 2 x[t + 1] + 3 x[t] + 5 x[t - 2]"""
-    shape = Shape(1, 4, 1, 1)
-    operator = ShortConv(torch.tensor([[[2.0, 3.0, 5.0]]]), shape, lags=[-1, 0, 2])
-    wanted = [[3, 2, 0, 0], [0, 3, 2, 0], [5, 0, 3, 2], [0, 5, 0, 3]]
-    assert operator.dense()[0].tolist() == wanted
-    assert operator.rows([2])[0, 0].tolist() == wanted[2]
-    x = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(1, 4, 1, 1)
-    assert operator.apply(x).flatten().tolist() == [23, 230, 2305, 3050]
-    assert operator.transpose(x).flatten().tolist() == [503, 5032, 320, 3200]
-
-
-def test_one_lag_twice() -> None:
-    """Two taps at the same lag add up."""
-    shape = Shape(1, 3, 1, 1)
-    operator = ShortConv(torch.tensor([[[2.0, 3.0]]]), shape, lags=[1, 1])
-    wanted = [[0, 0, 0], [5, 0, 0], [0, 5, 0]]
-    assert operator.rows(range(3))[0].tolist() == wanted
-    assert operator.dense()[0].tolist() == wanted
-
-
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("size", [(1, 4), (4, 1), (3, 5)])
 def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int]) -> None:
@@ -66,15 +45,6 @@ def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int])
     assert operator.mixes_tokens == (kernel > 1)
     one = operator.select([2])
     assert relative_error(one.apply(tokens[:, :, 2:]), operator.apply(tokens)[:, :, 2:]) <= 1e-13
-
-
-def test_rows_of_a_map_end() -> None:
-    """y = 2 x to the right of it, which the last of each row has not."""
-    operator = ShortConv(torch.tensor([[[2.0]]]), Shape(1, 4, 1, 1), lags=[(0, -1)], width=2)
-    wanted = [[0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
-    assert operator.dense()[0].tolist() == wanted
-    assert operator.rows(range(4))[0].tolist() == wanted
-    assert operator.taps() is None and operator.stream(False, 1) is None
 
 
 def test_centering_over_all_heads() -> None:

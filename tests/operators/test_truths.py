@@ -14,16 +14,12 @@ from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (
-    Ratio,
     all_finite,
-    ask_anew,
     at_most,
     finite_together,
     holds,
     is_doubted,
-    looks_ahead,
     reached,
-    read_once,
     read_together,
 )
 
@@ -61,18 +57,6 @@ def test_what_does_not_hold_is_answered_at_once_the_second_time(
     assert not is_doubted()
 
 
-def test_an_error_of_its_own_is_raised_at_once(device: StandIn) -> None:
-    calls = []
-
-    def call() -> None:
-        calls.append(checked(1.0))
-        raise KeyError("its own")
-
-    with pytest.raises(KeyError, match="its own"):
-        read_together(call)
-    assert len(calls) == 1
-
-
 def test_an_error_that_follows_from_what_does_not_hold_gives_way(device: StandIn) -> None:
     def call() -> None:
         if not checked(-1.0)[0]:
@@ -81,13 +65,6 @@ def test_an_error_that_follows_from_what_does_not_hold_gives_way(device: StandIn
 
     with pytest.raises(ValueError, match="what is wrong"):
         read_together(call)
-
-
-def test_a_processor_is_asked_at_once() -> None:
-    def call() -> list[bool]:
-        return [holds(torch.tensor(False)), at_most(torch.tensor(torch.nan), 1.0)]
-
-    assert read_together(call) == [False, False]
 
 
 @pytest.mark.slow
@@ -110,105 +87,31 @@ def test_a_model_that_is_not_finite_is_refused_in_the_same_words(
     assert said() == wanted
 
 
-@pytest.mark.parametrize(("number", "within"), [(3.0, True), (5.0, False), (float("nan"), False)])
-def test_what_is_off_per_size_is_read_later(device: StandIn, number: float, within: bool) -> None:
-    """Twice the number is at most 4 times the size, or all is done once more."""
-    off, size = torch.tensor([number, 2.0], device="cuda").unbind()
-    calls = []
-
-    def call() -> None:
-        calls.append(is_doubted() or Ratio(off, size, factor=2.0).at_most(4.0))
-
-    device.counts = Counts()
-    read_together(call)
-    assert len(calls) == (1 if within else 2)
-    assert device.counts.questions == 1
-
-
-def test_what_is_read_once_is_known_until_the_call_ends(device: StandIn) -> None:
-    x, other = torch.tensor([1.0, 2.0], device="cuda").unbind()
-    asked = []
-
-    def ask(of: Tensor) -> float:
-        asked.append(of)
-        return float(of)
-
-    def call() -> list[float]:
-        return [read_once("it", lambda of=of: ask(of), of) for of in (x, x, other)]
-
-    assert read_together(call) == [1.0, 1.0, 2.0] and len(asked) == 2
-    read_together(call)
-    assert len(asked) == 4
-    call()
-    assert len(asked) == 7
-
-
 def weights(*tokens: int) -> Tensor:
     return torch.zeros(2, 6, device="cuda").index_fill(1, torch.tensor(tokens, device="cuda"), 1)
 
 
-def test_tokens_that_look_back_are_looked_for_twice(device: StandIn) -> None:
-    rows = [weights(3), weights(1, 3), weights(0, 2), weights(0, 1)]
+#: Tokens with weights, layer by layer; those that are reached; and how often the device is asked.
+REACHED = [
+    ([(3,), (1, 3), (0, 2), (0, 1)], [(3, 4), (1, 4), (0, 4), (0, 4)], 3),
+    # a mixer that lets nothing through to its own token does not say that none does
+    ([(3,), (1,), (0, 3)], [(3, 4), (1, 2), (0, 4)], 3),
+    ([(3,), (1, 4), (0, 5)], [(3, 4), (1, 5), (0, 6)], None),
+    ([(3,), (3,), (2, 5)], [(3, 4), (3, 4), (2, 6)], None),
+]
+
+
+@pytest.mark.parametrize(("tokens", "wanted", "questions"), REACHED)
+def test_tokens_that_are_reached(
+    device: StandIn,
+    tokens: list[tuple[int, ...]],
+    wanted: list[tuple[int, int]],
+    questions: int | None,
+) -> None:
+    rows = [weights(*some) for some in tokens]
     device.counts = Counts()
     found = read_together(lambda: [reached(row) for row in rows])
-    assert found == [range(3, 4), range(1, 4), range(4), range(4)]
-    assert device.counts.questions == 3
-
-
-def test_what_was_asked_may_be_reached_again(device: StandIn) -> None:
-    """A mixer that lets nothing through to its own token does not say that none does."""
-    rows = [weights(3), weights(1), weights(0, 3)]
-    device.counts = Counts()
-    found = read_together(lambda: [reached(row) for row in rows])
-    assert found == [range(3, 4), range(1, 2), range(4)]
-    assert device.counts.questions == 3
-
-
-def test_another_question_may_be_asked_of_later_tokens(device: StandIn) -> None:
-    def ask() -> list[range]:
-        found = [reached(row) for row in (weights(1), weights(0, 1))]
-        ask_anew(6, None)
-        return found + [reached(row) for row in (weights(4), weights(3, 4), weights(0, 4))]
-
-    device.counts = Counts()
-    assert read_together(ask)[2:] == [range(4, 5), range(3, 5), range(5)]
-    assert device.counts.questions == 5
-
-
-def test_what_the_host_has_put_together_is_not_looked_for(device: StandIn) -> None:
-    def ask() -> list[range]:
-        ask_anew(6, range(3, 4))
-        return [reached(row) for row in (weights(3), weights(1, 3), weights(0, 2))]
-
-    device.counts = Counts()
-    assert read_together(ask) == [range(3, 4), range(1, 4), range(4)]
-    assert device.counts.questions == 2
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_whether_tokens_look_ahead_is_asked_once(ahead: bool, device: StandIn) -> None:
-    """Where that is known, none is looked for after the first question."""
-    read = weights(5 if ahead else 2)[0].bool()
-
-    def ask() -> list[range]:
-        found = [reached(weights(3))]
-        assert [looks_ahead(read, 4), looks_ahead(read, 4)] == [ahead, ahead]
-        return [*found, reached(weights(1, 2)), reached(weights(0, 2))]
-
-    device.counts = Counts()
-    assert read_together(ask) == [range(3, 4), *[range(6 if ahead else 4)] * 2]
-    assert device.counts.questions == 3 - ahead
-
-
-def test_tokens_that_look_ahead_may_reach_all(device: StandIn) -> None:
-    rows = [weights(3), weights(1, 4), weights(0, 5)]
-    found = read_together(lambda: [reached(row) for row in rows])
-    assert found == [range(3, 4), range(1, 5), range(6)]
-
-
-def test_tokens_that_look_ahead_later_are_looked_for_each_time(device: StandIn) -> None:
-    rows = [weights(3), weights(3), weights(2, 5)]
-    found = read_together(lambda: [reached(row) for row in rows])
-    assert found == [range(3, 4), range(3, 4), range(2, 6)]
-    assert [reached(row.cpu()) for row in rows] == found
-    assert reached(torch.zeros(1, 4)) == range(0)
+    assert found == [range(*ends) for ends in wanted]
+    assert questions in (None, device.counts.questions)
+    if questions is None:  # a processor is asked each time
+        assert [reached(row.cpu()) for row in rows] == found

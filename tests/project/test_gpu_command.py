@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -49,23 +48,6 @@ def test_a_case_that_fails_is_on_the_page(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_case_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu.CASES, "tests", gpu.Case(gpu.tests, limit=0.1))
     assert "tests: FAILED: stopped at its limit" in row_of("tests", None, tmp_path)
-
-
-@pytest.mark.slow
-def test_another_package_is_measured_in_its_place(tmp_path: Path) -> None:
-    other = tmp_path / "old" / "captum_ssm"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise SystemExit(7)")
-    text = row_of("trained models agree", other.parent, tmp_path)
-    assert "trained models agree, old: FAILED (7)" in text
-
-
-def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
-    page = gpu.Page(tmp_path, rehearse=True)
-    page.row("one", {"call": "f+b", "wall ms": 2.0})
-    found = (tmp_path / "gpu.jsonl").read_text()
-    assert json.loads(found) == {"case": "one", "call": "f+b", "wall ms": 2.0}
-    assert "| f+b | 2 |" in (tmp_path / "gpu.md").read_text() and not page.failed
 
 
 def test_a_call_that_takes_too_long_is_stopped() -> None:

@@ -1,4 +1,4 @@
-"""Things that users of Captum, transformers and inseq do, each as they would type it."""
+"""Things that users of Captum and transformers do, each as they would type it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from helpers.user_models import TEXT, Made
 from torch import Tensor
 from transformers import pipeline
 
-from captum_ssm import LatimFlow, SSMLLMAttribution, compare, report
-from captum_ssm.cli import main
+from captum_ssm import LatimFlow, SSMLLMAttribution, report
 from captum_ssm.errors import InputError, OptionError, TargetError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -128,43 +127,3 @@ def test_sampled_generation(s):
     llm = SSMLLMAttribution(LatimFlow(s.lm), s.tok)
     found = llm.attribute(TEXT, gen_args={"max_new_tokens": 4, "do_sample": True, "top_k": 5})
     assert_told(found.token_attr)
-
-
-def test_left_padded_batch(s):
-    texts = ["anna owns the lamp . ? anna owns the", "bob owns the"]
-    enc = s.tok(texts, padding=True, padding_side="left", return_tensors="pt")
-    attr = LatimFlow(s.lm).attribute(
-        enc["input_ids"], target=(-1, 5), additional_forward_args=enc["attention_mask"]
-    )
-    assert attr[1, 0] == 0
-    assert_told(attr, enc["input_ids"].shape)
-
-
-def test_a_result_saved_and_loaded(s):
-    res = SSMLLMAttribution(LatimFlow(s.lm), s.tok).attribute(TEXT, target="lamp")
-    torch.save(res, s.tmp / "result.pt")
-    again = torch.load(s.tmp / "result.pt", weights_only=False)
-    assert torch.equal(again.seq_attr, res.seq_attr)
-
-
-# --- a user of inseq -----------------------------------------------------------------------------
-
-
-def test_methods_by_name(s):
-    out = compare(s.lm, ["latim_flow", "mamba_attribution"], s.ids, target=(-1, 5))
-    for relevance in out.values():
-        assert_told(relevance, s.ids.shape)
-
-
-def test_contrast_between_two_tokens(s):
-    lamp, kite = s.tok.convert_tokens_to_ids(["lamp", "kite"])
-    attr = LatimFlow(s.lm).attribute(s.ids, target=(-1, lamp), contrast=kite)
-    assert_told(attr, s.ids.shape)
-
-
-# --- on the command line -------------------------------------------------------------------------
-
-
-def test_explain_a_local_folder(s):
-    assert main(["explain", str(s.folder), "--text", TEXT, "--out", "folder.html"]) == 0
-    assert "lamp" in Path("folder.html").read_text()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register_mixer, trace
 from captum_ssm.errors import AdapterError, CachedStateError, GradientModeError
 from captum_ssm.mixers import Call, LinearMixer
-from captum_ssm.mixers.parts.token_map import TokenMap, square_windows
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape
 from captum_ssm.tracing import find_mixers
 from captum_ssm.tracing.adapter import linear_form
@@ -283,32 +282,6 @@ def test_a_right_adapter_serves_with_and_without_gradients(recorded: bool, asked
     assert out.requires_grad == asked
 
 
-def test_windows_of_a_map_have_tokens_of_their_own() -> None:
-    """Four windows of one token each in the place of one example of four tokens."""
-
-    def adapter(module: Any, call: Call) -> LinearMixer:
-        values = call.hidden_states.reshape(4 * BATCH, 1, WIDTH, 1)
-        shape = (BATCH, 4, WIDTH)
-        return LinearMixer(
-            values,
-            identity(tuple(values.shape)),
-            lambda y: y.reshape(shape),
-            map=TokenMap((2, 2), square_windows((2, 2), 1, values.device)),
-        )
-
-    model, x = model_with(adapter), torch.randn(BATCH, 4, WIDTH)
-    mixer = find_mixers(model)[0]
-    assert linear_form(mixer, Call((x,), {}, x)).values.shape == (4 * BATCH, 1, WIDTH, 1)
-
-
-def test_the_exception_itself_is_the_cause() -> None:
-    error = AttributeError("no such gate")
-    model = model_with(raising(error))
-    with pytest.raises(AdapterError) as caught:
-        LatimFlow(model).attribute(inputs(), target=(-1, 2))
-    assert caught.value.__cause__ is error
-
-
 class EndOfARepeatedRun(Exception):
     """As torch's checkpoints raise it inside of a forward that they run again."""
 
@@ -331,10 +304,3 @@ def test_errors_that_say_something_else_stay_what_they_are(error: Exception) -> 
     with pytest.raises(type(error)) as caught:
         LatimFlow(model).attribute(inputs(), target=(-1, 2))
     assert caught.value is error
-
-
-@pytest.mark.parametrize("component", [None, "conv", "activation", "scan", "skip", "gate", "norm"])
-def test_a_right_adapter_passes(component: str | None) -> None:
-    model, x = model_with(named(component)), inputs()
-    relevance, delta = LatimFlow(model).attribute(x, target=(-1, 2), return_convergence_delta=True)
-    assert relevance.shape == x.shape and delta.abs().max() <= 1e-5

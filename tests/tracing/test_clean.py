@@ -74,8 +74,7 @@ class Planned(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Planned, KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(("error", "graph"), [(Planned, "none"), (KeyboardInterrupt, "all")])
 @pytest.mark.parametrize("where", ["layer 0", "layer 2", "mixer", "head", "user"])
 def test_after_an_error(
     model: Any, snapshot: Any, graph: Any, error: type[BaseException], where: str
@@ -99,15 +98,6 @@ def test_after_an_error(
             model(tokens)
             raise error
         before.check()
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_after_an_error_from_the_hooked_mixer(model: Any, snapshot: Any, graph: Any) -> None:
-    too_wide = torch.randn(2, 4, 7)
-    before = snapshot(model)
-    with pytest.raises(RuntimeError), trace(model, graph=graph):
-        model(inputs_embeds=too_wide)
-    before.check()
 
 
 def test_after_a_refusal(model: Any, snapshot: Any) -> None:
@@ -191,15 +181,6 @@ def test_the_model_computes_the_same(model: Any, graph: Any) -> None:
         assert oracles.relative_error(traced, plain) <= 1e-6
 
 
-def test_linearising_fires_no_foreign_hooks_into_the_record(model: Any) -> None:
-    """Asking for operators while the trace is open adds nothing to it."""
-    with torch.no_grad(), trace(model) as t:
-        model(ids())
-        for layer in t.layers:
-            assert layer.reconstruction_error() <= 2e-5
-    assert len(t.layers) == 3
-
-
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_another_thread_is_not_recorded(model: Any, graph: Any) -> None:
     mine, other = torch.randint(19, (1, 4)), torch.randint(19, (3, 6))
@@ -220,43 +201,3 @@ def test_another_thread_is_not_recorded(model: Any, graph: Any) -> None:
     assert [layer.output.shape for layer in t.layers] == [(1, 4, 5)] * 3
     assert torch.allclose(found["logits"], wanted, atol=1e-6)
     assert found["grad"] is True
-
-
-def test_another_thread_keeps_its_cache(model: Any) -> None:
-    """Only the traced run is asked to do without."""
-    found: list[Any] = []
-
-    def elsewhere() -> None:
-        found.append(model(ids(), use_cache=True).cache_params)
-
-    with torch.no_grad(), trace(model):
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert found[0] is not None
-
-
-def test_two_threads_trace_the_same_model(model: Any, snapshot: Any) -> None:
-    """Each record holds its own runs."""
-    before = snapshot(model)
-    records: dict[int, Any] = {}
-    ready = threading.Barrier(3)
-
-    def work(length: int) -> None:
-        tokens = torch.zeros(1, length, dtype=torch.long)
-        with torch.no_grad(), trace(model) as t:
-            ready.wait(20)
-            for _ in range(3):
-                model(tokens)
-            ready.wait(20)
-        records[length] = t
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in (2, 3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for length, t in records.items():
-        assert [layer.output.shape for layer in t.layers] == [(1, length, 5)] * 9
-    assert len(records) == 3
-    before.check()

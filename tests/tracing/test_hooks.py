@@ -11,7 +11,7 @@ from zoo.mamba import padded_batch
 
 from captum_ssm import trace
 from captum_ssm.tracing import repaired_scans
-from captum_ssm.tracing.hooks import detached, in_this_thread, swap_first
+from captum_ssm.tracing.hooks import in_this_thread
 
 pytest.importorskip("transformers")
 
@@ -24,31 +24,6 @@ def test_a_hook_is_silent_in_other_threads() -> None:
     thread.join()
     assert elsewhere == [None]
     assert hook(1, 2) == 3
-
-
-def test_only_the_first_floating_tensor_is_swapped() -> None:
-    tokens, x, y = torch.arange(3), torch.randn(3), torch.randn(3)
-    call = ((tokens, None), {"nested": [x, y], "last": y})
-    swapped, new = swap_first(call, torch.neg)
-    assert new is not None and torch.equal(new, -x)
-    (same, nothing), kwargs = swapped
-    assert same is tokens and nothing is None
-    assert kwargs["nested"][0] is new and kwargs["nested"][1] is y and kwargs["last"] is y
-    assert call[1]["nested"][0] is x, "the call itself stays"
-
-
-def test_without_a_floating_tensor_nothing_is_swapped() -> None:
-    call = ((torch.arange(3), "text"), {})
-    assert swap_first(call, torch.neg) == (call, None)
-
-
-def test_detached_keeps_all_but_the_graph() -> None:
-    x = torch.randn(3, requires_grad=True)
-    found = detached({"a": (2 * x, "text"), "b": [x, None]})
-    assert found["a"][1] == "text" and found["b"][1] is None
-    assert type(found["a"]) is tuple and type(found["b"]) is list
-    assert torch.equal(found["a"][0], 2 * x) and torch.equal(found["b"][0], x)
-    assert not found["a"][0].requires_grad and not found["b"][0].requires_grad
 
 
 @pytest.mark.parametrize("given", [{}, {"use_cache": True}, {"use_cache": None}])

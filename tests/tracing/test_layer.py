@@ -73,15 +73,6 @@ def test_changes_in_place_are_noticed(model: Any, what: str, graph: Any) -> None
     assert repr(layer.name) in str(caught.value)
 
 
-def test_changes_in_place_after_the_trace_are_noticed(model: Any) -> None:
-    with torch.no_grad(), trace(model) as t:
-        model(ids())
-    t.layers[1].output.zero_()
-    t.layers[0].verify()
-    with pytest.raises(InputError):
-        _ = t.layers[1].operator
-
-
 # --- verify ----------------------------------------------------------------------------------
 
 
@@ -131,43 +122,3 @@ def test_verify_notices_a_wrong_adapter(model: Any) -> None:
         assert layer.reconstruction_error() > 1e-2
         with pytest.raises(ReconstructionError, match=r"more than 1e-05"):
             layer.verify()
-
-
-def test_verify_takes_a_tolerance(model: Any) -> None:
-    with torch.no_grad(), trace(model) as t:
-        model(ids())
-    error = t.layers[0].reconstruction_error()
-    assert 0 < error <= 2e-5
-    t.layers[0].verify(tolerance=error)
-    with pytest.raises(ReconstructionError):
-        t.layers[0].verify(tolerance=error / 2)
-
-
-def test_verify_notices_nan(model: Any) -> None:
-    with torch.no_grad():
-        model.backbone.layers[1].mixer.out_proj.weight[0, 0] = float("nan")
-        with trace(model, layers=["backbone.layers.0.mixer", "backbone.layers.1.mixer"]) as t:
-            model(ids())
-    with pytest.raises(ReconstructionError, match="nan"):
-        t.layers[1].verify()
-
-
-def test_the_reconstruction_error_is_the_largest_difference(model: Any) -> None:
-    """max|a - b| / max|b|, worked out on an output changed by a known amount."""
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(ids())
-        layer = t.layers[0]
-        scale = layer.output.abs().max()
-        model.backbone.layers[0].mixer.out_proj = with_offset(
-            model.backbone.layers[0].mixer.out_proj, 0.25 * scale
-        )
-    assert layer.reconstruction_error() == pytest.approx(0.25, rel=1e-5)
-
-
-def with_offset(projection: nn.Linear, amount: Tensor) -> nn.Linear:
-    new = nn.Linear(projection.in_features, projection.out_features)
-    with torch.no_grad():
-        new.weight.copy_(projection.weight)
-        new.bias.zero_()
-        new.bias[2] = amount
-    return new

@@ -11,7 +11,7 @@ import oracles
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo.architectures import TRANSFORMERS, ZOO, Case, every, explain
+from zoo.architectures import ZOO, Case, every, explain
 from zoo.mamba import transformers_model
 
 from captum_ssm import (
@@ -95,24 +95,6 @@ def test_blocks_that_go_on_after_their_mixer(case: Case, method: Any) -> None:
     held.check()
 
 
-@every(TRANSFORMERS, quick=("mamba", "jamba", "vit"))
-def test_offloaded_module_by_module(case: Case) -> None:
-    expected = explain(case.model, case)
-    model = offloaded(case.model)
-    held = Held(model)
-    assert expected.difference(explain(model, case)) <= SAME
-    held.check()
-
-
-@every()
-def test_dispatched_with_hooks_everywhere(case: Case) -> None:
-    expected = explain(case.model, case)
-    model = accelerate.dispatch_model(
-        copy.deepcopy(case.model), {"": "cpu"}, main_device="cpu", force_hooks=True
-    )
-    assert expected.difference(explain(model, case)) <= SAME
-
-
 # --- one of them ---------------------------------------------------------------------------------
 
 
@@ -142,38 +124,9 @@ def test_offloaded_to_a_disk(tmp_path: Path) -> None:
     check(accelerate.disk_offload(model, str(tmp_path), execution_device=CPU), tokens, matrices)
 
 
-def test_only_some_layers_offloaded(tmp_path: Path) -> None:
-    model, tokens, matrices = model_and_matrices()
-    place: dict[str, Any] = {name: "cpu" for name, _ in model.named_children()}
-    place |= {"backbone.embeddings": "cpu", "backbone.norm_f": "cpu"}
-    place |= {"backbone.layers.0": "cpu", "backbone.layers.1": "disk"}
-    del place["backbone"]
-    model = accelerate.dispatch_model(
-        model, place, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
-    )
-    assert any(p.is_meta for p in model.backbone.layers[1].parameters())
-    assert not any(p.is_meta for p in model.backbone.layers[0].parameters())
-    check(model, tokens, matrices)
-
-
 class Weights(dict[str, Tensor]):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("the weights of the whole model were copied")
-
-
-def test_half_precision_copies_one_projection_at_a_time() -> None:
-    model = transformers_model("mamba").bfloat16()
-    tokens = ids()
-    with torch.no_grad(), trace(model) as t:
-        model(tokens)
-    wanted = [layer.operator.dense(None) for layer in t.layers]
-    weights = Weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    accelerate.cpu_offload(model, execution_device=CPU, state_dict=weights)
-    with torch.no_grad(), trace(model) as t:
-        model(tokens)
-    for layer, matrices in zip(t.layers, wanted, strict=True):
-        assert layer.reconstruction_error() <= 8e-2
-        assert oracles.relative_error(layer.operator.dense(None), matrices) <= SAME
 
 
 @pytest.mark.parametrize("method", [LatimFlow, LatimALTI, MambaAttribution])
@@ -185,28 +138,6 @@ def test_half_precision_copies_no_whole_model(method: Any) -> None:
     accelerate.cpu_offload(model, execution_device=CPU, state_dict=weights)
     found = method(model).attribute(tokens, (-1, 3))
     assert oracles.relative_error(found, expected) <= SAME
-
-
-def test_several_hooks_on_a_module() -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    calls: list[str] = []
-
-    class Counting(ModelHook):  # type: ignore[misc]
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            calls.append("before")
-            return args, kwargs
-
-        def post_forward(self, module: nn.Module, output: Any) -> Any:
-            calls.append("after")
-            return output
-
-    model, tokens, matrices = model_and_matrices()
-    accelerate.cpu_offload(model, execution_device=CPU)
-    for layer in model.backbone.layers:
-        add_hook_to_module(layer.mixer, Counting(), append=True)
-    check(model, tokens, matrices)
-    assert calls.count("before") == calls.count("after") > 2
 
 
 class Scaling:

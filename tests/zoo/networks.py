@@ -163,19 +163,6 @@ NETWORKS: dict[str, Make] = (
 )
 del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
 
-#: Nothing in these is computed in float32 if the model is in float64.
-DOUBLE = (
-    *(name for name in NETWORKS if name.startswith(("vim", "vmamba"))),
-    *(
-        "rwkv",
-        "rwkv7",
-        "gpt_neox",
-        "gpt2 with attention",
-        "bert with attention",
-        "vit",
-        "deit with attention",
-    ),
-)
 #: Models whose embeddings enter the first block as they are, or scaled.
 STRAIGHT_IN = (
     *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "recurrent_gemma", "qwen3_next"),

@@ -1,4 +1,4 @@
-"""Half-precision models of large activations: right numbers, or an error that says why."""
+"""Large activations in half precision, and step sizes from 1e-8 to 20 beside decays of any size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracles import relative_error
 from zoo.extreme import FAMILIES, METHODS, TARGET, in_double, language_model, token_ids
+from zoo.extreme import with_extreme_steps as extreme
 from zoo.extreme import with_large_activations as enlarged
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, trace
@@ -35,7 +36,7 @@ def test_operators_are_their_modules(dtype: torch.dtype, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "method"), zip(HALF * 2, ["rollout", "norm", "alti", "flow"], strict=True)
+    ("dtype", "method"), [*zip(HALF * 2, ["rollout", "norm", "alti", "flow"], strict=True)]
 )
 def test_large_embeddings(dtype: torch.dtype, method: str) -> None:
     """Norms take the size away again, so that what is explained is that of the small model."""
@@ -82,3 +83,29 @@ def test_an_output_that_overflows(method: type, contrast: object) -> None:
     with pytest.raises(NonFiniteError, match=r"output for target=\(-1, 3\) is -?inf for example"):
         method(model).attribute(ids, TARGET, contrast=contrast)
     assert torch.isfinite(ImplicitAttentionRollout(model).attribute(ids)).all()
+
+
+# --- extreme steps -------------------------------------------------------------------------------
+
+#: Of a single draw in float32.
+LIMIT = 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_extreme_steps_in_float32(method: str, family: str) -> None:
+    model, ids = extreme(language_model(family)), token_ids()
+    found, wanted = METHODS[method](model, ids), METHODS[method](in_double(model), ids)
+    assert found.dtype == torch.float32 and wanted.dtype == torch.float64
+    assert torch.isfinite(wanted).all()
+    assert bool(wanted.any())
+    assert relative_error(found, wanted) <= LIMIT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extreme_steps_of_operators(family: str) -> None:
+    model = extreme(language_model(family))
+    with trace(model) as record:
+        model(token_ids())
+    assert len(record.layers) == 2
+    assert max(layer.reconstruction_error() for layer in record.layers) <= LIMIT
