@@ -72,10 +72,7 @@ Opened = tuple[Page, str]
 
 @pytest.fixture(params=["report", "insights"])
 def opened(
-    request: pytest.FixtureRequest,
-    page: Page,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Opened]]:
     """Opens a page with the planted relevance; names the element that holds image and canvas."""
     model = vision("middle", (ROWS, COLUMNS))

@@ -98,9 +98,7 @@ def test_a_reader_that_has_gone(asked: list[str]) -> None:
     assert done.returncode in (0, 141) and done.stderr == ""  # argparse passes over it
 
 
-def test_libraries_are_quiet_and_this_package_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_libraries_are_quiet_and_this_package_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --debug they speak."""
     told: list[int] = []
     ours = {"__name__": "captum_ssm.some", "__warningregistry__": {}}

@@ -111,7 +111,6 @@ ARGUMENTS: dict[str, Callable[[Constants], tuple[Any, ...]]] = {
     "__imul__": lambda k: (k.c,),
     "div": lambda k: (k.c,),
     "divide": lambda k: (k.c,),
-    "true_divide": lambda k: (k.c,),
     "__truediv__": lambda k: (k.c,),
     "__itruediv__": lambda k: (k.c,),
     "__div__": lambda k: (k.c,),

@@ -9,14 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers.insights_examples import (
-    CLASSES,
-    Always,
-    numbers,
-    softmax,
-    table,
-    table_model,
-)
+from helpers.insights_examples import CLASSES, Always, numbers, softmax, table, table_model
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out

@@ -15,13 +15,7 @@ import torch
 from helpers.pages import addresses, read_page
 from zoo.small import images, mamba_lm, token_ids, vision
 
-from captum_ssm import (
-    ImplicitAttentionRollout,
-    LatimFlow,
-    LatimLogit,
-    MambaAttribution,
-    compare,
-)
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaAttribution, compare
 from captum_ssm.attr import Comparison
 
 WORDS = ["anna", "owns", "<script>", "lamp", "."]
