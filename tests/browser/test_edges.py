@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from browser.made import sentences
 from helpers.browser import Page
-from helpers.insights_examples import Always, numbers, softmax, table
+from helpers.insights_examples import Always, numbers, table
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import EdgeEffects, Edges, ImplicitAttentionRollout, LatimFlow, knock_out, report
-from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
-
-pytestmark = pytest.mark.browser
 
 HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
@@ -56,14 +54,8 @@ def test_a_report_says_why_there_is_no_estimate(page: Page, tmp_path: Path) -> N
     assert page.errors == []
 
 
-def prompts(*ids: list[int]) -> AttributionVisualizer:
-    feature = TextFeature("prompt", None, None, lambda ids: [WORDS[i] for i in ids[0]])
-    batches = [Batch(torch.tensor([row]), None) for row in ids]
-    return AttributionVisualizer(mamba_lm(), WORDS, feature, batches, softmax)
-
-
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
-    visualizer = prompts([1, 0, 3, 5], [2, 4, 6, 8])
+    visualizer = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS)
     page = shown(visualizer)
     assert page.texts(".cutting summary") == ["Cut a message"] * 2
     page.click(".cutting summary")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from browser.made import sentences
 from helpers.browser import Page
-from helpers.insights_examples import softmax
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, report
-from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
-
-pytestmark = pytest.mark.browser
 
 HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(60))]
@@ -162,28 +160,23 @@ def test_a_page_without_a_graph_says_why_or_nothing(page: Page, tmp_path: Path) 
     assert page.errors == []
 
 
-def test_insights_follow_a_text_to_the_class_that_is_explained(page: Page) -> None:
+def test_insights_follow_a_text_to_the_class_that_is_explained(shown: Any) -> None:
     """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
-    model, ids = mamba_lm(), torch.tensor([[1, 0, 3, 5, 2]])
-    words = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    with AttributionVisualizer(model, words, feature, [Batch(ids, None)], softmax) as visualizer:
-        visualizer.serve()
-        page.goto(visualizer.url)
-        page.settle()
-        page.click(".predicted button:nth-of-type(2)")
-        page.settle()
-        assert page.count(".graph svg") == 0
-        page.click(".way summary")
-        page.wait_for("document.querySelector('.graph svg') !== null")
-        target = int(model(ids).logits[0, -1].topk(2).indices[1])
-        total = page.texts(".graph .parts td:last-child")[-1]
-        assert number(total) == pytest.approx(float(model(ids).logits[0, -1, target]), rel=6e-3)
-        shown = page.texts(".graph svg text:not(.row)")
-        assert shown == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
-        page.click(".graph .parts button")
-        assert page.count(".graph .dot[aria-pressed='true']") == 1
-        for width in (390, 1280):
-            page.resize(width)
-            assert page.overflow() <= 0
-    assert page.errors == [] and page.dialogs == []
+    ids = torch.tensor([[1, 0, 3, 5, 2]])
+    visualizer = sentences(ids.tolist(), WORDS[:VOCABULARY])
+    page = shown(visualizer)
+    page.click(".predicted button:nth-of-type(2)")
+    page.settle()
+    assert page.count(".graph svg") == 0
+    page.click(".way summary")
+    page.wait_for("document.querySelector('.graph svg') !== null")
+    logits = visualizer.models[0](ids).logits[0, -1]
+    total = page.texts(".graph .parts td:last-child")[-1]
+    assert number(total) == pytest.approx(float(logits.topk(2).values[1]), rel=6e-3)
+    written = page.texts(".graph svg text:not(.row)")
+    assert written == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
+    page.click(".graph .parts button")
+    assert page.count(".graph .dot[aria-pressed='true']") == 1
+    for width in (390, 1280):
+        page.resize(width)
+        assert page.overflow() <= 0

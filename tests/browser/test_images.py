@@ -13,7 +13,7 @@ from captum.attr import Attribution
 from helpers.browser import Page
 from matplotlib.image import imread
 from torch import Tensor
-from zoo.small import vision
+from zoo.small import CLASSES, vision
 
 from captum_ssm import LatimFlow, report
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, ImageFeature
@@ -42,9 +42,7 @@ class Planted(Attribution):
 
     rows = PATCH[0]  # all of them
 
-    @classmethod
-    def get_name(cls) -> str:
-        return "Planted"
+    get_name = classmethod(lambda cls: "Planted")
 
     def attribute(
         self, inputs: Any, target: Any = None, additional_forward_args: Any = None
@@ -67,37 +65,29 @@ def contrast(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (bright + 0.05) / (dark + 0.05)
 
 
-Opened = tuple[Page, str]
-
-
-@pytest.fixture(params=["report", "insights"])
+@pytest.fixture(params=["#picture", ".stack"])
 def opened(
     request: pytest.FixtureRequest, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], Opened]]:
-    """Opens a page with the planted relevance; names the element that holds image and canvas."""
-    model = vision("middle", (ROWS, COLUMNS))
+) -> Iterator[Callable[[], tuple[Page, str]]]:
+    """Opens a report or Insights with the planted relevance; names what holds the image."""
+    model, holder = vision("middle", (ROWS, COLUMNS)), request.param
     monkeypatch.setitem(ATTRIBUTION_NAMES_TO_METHODS, "Planted", Planted)
-    visualizer = AttributionVisualizer(
-        model,
-        [f"class {i}" for i in range(model(scene()).shape[1])],
-        ImageFeature("photo", None, None),
-        [Batch(scene(), None)],
-    )
+    feature, names = ImageFeature("photo", None, None), [f"class {i}" for i in range(CLASSES)]
+    visualizer = AttributionVisualizer(model, names, feature, [Batch(scene(), None)])
     visualizer.config = FilterConfig("Planted")
 
-    def open_report() -> Opened:
-        path = report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html")
-        page.goto(path)
-        return page, "#picture"
-
-    def open_insights() -> Opened:
-        visualizer.serve()
-        page.goto(visualizer.url)
-        page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
-        return page, ".stack"
+    def open_() -> tuple[Page, str]:
+        if holder == "#picture":
+            path = report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html")
+            page.goto(path)
+        else:
+            visualizer.serve()
+            page.goto(visualizer.url)
+            page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
+        return page, holder
 
     with visualizer:
-        yield {"report": open_report, "insights": open_insights}[request.param]
+        yield open_
     assert page.errors == [] and page.dialogs == []
     assert all(url.startswith(("file:", "http://127.0.0.1:")) for url in page.requests)
 

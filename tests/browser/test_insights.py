@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
+from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import (
     CLASSES,
     Always,
-    cnn,
     numbers,
-    photos,
-    softmax,
     table,
     table_model,
 )
-from zoo.small import VOCABULARY, mamba_lm
+from zoo.small import VOCABULARY
 
-from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
+from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
-
-pytestmark = pytest.mark.browser
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -79,12 +74,7 @@ def pressed(page: Page) -> list[str]:
 
 
 def prompts(words: list[str], *ids: list[int]) -> AttributionVisualizer:
-    model = mamba_lm(vocab_size=len(words))
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    batches = [Batch(torch.tensor([row]), None) for row in ids]
-    visualizer = AttributionVisualizer(model, words, feature, batches, softmax)
-    visualizer.config = FilterConfig("LatimFlow", {"rule": "frozen"})  # which tells no roles
-    return visualizer
+    return sentences(ids, words)
 
 
 def test_the_page_shows_the_first_examples_by_itself(shown):
@@ -101,19 +91,6 @@ def test_the_page_shows_the_first_examples_by_itself(shown):
     assert page.texts("h2") == ["Example 5: eel"]
     show(page, "#next")
     assert page.texts("h2")[0] == "Example 1: bee"
-
-
-def test_images_are_drawn_and_relevance_can_be_laid_over_them(shown):
-    page = shown(photos(cnn(), [Batch(torch.rand(2, 3, 6, 6), torch.tensor([1, 2]))]))
-    page.wait_for("[...document.images].every((image) => image.complete)")
-    sizes = page.evaluate("[...document.images].map((i) => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[6, 6]] * 4 and page.count(".stack canvas") == 2
-    assert page.style(".stack canvas", "opacity") == "0.85"
-    page.focus("#over-image input")
-    page.keys("Home")
-    assert page.style(".stack canvas", "opacity") == "0"
-    page.keys("End")
-    assert page.style(".stack canvas", "opacity") == "1"
 
 
 def test_filtering_by_prediction_and_class(shown):
@@ -169,8 +146,7 @@ def test_a_number_beyond_its_limits_is_not_sent(shown):
 
 def test_methods_that_do_not_fit_say_why(shown):
     page = shown(table(table_model(), [numbers(1)]))
-    disabled = "[...document.querySelector('#method').options].filter((o) => o.disabled)"
-    names = page.evaluate(f"{disabled}.map((o) => o.value)")
+    names = page.each("#method option:disabled", "e.value")
     assert "LatimFlow" in names and "Saliency" not in names
     page.click("#unfit summary")
     reasons = dict(zip(page.texts("#unfit dt"), page.texts("#unfit dd"), strict=True))
@@ -211,10 +187,7 @@ def test_two_models_side_by_side(shown):
         "Model 2, Always, incorrect",
     ]
     assert pressed(page) == ["bee", "dog"] * 2
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('article:first-child section')]"
-        ".map((s) => s.getBoundingClientRect().top)"
-    )
+    boxes = page.each("article:first-child section", "e.getBoundingClientRect().top")
     assert boxes[0] == boxes[1]
     page.choose("#prediction", "correct")
     show(page)
@@ -255,6 +228,9 @@ def test_hostile_texts_are_text(shown):
     assert page.texts("#classes li") == [f"{word} ×" for word in HOSTILE[:3]]
     page.evaluate("new Promise((done) => setTimeout(done, 100))")
     assert page.overflow() == 0
+    page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))  # which runs to the left
+    places = page.each(".token", "e.getBoundingClientRect().left")
+    assert places == sorted(places, reverse=True)
 
 
 def test_relevant_words_are_coloured(shown):
@@ -263,18 +239,10 @@ def test_relevant_words_are_coloured(shown):
     page = shown(visualizer)
     (output,) = visualizer.search(visualizer.view).examples[0][1]
     percent = output.feature_outputs[0].modified
-    told = page.evaluate("[...document.querySelectorAll('.token')].map((w) => w.dataset.percent)")
-    assert [float(number) for number in told] == pytest.approx(percent, abs=6e-4)
+    told = page.each(".token", "Number(e.dataset.percent)")
+    assert told == pytest.approx(percent, abs=6e-4)
     more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
     for i, share in enumerate(percent, 1):
         *colour, opacity = shade(page, f".token:nth-child({i})")
         assert opacity == pytest.approx(0.62 * abs(share) / 100, abs=0.62 / 64)
         assert not opacity or colour == (more if share > 0 else less)[:3]
-
-
-def test_a_right_to_left_text_runs_to_the_left(shown):
-    page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))
-    places = page.evaluate(
-        "[...document.querySelectorAll('.token')].map((w) => w.getBoundingClientRect().left)"
-    )
-    assert places == sorted(places, reverse=True)

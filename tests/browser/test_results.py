@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,23 +10,9 @@ import torch
 from helpers.browser import Page
 from helpers.insights_examples import Always, numbers, table
 
-from captum_ssm import LatimFlow
 from captum_ssm.attr import Comparison
-from captum_ssm.models import load_bundled
 
-pytestmark = pytest.mark.browser
-
-PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decomposition with roles."""
-    model, vocabulary = load_bundled()
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
-    target = -1, vocabulary.id_of("lamp")
-    found = LatimFlow(model).decompose(ids, target, rule="centred").named(PROMPT.split())
-    return found.to_html(tmp_path_factory.mktemp("results") / "found.html")
+PAGE = "results"
 
 
 def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
@@ -39,9 +26,6 @@ def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
     assert opened.text("#status").startswith("Token 3 “lamp” (kept)")
     opened.keys("Escape", "Escape")
     assert opened.count(".token.current") == 0
-
-
-def test_the_table_holds_all(opened: Page) -> None:
     opened.click("#numbers summary")
     opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
     assert opened.count("#numbers-table tbody tr") == 14
@@ -68,9 +52,8 @@ def test_a_frame_of_a_notebook(page: Page, tmp_path: Path, kind: str) -> None:
     assert len(shots[0]) > len(shots[1])  # the script drew
 
 
-def test_a_map(page: Page, tmp_path: Path) -> None:
-    found = Comparison({"one": torch.randn(1, 4, 6), "two": torch.zeros(1, 4, 6)})
-    page.goto(found.to_html(tmp_path / "map.html"))
+def test_a_map(page: Page, written: Callable[[str], Path]) -> None:
+    page.goto(written("maps"))
     assert page.count("#maps canvas") == 2
     assert page.evaluate("document.querySelector('#maps canvas').width") == 6
     assert page.errors == []

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from browser.made import sentences
 from helpers.browser import Page
 from helpers.pages import read_page
-from zoo.small import VOCABULARY, mamba_lm, token_ids
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
-from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
-
-pytestmark = pytest.mark.browser
 
 WORDS = [f"w{i}" for i in range(17)]
 
@@ -54,7 +53,14 @@ def test_a_report_has_a_row_for_each_role_on_one_scale(opened: tuple[Page, dict]
 def test_a_report_says_what_a_token_did(opened: tuple[Page, dict]) -> None:
     page, cause = opened
     page.click("#methods [value='1']")
-    page.hover('.token[data-index="11"]')
+    for width in (390, 960):  # and moves no token
+        page.resize(width)
+        tops = "e.getBoundingClientRect().top + scrollY"
+        before = page.each(".token", tops)
+        for index in (3, 16, 11):
+            page.hover(f'.token[data-index="{index}"]')
+            page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
+            assert page.each(".token", tops) == pytest.approx(before, abs=0.5)
     sizes = {role: abs(values[11]) for role, values in cause["roles"].items()}
     largest = max(sizes, key=sizes.__getitem__)
     assert f"by LatimFlow ({largest} " in page.text("#status")
@@ -64,36 +70,16 @@ def test_a_report_says_what_a_token_did(opened: tuple[Page, dict]) -> None:
     assert heads[4:] == [f"LatimFlow, as {role}" for role in cause["roles"]]
 
 
-@pytest.mark.parametrize("width", [390, 960])
-def test_telling_roles_moves_no_token(opened: tuple[Page, dict], width: int) -> None:
-    page, _ = opened
-    page.click("#methods [value='1']")
-    page.resize(width)
-    tops = "e.getBoundingClientRect().top + scrollY"
-    before = page.each(".token", tops)
-    for index in (3, 11, 16):
-        page.hover(f'.token[data-index="{index}"]')
-        page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
-        assert page.each(".token", tops) == pytest.approx(before, abs=0.5)
-
-
-def test_insights_colours_words_by_role_on_one_scale(page: Page) -> None:
-    words, ids = [f"w{i}" for i in range(VOCABULARY)], torch.tensor([[1, 2, 3, 4]])
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    visualizer = AttributionVisualizer(mamba_lm(), words, feature, [Batch(ids, None)])
-    visualizer.config = FilterConfig("LatimFlow", {"rule": "centred", "baselines": "0"})
+def test_insights_colours_words_by_role_on_one_scale(shown: Any) -> None:
+    chosen = {"attribution_arguments": {"rule": "centred", "baselines": "0"}}
+    visualizer = sentences([[1, 2, 3, 4]], **chosen)
     ((output,),) = visualizer.visualize()
-    with visualizer:
-        visualizer.serve()
-        page.goto(visualizer.url)
-        page.wait_for("document.querySelectorAll('.role').length > 0")
-        assert page.each("#argument-baselines option", "e.text") == ["default", "mean", "0"]
-        assert page.evaluate("document.querySelector('#argument-baselines').value") == "0"
-        assert page.texts(".role h5") == list(output.roles)
-        said = page.texts(".role .token")
-        assert said == ["w1", "w2", "w3", "w4"] * len(output.roles)
-        percents = [percent for values in output.roles.values() for percent in values]
-        assert max(map(abs, percents)) == pytest.approx(100)
-        wanted = expected(percents, 100)
-        np.testing.assert_allclose(page.opacities(".role .token"), wanted, atol=0.011)
-        assert page.errors == []
+    page = shown(visualizer)
+    assert page.each("#argument-baselines option", "e.text") == ["default", "mean", "0"]
+    assert page.evaluate("document.querySelector('#argument-baselines').value") == "0"
+    assert page.texts(".role h5") == list(output.roles)
+    assert page.texts(".role .token") == ["w1", "w2", "w3", "w4"] * len(output.roles)
+    percents = [percent for values in output.roles.values() for percent in values]
+    assert max(map(abs, percents)) == pytest.approx(100)
+    wanted = expected(percents, 100)
+    np.testing.assert_allclose(page.opacities(".role .token"), wanted, atol=0.011)

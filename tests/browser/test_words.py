@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from browser.made import of_recall
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
@@ -15,10 +16,7 @@ from zoo.small import mamba_lm
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
-from captum_ssm.models import load_bundled
 from captum_ssm.viz import Tokens
-
-pytestmark = pytest.mark.browser
 
 
 def write(kind: str, path: Path) -> None:
@@ -59,21 +57,15 @@ def test_tokens_of_a_word_touch_each_other(
 
 
 def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:
-    model, vocabulary = load_bundled()
     path = tmp_path / "nothing.html"
-    methods = [MambaAttribution, ImplicitAttentionRollout]
-    prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
-    report(model, prompt, methods, tokenizer=vocabulary, path=path)
+    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout])
     facts = read_page(path).facts["examples"][0]["methods"]
     assert [method["silent"] for method in facts] == [True, False]
     page.goto(path)
     said = page.texts("#methods .largest", "innerText")
     assert said[0].startswith("says nothing: at most +") and said[1].startswith("strongest +")
-    tinted = (
-        "[...document.querySelectorAll('#text .token')]"
-        ".filter((t) => t.style.backgroundColor).length"
-    )
-    assert page.evaluate(tinted) == 0
+    tinted = "e.style.backgroundColor !== ''"
+    assert not any(page.each("#text .token", tinted))
     page.click("#methods label:nth-of-type(2)")
-    assert page.evaluate(tinted) > 3
+    assert sum(page.each("#text .token", tinted)) > 3
     assert page.overflow() <= 0 and page.errors == []

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from captum.attr import LayerAttribution, NeuronAttribution
 from matplotlib.image import imread
 
+import captum_ssm
 from captum_ssm import LatimFlow, LatimNorm
-from captum_ssm.cli import main
+from captum_ssm.attr.catalogue import METHODS
+from captum_ssm.attr.engine.method import SSMAttribution
+from captum_ssm.cli import explain, main
 from captum_ssm.cli.architectures import architectures_table
+from captum_ssm.errors import OptionError
+from captum_ssm.linear import FAMILY
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
 
@@ -20,14 +28,10 @@ PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 
 @pytest.mark.slow
-def test_demo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import captum_ssm.cli.demo as demo
-
-    monkeypatch.setattr(demo, "_SCORED", 4)
-    assert main(["demo", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder")]) == 0
-    printed = capsys.readouterr().out
+def test_demo(tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new" / "folder"
+    monkeypatch.setattr("captum_ssm.cli.demo._SCORED", 4)
+    printed = run("demo", "--prompt", PROMPT, "--out", folder)
     assert PROMPT in printed and "Answer    lamp" in printed and "position 3" in printed
     assert printed.index("LatimFlow:") < printed.index("LatimNorm:")
     model, vocabulary = load_bundled()
@@ -44,50 +48,69 @@ def test_demo(
             assert float(value) == pytest.approx(float(relevance[place]), abs=1e-4)
             assert set("".join(bar)) <= {"#" if relevance[place] > 0 else "-"}
     for name in ("relevance.png", "matrices.png"):
-        picture = imread(tmp_path / "new" / "folder" / name)
-        assert picture.shape[0] > 200
-        assert picture.shape[1] > 800
+        picture = imread(folder / name)
+        assert picture.shape[0] > 200 and picture.shape[1] > 800
         assert float(picture.std()) > 0.02  # not an empty page
 
 
-def test_a_bad_prompt_is_an_error_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--prompt", "who owns what"]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("captum-ssm: ")
-    assert "Traceback" not in printed.err
+def test_errors(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sentence; with --debug their traceback."""
+    assert "unknown word" in run("demo", "--prompt", "who owns what", code=1)
     with pytest.raises(ValueError, match="unknown word"):
         main(["--debug", "demo", "--prompt", "who owns what"])
+    asked = ["explain", "recall-mamba", "--text", "anna"]
+    with pytest.raises(OptionError):
+        main(["--debug", *asked, "--method", "Magic"])
+    for error, code, said in (
+        (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ):
+        monkeypatch.setattr(explain, "run", Mock(side_effect=error))
+        assert said in run(*asked, code=code)
 
 
-def test_an_unusable_folder_is_an_error_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
-    assert "file" in capsys.readouterr().err
+def test_errors_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        [], ["explain", "recall-mamba"], ["explain"], ["serve", "recall-mamba"],
+        ["serve", "--texts", "x"], ["explain", "recall-mamba", "--text", "a", "--rule", "none"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert all(rule in told for rule in FAMILY) and told.count("required") >= 2
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "--help"])
+    assert caught.value.code == 0
+    assert "captum-ssm explain recall-mamba --text" in capsys.readouterr().out
 
 
-def test_architectures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["architectures"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_architectures(run: Callable[..., str]) -> None:
+    lines = run("architectures").splitlines()
     head = ["family", "package", "tested with", "LatimFlow", "fold methods", "generated text"]
     assert re.split(r"  +", lines[0]) == [*head, "mixer class"]
     assert any("transformers.models.mamba.modeling_mamba.MambaMixer" in line for line in lines)
-
-
-def test_the_page_of_architectures_is_up_to_date() -> None:
     page = (ROOT / "docs" / "architectures.md").read_text().splitlines()
     built_in = {f"`{line.class_path}`" for line in BUILT_IN}
-    lines = [
-        line
-        for line in architectures_table(markdown=True).splitlines()
-        if line.split("|")[-2].strip() in built_in
-    ]
+    table = architectures_table(markdown=True).splitlines()
+    lines = [line for line in table if line.split("|")[-2].strip() in built_in]
     assert len(lines) == len(BUILT_IN)
     assert [line for line in page if line.startswith("|")][2:] == lines
 
 
-def test_no_command_is_an_error() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
+def test_methods(run: Callable[..., str]) -> None:
+    page = (ROOT / "docs" / "methods" / "index.md").read_text("utf-8")
+    assert run("methods", "--markdown") in page
+    *lines, empty, captums = run("methods").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [method.name for method in METHODS]
+    assert not empty and captums.startswith("Of Captum: IntegratedGradients, Saliency, ")
+    public = [getattr(captum_ssm, name) for name in captum_ssm.__all__]
+    others = LayerAttribution | NeuronAttribution
+    everything = {
+        value.__name__
+        for value in public
+        if isinstance(value, type)
+        and issubclass(value, SSMAttribution)
+        and not issubclass(value, others)
+    }
+    assert {method.name for method in METHODS} == everything

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,43 +48,28 @@ print(*sorted(name.partition(".")[0] for name in sys.modules))
     assert "captum_ssm" in imported and len(done.stdout.split()) < 300
 
 
-def test_nothing_is_replaced_unless_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str]) -> None:
     """Not the second picture either, and before the model is loaded."""
-    for name in ("found.json", "found.html", "found-2.png"):
+    names = ("found.json", "found.html", "found-2.png", "matrices.png", "a-roles.png")
+    for name in names:
         (tmp_path / name).write_text("first")
-        out = str(tmp_path / name.replace("-2", ""))
+    for name in names[:3]:
+        out = tmp_path / name.replace("-2", "")
         asked = ["explain", "no-such-model", "--text", PROMPT, PROMPT, "--out", out]
-        assert main(asked) == 1
-        said = capsys.readouterr().err
+        said = run(*asked, code=1)
         assert said.startswith(f"captum-ssm: {tmp_path / name} is already") and "--force" in said
-        assert main([*asked, "--force"]) == 1
-        assert "no such folder" in capsys.readouterr().err
-    assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}
-
-
-def test_other_commands_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("matrices.png", "a-roles.png"):
-        (tmp_path / name).write_text("first")
+        assert "no such folder" in run(*asked, "--force", code=1)
     text = ["explain", "recall-mamba", "--text", PROMPT]
     for asked in (
-        ["demo", "--out", str(tmp_path)],
-        [*text, "--answer", "lamp", "--out", str(tmp_path / "matrices.png")],
-        [*text, "--rule", "centred", "--out", str(tmp_path / "a.png")],
+        ["demo", "--out", tmp_path],
+        [*text, "--answer", "lamp", "--out", tmp_path / "matrices.png"],
+        [*text, "--rule", "centred", "--out", tmp_path / "a.png"],
     ):
-        assert main(asked) == 1
-        assert "is already there" in capsys.readouterr().err
+        assert "is already there" in run(*asked, code=1)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}
-
-
-def test_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    out.write_text("first")
-    asked = ["explain", "recall-mamba", "--text", PROMPT, "--method", "latim-norm"]
-    assert main([*asked, "--out", str(out), "--force"]) == 0
+    run(*text, "--method", "latim-norm", "--out", out, "--force")
     assert out.read_text() != "first"
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ METHODS = (
         "a batch in parts: every part has the baselines of all",
         "found = decompositions(request, questions, rules, cut(start))",
         "found = decompositions(request, questions, rules, start)",
-        ("attr/test_flow.py", "attr/test_inputs.py"),
+        ("conformance/test_methods.py",),
     ),
     Fault(
         "a batch in parts: examples counted from each part's first",
