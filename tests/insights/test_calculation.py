@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 
 import numpy as np
 import pytest
@@ -37,14 +38,10 @@ def example(*inputs, additional=()):
 def test_transforms_see_one_example_without_its_batch():
     shapes = []
 
-    def halved(image):
-        shapes.append(tuple(image.shape))
-        return image / 2
+    def noted(change):
+        return lambda image: (shapes.append(tuple(image.shape)), change(image))[1]
 
-    def floor(image):
-        shapes.append(tuple(image.shape))
-        return image.floor()
-
+    halved, floor = noted(lambda x: x / 2), noted(torch.floor)
     feature = ImageFeature("photo", [lambda x: x + 3, floor], [halved, floor])
     of = calculation(cnn(), feature, EmptyFeature())
     image, numbers = 9 * torch.rand(1, 3, 6, 6), torch.rand(1, 3)
@@ -56,27 +53,30 @@ def test_transforms_see_one_example_without_its_batch():
     assert baselines[1].shape == numbers.shape
 
 
-@pytest.mark.parametrize(
-    ("dtype", "score_func"), [(torch.float64, None), (torch.bfloat16, softmax)]
-)
-def test_the_likeliest_classes(dtype, score_func):
-    model, numbers = table_model().to(dtype), torch.randn(1, 3).to(dtype)
-    found = calculation(model, score_func=score_func).predict(model, (numbers,), ())
-    scores = model(numbers).detach()[0]
-    scores = scores if score_func is None else score_func(scores)
-    best = sorted(range(5), key=lambda i: -float(scores[i]))[:4]
-    assert [s.index for s in found.scores] == best
-    assert [s.label for s in found.scores] == [CLASSES[i] for i in best]
-    assert [s.score for s in found.scores] == [float(scores[i]) for i in best]
-    assert found.target(3) == 3 and not found.output.requires_grad
+def test_the_likeliest_classes():
+    for dtype, score_func in ((torch.float64, None), (torch.bfloat16, softmax)):
+        model, numbers = table_model().to(dtype), torch.randn(1, 3).to(dtype)
+        found = calculation(model, score_func=score_func).predict(model, (numbers,), ())
+        scores = model(numbers).detach()[0]
+        scores = scores if score_func is None else score_func(scores)
+        best = sorted(range(5), key=lambda i: -float(scores[i]))[:4]
+        assert [tuple(s) for s in found.scores] == [(float(scores[i]), i, CLASSES[i]) for i in best]
+        assert found.target(3) == 3 and not found.output.requires_grad
 
 
 def test_one_number_is_the_nearest_of_the_classes():
-    rows = [(0.2, [0]), (0.8, [1]), (1.7, []), (-0.6, []), (float("nan"), [])]
+    rows, numbers = (
+        [(0.2, [0]), (0.8, [1]), (1.7, []), (-0.6, []), (math.nan, [])],
+        torch.rand(1, 3),
+    )
     for output, indices in rows:
         model = lambda numbers: torch.full((1, 1), output)  # noqa: B023, E731
-        found = calculation(model, classes=["no", "yes"]).predict(model, (torch.rand(1, 3),), ())
+        found = calculation(model, classes=["no", "yes"]).predict(model, (numbers,), ())
         assert [s.index for s in found.scores] == indices and found.target(1) is None
+    model = table_model(classes=1)
+    of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
+    (found,) = of.relevance(model, (numbers,), (), 1, "Saliency", {})
+    torch.testing.assert_close(found, Saliency(model).attribute(numbers))
 
 
 def test_classes_that_are_too_few_are_named():
@@ -89,21 +89,21 @@ def test_classes_that_are_too_few_are_named():
 
 
 OURS = [
-    (lambda: mamba_lm(), lambda: token_ids(1, 6), (-1, 3)),
-    (lambda: classifier("mean"), lambda: token_ids(1, 6), 3),
-    (lambda: vision(), lambda: torch.randn(1, 3, 12, 12), 3),
+    (mamba_lm, token_ids(1, 6), (-1, 3)),
+    (lambda: classifier("mean"), token_ids(1, 6), 3),
+    (vision, torch.randn(1, 3, 12, 12), 3),
 ]
 
 
-@pytest.mark.parametrize(("model", "inputs", "target"), OURS)
-def test_our_methods_say_what_they_say_alone(model, inputs, target):
-    model, inputs = model(), inputs()
-    of = calculation(model)
-    for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
-        (found,) = of.relevance(model, (inputs,), (), target, name, {})
-        by_patch = inputs.dim() == 4 and method is MambaAttribution
-        alone = method(model).attribute(inputs, target=target, per_token=by_patch)
-        torch.testing.assert_close(found, alone)
+def test_our_methods_say_what_they_say_alone():
+    for make, inputs, target in OURS:
+        model = make()
+        of = calculation(model)
+        for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
+            (found,) = of.relevance(model, (inputs,), (), target, name, {})
+            by_patch = inputs.dim() == 4 and method is MambaAttribution
+            alone = method(model).attribute(inputs, target=target, per_token=by_patch)
+            torch.testing.assert_close(found, alone)
 
 
 def test_an_image_by_its_patches_and_by_its_pixels():
@@ -138,13 +138,6 @@ def test_captums_methods_read_the_logits_of_transformers():
             torch.testing.assert_close(found[0, i], lost, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_of_one_number_has_no_target():
-    model, numbers = table_model(classes=1), torch.rand(1, 3)
-    of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
-    (found,) = of.relevance(model, (numbers,), (), 1, "Saliency", {})
-    torch.testing.assert_close(found, Saliency(model).attribute(numbers))
-
-
 def test_what_does_not_fit_or_is_no_argument_is_named():
     model, numbers = table_model(), torch.rand(1, 3)
     of = calculation(model)
@@ -162,8 +155,7 @@ def test_captums_methods_get_baselines_targets_and_arguments():
     of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
     options = {"n_steps": 7, "method": "riemann_left"}
     (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
-    wanted = IntegratedGradients(model).attribute(
-        image, baselines=torch.full_like(image, 0.3), target=2, **options
-    )
+    baselines = torch.full_like(image, 0.3)
+    wanted = IntegratedGradients(model).attribute(image, baselines, target=2, **options)
     torch.testing.assert_close(found, wanted)
     assert not found.requires_grad

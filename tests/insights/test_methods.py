@@ -31,16 +31,15 @@ def test_all_methods_that_the_package_offers_are_there():
     assert set(ATTRIBUTION_METHOD_CONFIG) <= set(ATTRIBUTION_NAMES_TO_METHODS)
 
 
-@pytest.mark.parametrize("name", ATTRIBUTION_METHOD_CONFIG)
-def test_arguments_are_those_of_the_method_with_its_defaults(name):
-    method = ATTRIBUTION_NAMES_TO_METHODS[name]
-    accepted = inspect.signature(method.attribute).parameters
-    for argument, kind in parameters_of(name).params.items():
-        assert argument in accepted
-        # Insights has always taken half as many steps, and windows depend on the inputs
-        if argument not in ("n_steps", "sliding_window_shapes"):
-            assert kind.value == accepted[argument].default, argument
-        assert kind.parse(argument, kind.value) == kind.value
+def test_arguments_are_those_of_the_method_with_its_defaults():
+    for name in ATTRIBUTION_METHOD_CONFIG:
+        accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
+        for argument, kind in parameters_of(name).params.items():
+            assert argument in accepted
+            # Insights has always taken half as many steps, and windows depend on the inputs
+            if argument not in ("n_steps", "sliding_window_shapes"):
+                assert kind.value == accepted[argument].default, (name, argument)
+            assert kind.parse(argument, kind.value) == kind.value
 
 
 @pytest.mark.slow
@@ -48,28 +47,28 @@ def test_arguments_are_those_of_the_method_with_its_defaults(name):
 def test_every_choice_and_limit_is_one_that_the_method_accepts(method):
     model, ids = mamba_lm(), token_ids(1, 5)
     for argument, kind in parameters_of(method.get_name()).params.items():
+        values = getattr(kind, "limit", ()) or ()
         if isinstance(kind, StrEnumConfig | ContrastConfig):
-            values = [word for word in kind.limit if word not in (kind.value, "cls")]
-        else:
-            values = [x for x in getattr(kind, "limit", ()) if isinstance(kind, NumberConfig)]
-        for value in values:
-            if value is None:
-                continue
+            values = [word for word in values if word not in (kind.value, "cls")]
+        elif not isinstance(kind, NumberConfig):
+            continue
+        for value in (value for value in values if value is not None):
             found = method(model).attribute(ids, target=(-1, 3), **{argument: value})
             assert found.shape == ids.shape and found.isfinite().all(), (argument, value)
 
 
-WINDOWS = [
-    ((1, 3, 32, 17), (3, 4, 2), (3, 2, 1)),
-    ((1, 1, 5, 5), (1, 1, 1), (1, 1, 1)),
-    ((1, 9), (1,), (1,)),
-    ((1, 9, 4), (1, 4), (1, 4)),
-]
+#: Of the shape of inputs, the window and its strides.
+WINDOWS = {
+    (1, 3, 32, 17): ((3, 4, 2), (3, 2, 1)),
+    (1, 1, 5, 5): ((1, 1, 1), (1, 1, 1)),
+    (1, 9): ((1,), (1,)),
+    (1, 9, 4): ((1, 4), (1, 4)),
+}
 
 
 def test_occluding_windows_suit_the_inputs():
     suggest = DEFAULTS_FROM_INPUTS["Occlusion"]
-    for shape, window, stride in WINDOWS:
+    for shape, (window, stride) in WINDOWS.items():
         found = suggest((torch.zeros(shape),))
         assert found == {"sliding_window_shapes": window, "strides": stride}
         both = suggest((torch.zeros(shape), torch.zeros(1, 2)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from captum.attr import IntegratedGradients
@@ -29,21 +31,33 @@ from captum_ssm.insights import (
     TextFeature,
 )
 from captum_ssm.insights.dataset import MOST_SEARCHED
+from captum_ssm.insights.vocabularies import check_sizes, check_tokenizers
+
+
+def prompts(model, ids):
+    """A visualizer of texts."""
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    return AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+
+
+def check_percents(found, relevance):
+    """In hundredths of the largest."""
+    wanted = (100 * relevance / relevance.abs().max()).tolist()
+    assert found == pytest.approx(wanted, abs=1e-3)
 
 
 def test_an_example_as_captum_insights_shows_it():
     model, images, labels = cnn(), torch.rand(3, 3, 6, 6), torch.tensor([4, 0, 2])
-    visualizer = photos(model, [Batch(images, labels)])
-    shown = visualizer.visualize()
+    shown = photos(model, [Batch(images, labels)]).visualize()
     assert len(shown) == 3
     for i, (output,) in enumerate(shown):
         scores = model((images[i : i + 1] - 0.5) / 0.5).detach().softmax(-1)[0]
         assert output.active_index == output.predicted[0].index == int(scores.argmax())
         assert output.predicted[0].score == pytest.approx(float(scores.max()))
         assert (output.actual.index, output.actual.label) == (labels[i], CLASSES[labels[i]])
-        assert output.model_index == 0
         (feature,) = output.feature_outputs
-        assert (feature.name, feature.type) == ("photo", "image")
+        assert (feature.name, feature.type, output.model_index) == ("photo", "image", 0)
         assert abs(feature.contribution) == 1.0
 
 
@@ -80,15 +94,7 @@ def test_a_language_model_begins_with_the_method_that_is_recommended():
         wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
         assert output.active_index == target and output.method == "LatimFlow, rule centred"
         assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-        percent = 100 * wanted / wanted.abs().max()
-        assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
-
-
-def prompts(model, ids):
-    """A visualizer of texts."""
-    words = [f"w{i}" for i in range(VOCABULARY)]
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    return AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+        check_percents(output.feature_outputs[0].modified, wanted)
 
 
 @pytest.mark.slow
@@ -106,8 +112,7 @@ def test_the_words_of_a_text_by_role(word, baselines):
         for role, percents in output.roles.items():
             wanted = 100 * found.roles[role][0] / end
             assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
-        percent = (100 * found.tokens[0] / found.tokens.abs().max()).tolist()
-        assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+        check_percents(output.feature_outputs[0].modified, found.tokens[0])
 
 
 def test_a_model_whose_output_is_no_class():
@@ -128,13 +133,11 @@ def test_under_no_grad_and_with_a_model_in_training(seed):
 
 
 def test_a_method_may_fit_one_model_and_not_the_other():
-    ids = token_ids(1, 5)
-    words = [f"w{i}" for i in range(VOCABULARY)]
     plain = torch.nn.Sequential(
         torch.nn.Embedding(VOCABULARY, 4), torch.nn.Flatten(), torch.nn.Linear(20, VOCABULARY)
     )
-    models = [mamba_lm(), plain]
-    visualizer = AttributionVisualizer(models, words, EmptyFeature(), [Batch(ids, None)])
+    visualizer = prompts([mamba_lm(), plain], token_ids(1, 5))
+    visualizer.config = FilterConfig("LatimFlow")
     obstacles = visualizer.obstacles()
     assert obstacles["LatimFlow"][0] is None and "No token mixer" in obstacles["LatimFlow"][1]
     assert obstacles["Feature Ablation"] == [None, None]
@@ -168,8 +171,7 @@ def test_a_class_is_held_against_another_by_its_name():
     ((output,),) = visualizer.visualize()
     target = (-1, output.active_index)
     wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, 4))[0]
-    percent = (100 * wanted / wanted.abs().max()).tolist()
-    assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+    check_percents(output.feature_outputs[0].modified, wanted)
     visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
     with pytest.raises(OptionError, match="contrast='none such' is no class"):
         visualizer.search(visualizer.view, again=True)
@@ -217,15 +219,37 @@ def test_a_config_that_is_not_known_is_refused_and_the_old_one_stays():
     assert visualizer.config == before
 
 
-def test_nothing_to_show_is_an_error():
+def reader(size):
+    return SimpleNamespace(config=SimpleNamespace(vocab_size=size))
+
+
+def test_models_of_one_tokenizer():
+    for sizes in ((50280, 50304), (50280, 50257)):  # large embeddings may be filled up
+        check_sizes([reader(size) for size in sizes])
+    for sizes in ((50280, 50560), (60, 64)):
+        with pytest.raises(OptionError, match="Show models of one tokenizer"):
+            check_sizes([reader(size) for size in sizes])
+    first, same, other, short = (SimpleNamespace(vocab=[*w]) for w in ("abc", "abc", "abd", "ab"))
+    listed = SimpleNamespace(get_vocab=lambda: {word: i for i, word in enumerate("abc")})
+    for alike in (same, listed, SimpleNamespace()):  # the last one does not say
+        check_tokenizers(["one", "two"], [first, alike])
+    with pytest.raises(OptionError, match="one and two have different vocabularies: '"):
+        check_tokenizers(["one", "two"], [first, other])
+    with pytest.raises(OptionError, match=r"'c' is token .* to the one and no token to the"):
+        check_tokenizers(["a", "b"], [first, short])
+
+
+def test_refusals():
     with pytest.raises(OptionError, match="models is empty"):
         AttributionVisualizer([], CLASSES, [EmptyFeature()], [])
     with pytest.raises(OptionError, match="features is empty"):
         AttributionVisualizer([cnn()], CLASSES, [], [])
-
-
-def test_errors_of_data_are_named():
     with pytest.raises(InputError, match="wrap inputs and labels"):
         table(table_model(), [(torch.rand(1, 3), torch.tensor([1]))]).visualize()
     with pytest.raises(InputError, match="label is 9"):
         table(table_model(), [numbers(9)]).visualize()
+    models = [mamba_lm(vocab_size=size) for size in (17, 17, 18)]
+    for kept in (models[:1], models[:2], [models[0], lambda ids: ids]):
+        AttributionVisualizer(kept, ["a"], EmptyFeature(), [])
+    with pytest.raises(OptionError, match=r"\(models\[0\]\).* 17 .*\(models\[2\]\) one of 18"):
+        AttributionVisualizer(models, ["a"], EmptyFeature(), [])

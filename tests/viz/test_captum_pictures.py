@@ -22,25 +22,21 @@ SIGNS = [None, "all", "positive", "negative", "absolute_value"]
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_and_sign_of_every_map(method: str) -> None:
+    image = torch.randn(3, 12, 12)
     for sign in SIGNS:
-        check_sign(method, sign)
+        if sign == "all" and method in ("masked_image", "alpha_scaling"):
+            with pytest.raises(OptionError, match="both signs at once"):
+                captum_image(image, torch.randn(4, 3), method=method, sign=sign)
+            continue
+        for relevance in (torch.zeros(4, 3), torch.rand(4, 3), -torch.rand(3, 12, 12)):
+            figure, axis = captum_image(image, relevance, method=method, sign=sign, title="$x$")
+            draw_into_png(figure)
+            empty = not relevance.any() or (sign == "negative" and float(relevance.min()) >= 0)
+            empty |= sign == "positive" and float(relevance.max()) <= 0
+            if sign is not None:
+                assert ("no relevance" in axis.get_title()) == empty
     with pytest.raises(OptionError, match="sign='both'"):
         captum_image(torch.rand(3, 4, 4), torch.rand(4, 4), method=method, sign="both")
-
-
-def check_sign(method: str, sign: str | None) -> None:
-    image = torch.randn(3, 12, 12)
-    if sign == "all" and method in ("masked_image", "alpha_scaling"):
-        with pytest.raises(OptionError, match="both signs at once"):
-            captum_image(image, torch.randn(4, 3), method=method, sign=sign)
-        return
-    for relevance in (torch.zeros(4, 3), torch.rand(4, 3), -torch.rand(3, 12, 12)):
-        figure, axis = captum_image(image, relevance, method=method, sign=sign, title="$x$")
-        draw_into_png(figure)
-        empty = not relevance.any() or (sign == "negative" and float(relevance.min()) >= 0)
-        empty |= sign == "positive" and float(relevance.max()) <= 0
-        if sign is not None:
-            assert ("no relevance" in axis.get_title()) == empty
 
 
 def draw_into_png(figure: object) -> None:
@@ -61,12 +57,11 @@ def test_arrays_are_captums_layout() -> None:
     model, pictures = vision(), images(1)
     relevance = ImplicitAttentionRollout(model).attribute(pictures, per_token=True)
     pixels, picture = image_arrays(relevance, pictures)
-    assert pixels.shape == (12, 12, 1)
-    assert picture.shape == (12, 12, 3)
-    assert picture.dtype == np.uint8
+    assert (pixels.shape, picture.shape, picture.dtype) == ((12, 12, 1), (12, 12, 3), np.uint8)
     assert (picture.min(), picture.max()) == (0, 255)
+    kinds, signs = ["original_image", "heat_map"], ["all", "absolute_value"]
     figure, _ = visualization.visualize_image_attr_multiple(
-        pixels, picture, ["original_image", "heat_map"], ["all", "absolute_value"], use_pyplot=False
+        pixels, picture, kinds, signs, use_pyplot=False
     )
     draw_into_png(figure)
 

@@ -142,13 +142,10 @@ def test_a_curve_for_each_kind() -> None:
     assert said == r"\$Mamba – probability of the answer: 0.38 (mean of 2 examples)"
     assert axis.get_xlabel() == "layer in the middle of a window of 3"
     assert len(axis.collections) == 2
-
-
-def test_one_example_has_no_band_and_one_layer_is_no_window() -> None:
+    # one example has no band, and one layer is no window
     found = windows(1, plain=torch.tensor([0.5]), probabilities=torch.rand(2, 4, 1))
     figure, axis = plot_windows(found)
     draw(figure)
-    assert not axis.collections
-    assert axis.get_xlabel() == "layer"
+    assert not axis.collections and axis.get_xlabel() == "layer"
     with pytest.raises(InputError, match="NaN"):
         plot_windows(windows(plain=torch.zeros(2), probabilities=torch.zeros(2, 4, 2)))

@@ -38,28 +38,19 @@ def test_other_things_are_refused() -> None:
             numbers(values, "x")
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
+def test_colours_of_a_text_are_explained() -> None:
+    """By the colours themselves: purple adds, and brown takes off."""
+    before = plt.get_fignums()
+    for rows, said in (
         ({"a": [1.0, -2.0], "b": [1.0, 2.0]}, {"adds": "PuOr", "takes off": "PuOr"}),
         ({"a": [1.0, 2.0]}, {"more": "Purples"}),
-    ],
-)
-def test_colours_of_a_text_are_explained(
-    rows: dict[str, list[float]], said: dict[str, str]
-) -> None:
-    """By the colours themselves: purple adds, and brown takes off."""
-    figure, _ = plot_text(["one", "two"], {k: torch.tensor(v) for k, v in rows.items()})
-    (legend,) = figure.legends
-    for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True):
-        colours = plt.colormaps[said[text.get_text()]](np.linspace(0, 1, 256))
-        red, _, blue, _ = patch.get_facecolor()
-        assert (red > blue) == (text.get_text() == "takes off")
-        assert np.abs(colours - patch.get_facecolor()).sum(-1).min() < 0.02
-    assert {text.get_text() for text in legend.get_texts()} == set(said)
-
-
-def test_figures_belong_to_nobody() -> None:
-    before = plt.get_fignums()
-    plot_text(["a"], torch.ones(1))
-    assert plt.get_fignums() == before
+    ):
+        figure, _ = plot_text(["one", "two"], {k: torch.tensor(v) for k, v in rows.items()})
+        (legend,) = figure.legends
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True):
+            colours = plt.colormaps[said[text.get_text()]](np.linspace(0, 1, 256))
+            red, _, blue, _ = patch.get_facecolor()
+            assert (red > blue) == (text.get_text() == "takes off")
+            assert np.abs(colours - patch.get_facecolor()).sum(-1).min() < 0.02
+        assert {text.get_text() for text in legend.get_texts()} == set(said)
+    assert plt.get_fignums() == before  # figures belong to nobody

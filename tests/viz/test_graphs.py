@@ -45,11 +45,8 @@ def test_nodes_stand_over_their_words_in_rows_of_layers():
     figure, axis = plot_graph(graph(), title="$t$")
     draw(figure)
     columns = axis.get_xticks()
-    assert [label.get_text() for label in axis.get_yticklabels()] == [
-        "tokens",
-        "layers.0",
-        "target",
-    ]
+    rows = [label.get_text() for label in axis.get_yticklabels()]
+    assert rows == ["tokens", "layers.0", "target"]
     places = dots(axis)  # four tokens, two features, the error, the target: no constants
     assert len(places) == 8
     assert [y for _, y in places[:4]] == [0] * 4
@@ -59,6 +56,9 @@ def test_nodes_stand_over_their_words_in_rows_of_layers():
     assert thing[1] > 1 > error[1]  # the one of more influence above
     assert abs(thing[0] - columns[3]) < abs(thing[0] - columns[2])
     assert {"a thing", "a name", "kite"} <= {text.get_text() for text in axis.texts}
+    _, axis = plot_graph(graph(), most=1)  # the least influential are left out
+    assert len(dots(axis)) == 3  # a token, a feature, the target
+    assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
 
 
 def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
@@ -79,39 +79,22 @@ def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
     assert [text.get_text() for text in legend.get_texts()] == ["adds", "takes off"]
 
 
-def flow() -> Graph:
+@pytest.mark.slow
+def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
     """What whole activations of a small trained model pass on, all of them."""
     model, vocabulary = load_bundled("recall-mamba")
     words = ["anna", "owns", "the", "lamp", ".", "?", "anna", "owns", "the"]
-    ids = torch.tensor([vocabulary.encode(" ".join(words))])
+    ids, target = torch.tensor([vocabulary.encode(" ".join(words))]), vocabulary.encode("lamp")[0]
     blocks = ["backbone.layers.0", "backbone.layers.1"]
-    target = (-1, vocabulary.encode("lamp")[0])
-    return attribution_graph(model.double(), ids, target, nodes=blocks, keep=None, tokens=words)
-
-
-@pytest.mark.slow
-def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
-    """What flows into a node adds up to what is there, and all words and biases to the logit."""
-    found = flow()
+    asked: dict[str, Any] = {"nodes": blocks, "keep": None, "tokens": words}
+    found = attribution_graph(model.double(), ids, (-1, target), **asked)
     figure, axis = plot_graph(found, most=99, by="relevance")
     draw(figure)
-    for node, row in zip(found.nodes, found.edges, strict=True):
-        if node.kind in ("whole", "target"):
-            assert float(row.sum()) == pytest.approx(node.activation, abs=1e-5)
-    parts = found.effects()
-    given = torch.tensor([node.kind in ("token", "constants") for node in found.nodes])
-    assert float(parts[given].sum()) == pytest.approx(found.nodes[-1].activation, abs=1e-5)
     # constants are not drawn, nor lines of less than three hundredths of the widest
     sizes = found.edges[:, :-2].abs().flatten()
     wanted = sorted(x for x in (sizes / sizes.max()).tolist() if x > 0.03)
     widths = sorted((line.get_linewidth() - 0.6) / 4.5 for line in axis.lines)
     assert widths == pytest.approx(wanted, abs=1e-9)
-
-
-def test_the_least_influential_are_left_out():
-    _, axis = plot_graph(graph(), most=1)
-    assert len(dots(axis)) == 3  # a token, a feature, the target
-    assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
 
 
 @pytest.mark.slow

@@ -42,15 +42,6 @@ def test_dots_and_bars_stand_beside_their_labels() -> None:
                 np.testing.assert_allclose(segment, [[low, y], [high, y]])
 
 
-def test_a_long_title_is_wrapped_within_the_figure() -> None:
-    title = "words that say much " * 9
-    figure, _ = plot_intervals({"m": {"x": [interval()]}}, ["a"], title=title)
-    figure.draw_without_rendering()
-    (text,) = (each for each in figure.texts)
-    assert text.get_text().split() == title.split()
-    assert text.get_window_extent().width <= figure.bbox.width
-
-
 def test_odd_tables() -> None:
     none = (math.nan, math.nan, math.nan)
     figure, axes = plot_intervals({"m": {"x": [none], "y": [(0.1, 0.2, 0.3)]}}, ["a"])
@@ -58,7 +49,12 @@ def test_odd_tables() -> None:
     assert bottom > top  # the first row is at the top
     (dots,) = (line for line in axes[0].lines if line.get_marker() == "o")
     assert list(dots.get_xdata()) == [0.2]
+    title = "words that say much " * 9  # is wrapped within the figure
+    figure, _ = plot_intervals({"m": {"x": [interval()]}}, ["a"], title=title)
     figure.draw_without_rendering()
+    (text,) = figure.texts
+    assert text.get_text().split() == title.split()
+    assert text.get_window_extent().width <= figure.bbox.width
     for groups, columns in (({}, ["a"]), ({"m": {}}, ["a"]), ({"m": {}}, [])):
         with pytest.raises(InputError, match="nothing to draw"):
             plot_intervals(groups, columns)

@@ -74,18 +74,11 @@ def test_words_are_set_as_in_their_text() -> None:
     shown = ["<s>", "Go", "ing", "home", r".", "你", "₂", "₃", r" \n", "再", "<e>", "见", r"a\n\nb"]
     assert found.labels == shown
     assert found.joined == [2, 4, 6, 7, 12]
-    assert found.breaks == [4, 8]
-    assert found.marks == [0, 10]
-
-
-def test_words_stand_apart_where_the_text_is_not_known() -> None:
-    found = as_words(["a", "b\n", "", " c"])
-    assert found == (["a", r"b\n", "∅", " c"], [], [1], [])
+    assert (found.breaks, found.marks) == ([4, 8], [0, 10])
+    # they stand apart where the text is not known
+    assert as_words(["a", "b\n", "", " c"]) == (["a", r"b\n", "∅", " c"], [], [1], [])
     assert as_words(Tokens(["a"], [""])).labels == ["∅"]
     assert as_words(Tokens(["a", "b"], ["x", "\n y"])).breaks == [0]
-
-
-def test_what_is_no_name_of_a_token_is_refused() -> None:
     for tokens in (torch.tensor([3, 4]), [3, 4]):
         with pytest.raises(InputError, match="which is no name of a token"):
             plot_text(tokens, torch.rand(2))

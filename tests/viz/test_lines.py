@@ -56,28 +56,21 @@ def test_curves_are_means_with_standard_errors_and_areas() -> None:
     draw(figure)
     for (name, found), line, band in zip(curves.items(), axis.lines, axis.collections, strict=True):
         np.testing.assert_allclose(line.get_ydata(), found.values.mean(0))
-        area = float(found.area().mean())
-        assert line.get_label() == f"{name}  area {area:.3g}"
+        assert line.get_label() == f"{name}  area {float(found.area().mean()):.3g}"
         heights = band.get_paths()[0].vertices[:, 1]
         error = found.values.std(0) / 5**0.5
         assert heights.max() == pytest.approx(float((found.values.mean(0) + error).max()))
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("pixels masked", "accuracy")
+    both = Perturbed(curve(), curve(), curve())  # which has a panel each
+    figure, axes = plot_perturbed({"flow": both, "rollout": Perturbed(*both)}, title="$")
+    draw(figure)
+    for axis, part in zip(axes, both, strict=True):
+        np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
+    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
 
 
 def test_one_example_has_no_band_and_one_share_no_area() -> None:
-    _, axis = plot_curves({"a": curve(1)})
-    assert not axis.collections
+    assert not plot_curves({"a": curve(1)})[1].collections
     figure, axis = plot_curves(Curve(torch.tensor([0.5]), torch.rand(3, 1)))
     assert "area" not in axis.lines[0].get_label()
     draw(figure)
-
-
-@pytest.mark.slow
-def test_perturbed_has_a_panel_each() -> None:
-    found = Perturbed(curve(), curve(), curve())
-    figure, axes = plot_perturbed({"flow": found, "rollout": Perturbed(*found)}, title="$")
-    draw(figure)
-    for axis, part in zip(axes, found, strict=True):
-        np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
-    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
-    assert len(plot_perturbed(found)[1]) == 3

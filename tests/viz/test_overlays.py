@@ -84,16 +84,13 @@ def test_images_are_brought_into_range() -> None:
 
 
 def test_refusals() -> None:
-    image = torch.rand(3, 4, 4)
-    with pytest.raises(OptionError, match="how='glow'"):
-        plot_image(image, torch.rand(4, 4), how="glow")
-    with pytest.raises(OptionError, match="how is empty"):
-        plot_image(image, torch.rand(4, 4), how=[])
-    with pytest.raises(InputError, match=r"image has shape \(2, 4, 4\)"):
-        plot_image(image[:2], torch.rand(4, 4))
-    with pytest.raises(InputError, match=r"relevance has shape \(16,\)"):
-        plot_image(image, torch.rand(16))
-    with pytest.raises(InputError, match="NaN"):
-        plot_image(image, torch.full((4, 4), torch.nan))
-    with pytest.raises(InputError, match="empty"):
-        plot_image(image, torch.zeros(0, 4))
+    for error, said, channels, relevance, how in (
+        (OptionError, "how='glow'", 3, torch.rand(4, 4), "glow"),
+        (OptionError, "how is empty", 3, torch.rand(4, 4), []),
+        (InputError, r"image has shape \(2, 4, 4\)", 2, torch.rand(4, 4), "blend"),
+        (InputError, r"relevance has shape \(16,\)", 3, torch.rand(16), "blend"),
+        (InputError, "NaN", 3, torch.full((4, 4), torch.nan), "blend"),
+        (InputError, "empty", 3, torch.zeros(0, 4), "blend"),
+    ):
+        with pytest.raises(error, match=said):
+            plot_image(torch.rand(channels, 4, 4), relevance, how=how)

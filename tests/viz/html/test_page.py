@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +15,10 @@ from helpers.pictures import AWKWARD
 from matplotlib.image import imread
 
 from captum_ssm.viz.html.page import page
-from captum_ssm.viz.html.pictures import png
+from captum_ssm.viz.html.pictures import Raster, png, raster
 
-HOSTILE = [
-    *AWKWARD,
-    "</script><script>alert(1)</script>",
-    "<!--",
-    "<!--data-->",
-    "<!--script-->",
-    "-->",
-    "]]>",
-    "\u2028",
-    "\ud800",
-    '" onload="alert(1)',
-    "{{title}}",
-]
+HOSTILE = [*AWKWARD, "</script><script>alert(1)</script>", "<!--", "<!--data-->", "<!--script-->"]
+HOSTILE += ["-->", "]]>", "\u2028", "\ud800", '" onload="alert(1)', "{{title}}"]
 
 
 @pytest.fixture
@@ -66,10 +57,8 @@ def test_the_policy_allows_the_pages_own_script_and_style_alone(hostile: Path) -
         "form-action": "'none'",
     }
     assert not addresses(read)
-    assert "innerHTML" not in script
-    assert "insertAdjacentHTML" not in script
-    assert "document.write" not in script
-    assert "eval(" not in script
+    for unwanted in ("innerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unwanted not in script
 
 
 def test_numbers_that_are_none_are_refused() -> None:
@@ -83,3 +72,22 @@ def test_png() -> None:
         read = imread(io.BytesIO(png(picture)))
         assert read.shape == (*size, 3)
         np.testing.assert_allclose(read, picture.numpy(), atol=0.5 / 255 + 1e-6)
+
+
+def steps(made: Raster) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(made.steps), "i1").reshape(made.rows, made.columns)
+
+
+def test_maps_over_images() -> None:
+    """A few extremes leave the others their steps, and numbers that are none have no step."""
+    values = torch.ones(10, 10)
+    values[3, 4] = -50.0
+    made = raster(values, extremes=False)
+    assert made.largest == 1.0
+    assert steps(made)[3, 4] == -127 and steps(made)[0, 0] == 127
+    assert raster(values, extremes=True).largest == 50.0
+    for extremes in (True, False):
+        made = raster(torch.tensor([[math.nan, 1.0, math.inf]]), extremes=extremes)
+        np.testing.assert_array_equal(steps(made), [[-128, 127, -128]])
+        nothing = raster(torch.zeros(2, 2), extremes=extremes)
+        assert nothing.largest == 0.0 and not steps(nothing).any()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import inspect
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from captum.attr import Saliency
-from helpers.pages import read_page
+from helpers.pages import ReadPage, read_page
 from helpers.pictures import AWKWARD
 from zoo.language import word_tokenizer
-from zoo.small import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     EdgeEffects,
@@ -40,20 +41,35 @@ def values(method: dict, missing: float = float("nan")) -> np.ndarray:
     return np.array([missing if v is None else v for v in method["values"]])
 
 
+def check_values(method: dict, found: torch.Tensor, size: float = 0.0) -> None:
+    """A method's numbers on a page are those."""
+    np.testing.assert_allclose(values(method), found.numpy(), rtol=1e-4, atol=size or 1e-12)
+
+
+def check_map(page: ReadPage, layer: dict, exact: torch.Tensor) -> None:
+    """A layer's map on a page is that, in 127 steps of each row's largest."""
+    limit = exact.abs().amax(-1, keepdim=True).numpy() / 254
+    assert (np.abs(page.matrix(layer)[0] - exact.numpy()) <= limit * 1.01).all()
+
+
+def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
+    """A mask of which later examples hide some tokens."""
+    mask = torch.ones(examples, tokens, dtype=torch.long)
+    for row, part in zip(mask[1:], hidden, strict=True):
+        row[part] = 0
+    return mask
+
+
 def test_a_language_model(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 13)
-    names = [[f"a{i}" for i in range(13)], [f"b{i}" for i in range(13)]]
+    names = [[f"{letter}{i}" for i in range(13)] for letter in "ab"]
     assert report(model, ids, METHODS, tokens=names, path=path, title="T & U") == path
     page = read_page(path)
-    facts = page.facts
     assert page.texts("title") == page.texts("h1") == ["T & U"]
-    assert (facts["model"], facts["layers"], facts["families"]) == (
-        "MambaForCausalLM",
-        3,
-        ["Mamba"],
-    )
+    told = [page.facts[name] for name in ("model", "layers", "families")]
+    assert told == ["MambaForCausalLM", 3, ["Mamba"]]
     logits = model(ids).logits[:, -1].detach().double()
-    for b, example in enumerate(facts["examples"]):
+    for b, example in enumerate(page.facts["examples"]):
         answer = int(logits[b].argmax())
         assert example["name"] == f"Example {b + 1}"
         assert example["explained"] == f"the logit of “{answer}”, predicted after token 12"
@@ -63,32 +79,27 @@ def test_a_language_model(path: Path) -> None:
         assert best[0]["logit"] == pytest.approx(float(logits[b].max()), rel=1e-4)
         assert example["tokens"] == names[b]
         for method, kind in zip(example["methods"], METHODS, strict=True):
-            found = kind(model).attribute(ids[b : b + 1], target=(-1, answer), per_token=True)[0]
             assert method["name"] == kind.name
-            np.testing.assert_allclose(values(method), found.numpy(), rtol=1e-4, atol=1e-12)
+            check_values(method, kind(model).attribute(ids[b : b + 1], (-1, answer))[0])
         (attention,) = example["maps"]
         for index, layer in enumerate(attention["layers"]):
-            (exact,) = ImplicitAttention(model).matrices(ids[b : b + 1], layers=[index])
-            matrix, known = page.matrix(layer)
-            assert known.all()
-            limit = exact[0].abs().amax(-1, keepdim=True).numpy() / 254
-            assert (np.abs(matrix - exact[0].numpy()) <= limit * 1.001).all()
+            assert page.matrix(layer)[1].all()
+            check_map(page, layer, ImplicitAttention(model).matrices(ids[b : b + 1])[index][0])
             assert (layer["index"], layer["family"]) == (index, "Mamba")
             assert layer["module"] == f"backbone.layers.{index}.mixer"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["last", "mean"])
-def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
+def test_the_identity_is_told_from_sources(path: Path) -> None:
     """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
-    model, ids = classifier(pool), token_ids(2, 11)
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, :4] = 0
-    methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
-    report(model, ids, methods, additional_forward_args=mask, path=path)
-    for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
-        wanted = length - 1 if pool == "last" else None
-        assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
+    ids, mask = token_ids(2, 11), padded(2, 11, slice(4))
+    for pool in ("last", "mean"):
+        model = classifier(pool)
+        methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
+        report(model, ids, methods, additional_forward_args=mask, path=path)
+        for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
+            wanted = length - 1 if pool == "last" else None
+            assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
     report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], target=(4, 2), path=path)
     (example,) = read_page(path).facts["examples"]
     assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
@@ -96,9 +107,8 @@ def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
 
 @pytest.mark.slow
 def test_padding_is_left_out_on_either_side(path: Path) -> None:
-    model = classifier("mean")
-    ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
-    mask[1, 7:], mask[2, :4] = 0, 0
+    model, ids = classifier("mean"), token_ids(3, 11)
+    mask = padded(3, 11, slice(7, None), slice(4))
     names = [[f"t{i}" for i in range(11)]] * 3
     report(model, ids, METHODS, tokens=names, additional_forward_args=mask, path=path)
     page = read_page(path)
@@ -110,38 +120,34 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
         assert answer == int(model(alone).argmax())
         for method, kind in zip(example["methods"], METHODS, strict=True):
             found = kind(model).attribute(alone, target=answer)[0]
-            scale = float(found.abs().max())
-            np.testing.assert_allclose(values(method), found.numpy(), atol=1e-4 * scale)
-        layer = example["maps"][0]["layers"][1]
+            check_values(method, found, 1e-4 * float(found.abs().max()))
         exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
-        error = np.abs(page.matrix(layer)[0] - exact.numpy())
-        assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
+        check_map(page, example["maps"][0]["layers"][1], exact)
 
 
-@pytest.mark.parametrize("cls", ["middle", None])
-def test_images_have_patches(path: Path, cls: str | None) -> None:
-    model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
-    methods = [MambaAttribution, ImplicitAttentionRollout]
-    labels = [f"class {i}" for i in range(CLASSES)]
-    report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
-    facts = read_page(path).facts
-    for b, example in enumerate(facts["examples"]):
+def test_images_have_patches(path: Path) -> None:
+    methods, labels = [MambaAttribution, ImplicitAttentionRollout], [*"abcde"]
+    for cls in ("middle", None):
+        model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
+        report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
         tokens = model.patch_tokens()
-        image = example["image"]
-        assert image["grid"] == [3, 5]
-        assert image["cells"] == tokens
-        assert (image["height"], image["width"]) == (12, 15)
-        assert image["source"].startswith("data:image/png;base64,")
-        assert example["explained"] == f"the logit of “class {[1, 4][b]}”"
-        assert example["tokens"][tokens[7]] == "row 1, column 2"
-        if cls is not None:
-            assert example["tokens"][model.cls_position] == "class token"
-        for method, kind in zip(example["methods"], methods, strict=True):
-            found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
-            np.testing.assert_allclose(values(method)[tokens], found.flatten().numpy(), rtol=1e-4)
-            others = set(range(len(example["tokens"]))) - set(tokens)
-            assert all(method["values"][token] is None for token in others)
-        assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
+        for b, example in enumerate(read_page(path).facts["examples"]):
+            image = example["image"]
+            assert (image["grid"], image["cells"]) == ([3, 5], tokens)
+            assert (image["height"], image["width"]) == (12, 15)
+            assert image["source"].startswith("data:image/png;base64,")
+            assert example["explained"] == f"the logit of “{labels[[1, 4][b]]}”"
+            assert example["tokens"][tokens[7]] == "row 1, column 2"
+            if cls is not None:
+                assert example["tokens"][model.cls_position] == "class token"
+            for method, kind in zip(example["methods"], methods, strict=True):
+                found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
+                np.testing.assert_allclose(
+                    values(method)[tokens], found.flatten().numpy(), rtol=1e-4
+                )
+                others = set(range(len(example["tokens"]))) - set(tokens)
+                assert all(method["values"][token] is None for token in others)
+            assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
 
 
 @pytest.mark.slow
@@ -228,9 +234,7 @@ def test_contributions_and_chosen_layers(path: Path) -> None:
     maps = page.facts["examples"][0]["maps"]
     assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
     assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
-    exact = LatimNorm(model).maps(ids, layers=[2])[0][0]
-    error = np.abs(page.matrix(maps[0]["layers"][0])[0] - exact.numpy())
-    assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
+    check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids, layers=[2])[0][0])
 
 
 @pytest.mark.slow
@@ -245,23 +249,19 @@ def test_little_room_keeps_the_strongest(path: Path) -> None:
     assert 8 <= layer["kept"] < 50
     for row in (20, 149):
         strongest = np.abs(exact[row]).argsort()[::-1][: layer["kept"]]
-        np.testing.assert_allclose(
-            matrix[row, strongest],
-            exact[row, strongest],
-            atol=np.abs(exact[row]).max() / 254 * 1.01,
-        )
+        limit = np.abs(exact[row]).max() / 254 * 1.01
+        np.testing.assert_allclose(matrix[row, strongest], exact[row, strongest], atol=limit)
 
 
 @pytest.mark.slow
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
+    model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
+    names = list(inspect.signature(model.forward).parameters)
+    further = (*[None] * (names.index("attention_mask") - 1), mask)
     for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
-        report(model, ids, METHODS, additional_forward_args=_masking(mask), path=path, **given)
+        report(model, ids, METHODS, additional_forward_args=further, path=path, **given)
         for b, example in enumerate(read_page(path).facts["examples"]):
-            real = mask[b].bool()
-            alone = EdgeEffects(model).attribute(ids[b : b + 1, real], (-1, 4))
+            alone = EdgeEffects(model).attribute(ids[b : b + 1, mask[b].bool()], (-1, 4))
             expected = alone.top(given.get("edges", 10))[0]
             found = example["edges"]["rows"]
             assert example["edges"]["obstacle"] is None
@@ -269,56 +269,45 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
             np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
             at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
             assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
-
-
-def _masking(mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Further arguments of a transformers Mamba up to its attention mask."""
-    names = list(inspect.signature(mamba_lm().forward).parameters)
-    return (*[None] * (names.index("attention_mask") - 1), mask)
-
-
-@pytest.mark.slow
-def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 6)
-    for options in ({"matrices": False}, {"edges": 0}):
-        report(model, ids, METHODS, path=path, **options)
+    # and the list may be left out, or be impossible
+    for options, rows in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
+        report(model, ids[:1], METHODS, path=path, **options)
         (example,) = read_page(path).facts["examples"]
-        assert example["edges"] == {"rows": [], "obstacle": None}
-    report(model, ids, METHODS, matrices=False, edges=2, path=path)
-    assert len(read_page(path).facts["examples"][0]["edges"]["rows"]) == 2
+        assert len(example["edges"]["rows"]) == rows and example["edges"]["obstacle"] is None
     run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
+    report(run, ids[:1], [ImplicitAttentionRollout], model=model, path=path)
     (example,) = read_page(path).facts["examples"]
     assert example["edges"]["rows"] == []
     assert "records no gradients" in example["edges"]["obstacle"]
-    with pytest.raises(OptionError, match="edges=-1"):
-        report(model, ids, METHODS, edges=-1, path=path)
+
+
+REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (OptionError, "matrices='all'", {"matrices": "all"}),
+    (OptionError, "layers names 7", {"shown_layers": [7]}),
+    (OptionError, "shown_layers is empty", {"shown_layers": []}),
+    (OptionError, "edges=-1", {"edges": -1}),
+    (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
+    (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
+    (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
+    (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
+    (InputError, "names has 1 labels for 2", {"names": ["a"]}),
+    (TargetError, "", {"target": 3}),
+    (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
+    *(
+        (OptionError, r"ends in \.html", {"path": f"new/report{suffix}"})
+        for suffix in (".json", ".png", ".csv", ".pdf", "")
+    ),
+]
 
 
 @pytest.mark.slow
-def test_refusals(path: Path) -> None:
+def test_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent.parent)
     model, ids = mamba_lm(), token_ids(2, 5)
-    with pytest.raises(OptionError, match="matrices='all'"):
-        report(model, ids, METHODS, matrices="all", path=path)
-    with pytest.raises(OptionError, match="layers names 7"):
-        report(model, ids, METHODS, shown_layers=[7], path=path)
-    with pytest.raises(OptionError, match="shown_layers is empty"):
-        report(model, ids, METHODS, shown_layers=[], path=path)
-    with pytest.raises(InputError, match="pass the model's tokenizer"):
-        report(model, "a text", METHODS, path=path)
-    with pytest.raises(InputError, match="inputs is an empty list"):
-        report(model, [], METHODS, tokenizer=word_tokenizer(), path=path)
-    with pytest.raises(InputError, match="tokens names one sequence, but inputs holds 2"):
-        report(model, ids, METHODS, tokens=["a"] * 5, path=path)
-    with pytest.raises(InputError, match="3 names for a sequence of 5"):
-        report(model, ids[:1], METHODS, tokens=["a"] * 3, path=path)
-    with pytest.raises(InputError, match="names has 1 labels for 2"):
-        report(model, ids, METHODS, names=["a"], path=path)
-    with pytest.raises(TargetError):
-        report(model, ids, METHODS, target=3, path=path)
-    with pytest.raises(TargetError, match="out of range"):
-        report(model, ids, METHODS, target=(-1, VOCABULARY), path=path)
-    assert not path.exists()
+    for error, said, changed in REFUSED:
+        with pytest.raises(error, match=said):
+            report(model, **{"inputs": ids, "methods": METHODS, "path": path, **changed})
+    assert not path.parent.exists()
     path.parent.parent.joinpath("file").write_text("")
     unusable = path.parent.parent / "file" / "r.html"
     with pytest.raises(OSError, match="file"):  # before the work

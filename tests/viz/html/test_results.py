@@ -75,9 +75,8 @@ def test_decompositions_of_logits_and_of_images(tmp_path: Path) -> None:
 
 
 def test_what_says_nothing_says_so(tmp_path: Path) -> None:
-    name = MambaAttribution.get_name()
     rows = {
-        name: torch.tensor([[1e-5, 2e-5, 1.0]]),
+        MambaAttribution.get_name(): torch.tensor([[1e-5, 2e-5, 1.0]]),
         ImplicitAttentionRollout.get_name(): torch.tensor([[0.2, 0.0, 1.0]]),
         "zero": torch.zeros(1, 3),
     }
