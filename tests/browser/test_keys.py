@@ -46,7 +46,6 @@ SHADES = "[...document.querySelectorAll('.token')].map((t) => t.style.background
 DRAWN = "[...document.querySelectorAll('canvas')].map((c) => c.toDataURL()).join()"
 COLOURS = f"{SHADES} + {DRAWN}"
 KEPT = value(".token[aria-pressed=true]", "dataset.index")
-
 THEME = Use("#theme", "Enter", "document.documentElement.dataset.theme")
 DOT = ".graph svg [tabindex='0']"
 GRAPH = [
@@ -155,8 +154,6 @@ PAGES = {
         Use("[id^='argument-']"),
     ],
 }
-
-
 FOCUSABLE = "a[href], button, input, select, textarea, summary, [tabindex='0']"
 #: Of what has the focus: what it is, which selectors it matches, and whether its focus is seen.
 TOLD = """((selectors) => {

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from browser.made import of_recall
+from browser.made import METHODS, of_recall
 from helpers.browser import Page
+from helpers.insights_examples import Always, numbers, table
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
-from zoo.small import mamba_lm
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
+from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.viz import Tokens
 
@@ -69,3 +74,102 @@ def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Pa
     page.click("#methods label:nth-of-type(2)")
     assert sum(page.each("#text .token", tinted)) > 3
     assert page.overflow() <= 0 and page.errors == []
+
+
+def token(index: int) -> str:
+    return f'.token[data-index="{index}"]'
+
+
+def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
+    ids = token_ids(1, 950)
+    names = [f"word{i}" for i in range(950)]
+    path = report(mamba_lm(), ids, [LatimFlow], tokens=names, path=tmp_path / "long.html")
+    page.goto(path)
+    assert page.count("#text details") == 5
+    assert page.evaluate("document.querySelectorAll('#text details')[4].open")
+    page.click("#fold")
+    assert page.count("#text details[open]") == 0
+    page.click("#text details:nth-of-type(3) summary")
+    assert page.count("#text details[open]") == 1
+    page.click(token(450))
+    page.keys("End")
+    assert page.count("#text details[open]") == 2
+    assert page.evaluate("document.activeElement.dataset.index") == "949"
+    page.click("#unfold")
+    assert page.count("#text details[open]") == 5
+    assert "strongest of 950" in page.text("#note") or "rounded" in page.text("#note")
+    assert page.errors == []
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
+    model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
+    path = report(model, ids, METHODS, path=tmp_path / "long.html")
+    assert path.stat().st_size < 13e6
+    began = time.monotonic()
+    page.goto(path)
+    opened = time.monotonic() - began
+    page.click("#unfold")
+    took = page.evaluate(
+        """(async () => {
+          const times = [], tokens = document.querySelectorAll('.token');
+          for (let n = 0; n < 40; n++) {
+            const token = tokens[Math.floor(Math.random() * tokens.length)];
+            const began = performance.now();
+            token.dispatchEvent(
+              new PointerEvent('pointerover', {bubbles: true, pointerType: 'mouse'}));
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            times.push(performance.now() - began);
+          }
+          return times;
+        })()"""
+    )
+    assert opened < 5 and np.median(took) < 100  # s and ms, on a busy machine
+    assert page.errors == []
+
+
+PAGE = "results"
+
+
+def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
+    opened.hover('#rows section:nth-child(2) .token[data-index="3"]')
+    said = opened.text("#status")
+    assert said.startswith("Token 3 “lamp”: relevance +") and "as content +" in said
+    rows = opened.count("#rows section")
+    assert rows > 3 and opened.count(".token.current") == rows
+    opened.click('#rows section:nth-child(1) .token[data-index="3"]')
+    opened.hover('#rows section:nth-child(1) .token[data-index="5"]')
+    assert opened.text("#status").startswith("Token 3 “lamp” (kept)")
+    opened.keys("Escape", "Escape")
+    assert opened.count(".token.current") == 0
+    opened.click("#numbers summary")
+    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert opened.count("#numbers-table tbody tr") == 14
+    assert opened.text("#sum").startswith("The output +")
+    opened.click("#biases summary")
+    assert opened.count("#biases tbody tr") > 3
+
+
+@pytest.mark.parametrize("kind", ["result", "insights"])
+def test_a_frame_of_a_notebook(page: Page, tmp_path: Path, kind: str) -> None:
+    """Its script runs in a frame of another origin than the notebook's, and asks for nothing."""
+    found = Comparison({"one": torch.tensor([[0.5, -1.0]])}).named(["a</iframe>", "b"])
+    shown = found if kind == "result" else table([Always(1)], [numbers(1, 0)])
+    frame, shots = shown._repr_html_(), []
+    for number, allowed in enumerate((frame, frame.replace("allow-scripts", ""))):
+        path = tmp_path / f"notebook{number}.html"
+        path.write_text(f"<!doctype html><title>n</title>{allowed}", encoding="utf-8")
+        page.goto(path)
+        page.drawn()
+        assert page.evaluate("document.querySelector('iframe').contentDocument") is None
+        assert [r for r in page.requests if not r.startswith("about:")] == [path.as_uri()]
+        assert [error for error in page.errors if number == 0 or "sandboxed" not in error] == []
+        shots.append(page.screenshot(tmp_path / f"shot{number}.png").read_bytes())
+    assert len(shots[0]) > len(shots[1])  # the script drew
+
+
+def test_a_map(page: Page, written: Callable[[str], Path]) -> None:
+    page.goto(written("maps"))
+    assert page.count("#maps canvas") == 2
+    assert page.evaluate("document.querySelector('#maps canvas').width") == 6
+    assert page.errors == []

@@ -15,8 +15,6 @@ from captum_ssm.models import load_bundled
 
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 ANSWER = "lamp . ? bob owns the kite ."
-
-
 ASKED = ("explain", "recall-mamba", "--text", PROMPT, "--out")
 
 

@@ -191,15 +191,12 @@ def test_vision_mamba(tmp_path: Path, vim: Path, picture: Path, labels: Path) ->
 
 
 @pytest.mark.slow
-def test_a_classifier_of_sentences(tmp_path: Path, bert: Path) -> None:
+def test_classifiers_of_transformers(tmp_path: Path, bert: Path, picture: Path) -> None:
     arguments = [str(bert), "--text", "good film", "--target", "good", "--method", "LatimFlow"]
     (example,) = explained(tmp_path / "sentence.json", *arguments, "--quiet")
     assert example["explained"] == "the logit of “good”" and example["tokens"] == ["good", "film"]
     assert {each["label"] for each in example["predictions"]} == {"good", "bad"}
     check_sum(example)
-
-
-def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
     folder = tmp_path / "vit"
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}
     names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}

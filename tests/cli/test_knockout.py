@@ -124,18 +124,6 @@ def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None
     assert shown == pytest.approx([first["effect"], first["true"]], rel=1e-3)
 
 
-def test_a_model_of_transformers(language_model: Path, answered: Any) -> None:
-    text, loaded = "the lamp bob anna", load(Source(str(language_model)))
-    ids = torch.tensor([loaded.tokenizer.encode(text)])
-    found = answered("--from", "lamp", "--to", "3", of=(language_model, text))
-    assert found["tokens"] == ["<s>", "the", "lamp", "bob", "anna"]
-    with torch.no_grad():
-        token = int(loaded.model(ids).logits[0, -1].argmax())
-        with knock_out(loaded.model, Edges(None, 2, 3)):
-            without = float(loaded.model(ids).logits[0, -1, token])
-    assert found["without"] == pytest.approx(without, 1e-4)
-
-
 @pytest.mark.slow
 def test_classifiers_of_sentences_and_of_images(
     bert: Path, vim: Path, tmp_path: Path, answered: Any, run: Any

@@ -532,7 +532,7 @@ PAGES = (
         "a map's last tokens in no cell",
         "cell = -(-size // _OVERVIEW)",
         "cell = max(1, size // _OVERVIEW)",
-        ("viz/html/test_packing.py",),
+        ("viz/html/test_page.py",),
     ),
     Fault(
         "characters that nobody sees are not spelled out",
@@ -550,13 +550,13 @@ PAGES = (
         "each picture of a text has the scale of the first",
         "limits = [together or scale(scores) for scores in found.values()]",
         "limits = [scale(next(iter(found.values()))) for _ in found]",
-        ("viz/test_pictures.py", "viz/test_roles.py"),
+        ("viz/test_pictures.py",),
     ),
     Fault(
         "Insights: a page without a server lacks the likeliest class",
         'for score in output.get("predicted", [])[:classes]:',
         'for score in output.get("predicted", [])[1:classes]:',
-        ("insights/test_snapshot.py",),
+        ("insights/test_server.py",),
     ),
     Fault(
         "Insights: other sites may ask",
@@ -586,7 +586,7 @@ PAGES = (
         "Insights: wrong predictions shown as correct ones",
         'return (best.index == actual.index) == (self.prediction == "correct")',
         'return (best.index == actual.index) != (self.prediction == "correct")',
-        ("insights/test_filters.py",),
+        ("insights/test_config.py",),
     ),
 )
 
@@ -595,7 +595,7 @@ COMMANDS = (
         "files replaced without --force",
         "for file in () if options.force else files:",
         "for file in ():",
-        ("cli/test_surroundings.py", "cli/test_files.py"),
+        ("cli/test_cli.py", "cli/test_files.py"),
     ),
     Fault(
         "a command that fails ends as if it had not",

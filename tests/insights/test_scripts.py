@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import captum
 import pytest
-from helpers.insights_examples import Always, ask, numbers, table
+from helpers.insights_examples import ask
 
 import captum_ssm.insights
 from captum_ssm.insights import AttributionVisualizer, install_alias, methods
@@ -138,23 +136,3 @@ def test_a_script_that_does_not_block_ends_at_its_end():
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.rstrip().endswith("done")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
-def test_a_script_that_blocks_serves_until_it_is_interrupted():
-    visualizer = table(Always(1), [numbers(1)])
-    visualizer.serve()
-    url, statuses = visualizer.url, []
-
-    def interrupt() -> None:
-        statuses.append(ask(url, "/api/config").status)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Timer(0.3, interrupt)
-    thread.start()
-    visualizer.serve(blocking=True)
-    thread.join()
-    assert statuses == [200]
-    with pytest.raises(ConnectionRefusedError):
-        ask(url, "/")

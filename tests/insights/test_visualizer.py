@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from captum.attr import IntegratedGradients
 from helpers.insights_examples import (
     CLASSES,
     Always,
@@ -26,8 +25,6 @@ from captum_ssm.insights import (
     Batch,
     EmptyFeature,
     FilterConfig,
-    GeneralFeature,
-    ImageFeature,
     TextFeature,
 )
 from captum_ssm.insights.dataset import MOST_SEARCHED
@@ -59,28 +56,6 @@ def test_an_example_as_captum_insights_shows_it():
         (feature,) = output.feature_outputs
         assert (feature.name, feature.type, output.model_index) == ("photo", "image", 0)
         assert abs(feature.contribution) == 1.0
-
-
-def test_several_inputs_share_the_relevance():
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image, self.numbers = cnn(), table_model()
-
-        def forward(self, image, values):
-            return self.image(image) + self.numbers(values)
-
-    model, image, values = Both(), torch.rand(2, 3, 6, 6), torch.rand(2, 3)
-    features = [ImageFeature("photo", None, None), GeneralFeature("size", ["a", "b", "c"])]
-    visualizer = AttributionVisualizer(model, CLASSES, features, [Batch((image, values), None)])
-    for i, (output,) in enumerate(visualizer.visualize()):
-        inputs = (image[i : i + 1], values[i : i + 1])
-        found = IntegratedGradients(model).attribute(inputs, target=output.active_index, n_steps=25)
-        sums = [float(f.double().sum()) for f in found]
-        total = sum(abs(s) for s in sums)
-        shares = [feature.contribution for feature in output.feature_outputs]
-        assert shares == pytest.approx([s / total for s in sums], abs=1e-5)
-        assert sum(abs(share) for share in shares) == pytest.approx(1)
 
 
 @pytest.mark.slow
@@ -175,12 +150,6 @@ def test_a_class_is_held_against_another_by_its_name():
     visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
     with pytest.raises(OptionError, match="contrast='none such' is no class"):
         visualizer.search(visualizer.view, again=True)
-
-
-def test_pages_follow_each_other():
-    visualizer = table(Always(1), [numbers(0, 1, 2), numbers(3, 4, 0)])
-    pages = [[o.actual.index for (o,) in visualizer.visualize()] for _ in range(3)]
-    assert pages == [[0, 1, 2, 3], [4, 0], [0, 1, 2, 3]]
 
 
 def test_the_filter_is_by_prediction_and_by_class():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import ReadPage, read_page
-from zoo.small import mamba_lm
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimFlow, MambaAttribution, MambaLRP, SSMLLMAttribution, report
 from captum_ssm.errors import InputError, OptionError
@@ -99,3 +99,86 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no generate"):
         report(other, **given)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "report.html"
+
+
+def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
+    """What enters each layer, as the page's script reads it."""
+    data = base64.b64decode(page.by_id(block))
+    layers = len(data) // (4 + 2 * tokens)
+    scales = np.frombuffer(data, "<f4", layers)
+    steps = np.frombuffer(data, "<i2", layers * tokens, 4 * layers).reshape(layers, tokens)
+    return steps / 32767 * scales[:, None]
+
+
+@pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.slow)])
+def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
+    model, ids = mamba_lm(), token_ids(1, 9)
+    methods, options = {"flow": LatimFlow, "other": MambaAttribution}, {"flow": {"rule": rule}}
+    report(model, ids, methods, options=options, target=(5, 7), matrices=False, path=path)
+    page = read_page(path)
+    (example,) = page.facts["examples"]
+    flow, other = example["methods"]
+    assert other["answers"] == []
+    logits = model(ids).logits[0, 5].detach()
+    best = list(dict.fromkeys([*logits.topk(5).indices.tolist(), 7]))
+    assert example["asked"] == best.index(7)
+    assert len(flow["answers"]) == len(best)
+    for token, answer in [*zip(best, flow["answers"], strict=True)][::2]:
+        found = LatimFlow(model).decompose(ids, (5, token), rule=rule)
+        size = float(found.tokens.abs().max())
+        np.testing.assert_allclose(answer["values"], found.tokens[0], atol=1e-4 * size)
+        assert answer["output"] == pytest.approx(float(logits[token]), abs=1e-4)
+        assert answer["bias"] == pytest.approx(float(found.bias[0]), abs=1e-4)
+        told = streams(page, answer["streams"], 9)
+        for row, exact in zip(told, found.streams, strict=True):
+            np.testing.assert_allclose(row, exact[0], atol=1e-4 * float(exact.abs().max()))
+        assert set(answer["roles"]) == (set() if rule == "frozen" else set(found.roles or {}))
+    # the page takes differences, which are what the method says of a contrast
+    one, rival = flow["answers"][0], flow["answers"][1]
+    pair = {"target": (5, best[0]), "contrast": (5, best[1]), "rule": rule}
+    exact = LatimFlow(model).attribute(ids, **pair)[0]
+    difference = np.array(one["values"]) - np.array(rival["values"])
+    np.testing.assert_allclose(difference, exact, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.slow
+def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> None:
+    options = {LatimFlow.get_name(): {"contrast": "mean"}}
+    methods = [LatimFlow, MambaLRP]
+    report(mamba_lm(), token_ids(1, 6), methods, options=options, matrices=False, path=path)
+    flow, lrp = read_page(path).facts["examples"][0]["methods"]
+    assert flow["answers"] == []
+    assert len(lrp["answers"]) == 5
+
+
+@pytest.mark.slow
+def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
+    model, ids = classifier("mean"), token_ids(2, 8)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    report(model, ids, [LatimFlow], target=1, additional_forward_args=mask, path=path)
+    page = read_page(path)
+    example = page.facts["examples"][1]
+    found = LatimFlow(model).decompose(ids[1:, 3:], 1)
+    answer = example["methods"][0]["answers"][example["asked"]]
+    told = streams(page, answer["streams"], 5)
+    for row, exact in zip(told, found.streams, strict=True):
+        np.testing.assert_allclose(row, exact[0], atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.slow
+def test_patches_of_an_image_switch_too(path: Path) -> None:
+    model, pictures = vision("middle", (3, 5)), images(1, (3, 5))
+    report(model, pictures, [LatimFlow], target=1, path=path)
+    (example,) = read_page(path).facts["examples"]
+    answers = example["methods"][0]["answers"]
+    best = model(pictures)[0].topk(5).indices.tolist()
+    for label, answer in zip(best, answers, strict=False):
+        exact = LatimFlow(model).attribute(pictures, label, per_token=True).flatten()
+        values = np.array([answer["values"][token] for token in example["image"]["cells"]])
+        np.testing.assert_allclose(values, exact, atol=1e-4 * float(exact.abs().max()))
