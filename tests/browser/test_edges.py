@@ -1,4 +1,4 @@
-"""Edges in a report and in Insights, in a real browser."""
+"""Edges and the graph in a report and in Insights, in a real browser."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -137,41 +138,33 @@ def test_painted_patches_stand_out_from_their_neighbours(opened, page, tmp_path,
             assert contrast(painted, bare) >= ENOUGH, (row, column, beside)
     more, less = (middle_of(patch_of(image, row, 1)) for row in (0, 2))
     assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
+    # and fainter by the slider
+    page.focus("#over-image input")
+    for keys, left in ((["ArrowLeft"] * 40, True), (["Home"], False)):
+        page.keys(*keys)
+        fainter = middle_of(patch_of(seen(page, holder, tmp_path / "seen.png"), 0, 1))
+        assert luminance(more) > luminance(fainter)
+        assert (np.abs(fainter - DARK).max() > 0.02) == left
 
 
 def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path):
     page, holder = opened()
     manner(page, "outlines")
     image = seen(page, holder, tmp_path / "seen.png")
+
+    def ends(row: int, column: int) -> np.ndarray:
+        """Contrasts with the bare image, in the patch and at two of its edges."""
+        patch, bare = (patch_of(image, row, c) for c in (column, column + 1))
+        edges = patch, patch[: len(patch) // 4, patch.shape[1] // 2], patch[len(patch) // 2, :8]
+        return np.array([contrast(edge, middle_of(bare)).max() for edge in edges])
+
     for (row, column), value in PLANTED.items():
-        patch, bare = patch_of(image, row, column), middle_of(patch_of(image, row, column + 1))
-        if value > 0:
-            continue
-        assert np.abs(middle_of(patch) - bare).max() < 0.02
+        if value < 0:
+            patch, bare = patch_of(image, row, column), patch_of(image, row, column + 1)
+            assert np.abs(middle_of(patch) - middle_of(bare)).max() < 0.02
     # as few as hold half: two of the four, which are equal
-    outlined = [
-        place
-        for place in PLANTED
-        if contrast(patch_of(image, *place), image[-1, 0 if place[1] == 1 else -1]).max() >= ENOUGH
-    ]
-    assert len(outlined) == 2
-    for row, column in outlined:
-        patch = patch_of(image, row, column)
-        bare = middle_of(patch_of(image, row, column + 1))
-        for edge in (patch[: len(patch) // 4, patch.shape[1] // 2], patch[len(patch) // 2, :8]):
-            assert contrast(edge, bare).max() >= ENOUGH
-
-
-def test_the_slider_makes_relevance_fainter(opened, tmp_path):
-    page, holder = opened()
-    whole = middle_of(patch_of(seen(page, holder, tmp_path / "a.png"), 0, 1))
-    page.focus("#over-image input")
-    page.keys(*["ArrowLeft"] * 40)
-    faint = middle_of(patch_of(seen(page, holder, tmp_path / "b.png"), 0, 1))
-    page.keys("Home")
-    none = middle_of(patch_of(seen(page, holder, tmp_path / "c.png"), 0, 1))
-    assert luminance(whole) > luminance(faint) > luminance(none)
-    assert np.abs(none - DARK).max() < 0.02
+    outlined = [found for found in starmap(ends, PLANTED) if found[0] >= ENOUGH]
+    assert len(outlined) == 2 and np.min(outlined) >= ENOUGH
 
 
 def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch):

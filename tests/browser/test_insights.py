@@ -1,4 +1,4 @@
-"""The page of Insights, as a person uses it."""
+"""The page of Insights, as a person uses it, served or kept."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""A report in a real browser, used by mouse and by keyboard."""
+"""A report in a real browser, used by mouse and by keyboard; roles of tokens there and in Insights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from browser.made import METHODS
+import torch
+from browser.made import METHODS, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import images, mamba_lm, token_ids, vision
 
-from captum_ssm import ImplicitAttentionRollout, MambaAttribution, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -33,9 +35,10 @@ def token(index: int) -> str:
     return f'.token[data-index="{index}"]'
 
 
-def expected(values: np.ndarray) -> np.ndarray:
+def expected(values: Sequence[float] | np.ndarray, end: float | None = None) -> np.ndarray:
     """The opacities that common.js gives to values: 64 steps up to 0.62."""
-    return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
+    end = np.abs(values).max() if end is None else end
+    return np.round(np.abs(values) / end * 64) / 64 * 0.62
 
 
 def shaded(method: dict) -> np.ndarray:
@@ -268,3 +271,64 @@ def test_images(page: Page, tmp_path: Path) -> None:
     assert page.overflow() <= 0
     assert page.errors == []
     assert page.requests == [path.as_uri()]
+
+
+@pytest.fixture
+def told(page: Page, tmp_path: Path) -> Iterator[tuple[Page, dict]]:
+    """A report in the browser, and what it holds of a method that tells roles."""
+    torch.manual_seed(3)
+    path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
+    options = {LatimFlow.get_name(): {"rule": "centred"}}
+    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
+    page.goto(path)
+    yield page, read_page(path).facts["examples"][0]["methods"][1]
+    assert page.errors == []
+
+
+def test_a_report_has_a_row_for_each_role_on_one_scale(told: tuple[Page, dict]) -> None:
+    page, cause = told
+    assert page.texts("#methods .role .name") == list(cause["roles"])
+    assert len(cause["roles"]) == 5
+    end = max(np.abs(values).max() for values in cause["roles"].values())
+    largest = page.texts("#methods .role .largest")
+    for index, (role, values) in enumerate(cause["roles"].items()):
+        assert largest[index].startswith(f"w{int(np.abs(values).argmax())} ")
+        page.click(f"#methods [value='{2 + index}']")
+        np.testing.assert_allclose(page.opacities(".token"), expected(values, end), atol=0.006)
+        said = f"Background: relevance by LatimFlow, as {role}."
+        assert page.text("#shown").startswith(said)
+
+
+def test_a_report_says_what_a_token_did(told: tuple[Page, dict]) -> None:
+    page, cause = told
+    page.click("#methods [value='1']")
+    for width in (390, 960):  # and moves no token
+        page.resize(width)
+        tops = "e.getBoundingClientRect().top + scrollY"
+        before = page.each(".token", tops)
+        for index in (3, 16, 11):
+            page.hover(f'.token[data-index="{index}"]')
+            page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
+            assert page.each(".token", tops) == pytest.approx(before, abs=0.5)
+    sizes = {role: abs(values[11]) for role, values in cause["roles"].items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    assert f"by LatimFlow ({largest} " in page.text("#status")
+    page.click("#numbers summary")
+    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    heads = page.texts("#numbers th")
+    assert heads[4:] == [f"LatimFlow, as {role}" for role in cause["roles"]]
+
+
+def test_insights_colours_words_by_role_on_one_scale(shown: Any) -> None:
+    chosen = {"attribution_arguments": {"rule": "centred", "baselines": "0"}}
+    visualizer = sentences([[1, 2, 3, 4]], **chosen)
+    ((output,),) = visualizer.visualize()
+    page = shown(visualizer)
+    assert page.each("#argument-baselines option", "e.text") == ["default", "mean", "0"]
+    assert page.evaluate("document.querySelector('#argument-baselines').value") == "0"
+    assert page.texts(".role h5") == list(output.roles)
+    assert page.texts(".role .token") == ["w1", "w2", "w3", "w4"] * len(output.roles)
+    percents = [percent for values in output.roles.values() for percent in values]
+    assert max(map(abs, percents)) == pytest.approx(100)
+    wanted = expected(percents, 100)
+    np.testing.assert_allclose(page.opacities(".role .token"), wanted, atol=0.011)

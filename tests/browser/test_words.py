@@ -1,4 +1,4 @@
-"""Tokens as the words they make, and methods that say nothing, in a real browser."""
+"""Words, long texts, methods that say nothing and what methods return, in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The captum-ssm command."""
+"""The captum-ssm command: help, errors, files that are there, pipes and libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""captum-ssm explain and methods."""
+"""``captum-ssm explain``, of predictions and of whole answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zoo.language import word_tokenizer
 from zoo.small import randomise
 from zoo.vision_language import vision_language_model
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, SSMLLMAttribution
 from captum_ssm.attr.catalogue import DEFAULT
 from captum_ssm.cli import main
 from captum_ssm.explain.loading import Source, load
@@ -406,3 +406,47 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
         out = ["--text", "anna", "--out", str(tmp_path / "x.json")]
         assert main(["explain", *arguments, *out]) == 1
         assert local == expected
+
+
+ASKED_OF = "anna owns the lamp . bob owns the kite . ? anna owns the"
+ANSWER = "lamp . ? bob owns the kite ."
+ASKED = ("explain", "recall-mamba", "--text", ASKED_OF, "--out")
+
+
+def test_numbers_of_a_given_answer(tmp_path: Path, run: Callable[..., str]) -> None:
+    out = tmp_path / "answers.json"
+    said = run(*ASKED, out, "--answer", ANSWER, "--hops", "2", "--rule", "half")
+    (found,) = json.loads(out.read_text())["answers"]
+    model, vocabulary = load_bundled()
+    expected = SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(
+        ASKED_OF, ANSWER, spans="sentence", prompt_spans="sentence", hops=2, rule="half",
+        contrast="all",
+    )  # fmt: skip
+    assert found["names"] == ["lamp .", "?", "bob owns the kite ."]
+    assert found["features"] == expected.input_tokens
+    assert len(found["hops"]) == len(expected.spans.hops) > 1
+    last = torch.tensor(found["hops"][-1]["prompt"])
+    assert torch.allclose(last, expected.token_attr, atol=1e-5)
+    assert "'bob owns the kite .'" in said and f"wrote {out}" in said
+
+
+@pytest.mark.slow
+def test_a_picture_of_what_is_generated(tmp_path: Path, run: Callable[..., str]) -> None:
+    out = tmp_path / "answers.png"
+    run(*ASKED, out, "--generate", "2", "--spans", "token", "--prompt-spans", "token")
+    assert out.stat().st_size > 1000
+    method = ["--method", "ImplicitAttentionRollout"]
+    run(*ASKED[:4], ASKED_OF, "--generate", "1", "--out", out, *method, "--force")
+    assert (tmp_path / "answers-2.png").exists()
+
+
+def test_a_page_of_what_is_generated(tmp_path: Path, run: Callable[..., str]) -> None:
+    out = tmp_path / "answers.html"
+    run(*ASKED, out, "--generate", "3", "--hops", "1", "--title", "Who owns what?")
+    page = read_page(out)
+    assert page.texts("h1") == ["Who owns what?"]
+    assert page.facts["about"].startswith("recall-mamba: relevance by LatimFlow, of each token")
+    (example,) = page.facts["examples"]
+    assert example["prompt"]["labels"] == ASKED_OF.split()
+    assert len(example["answer"]["labels"]) == 3 and example["answer"]["labels"][0] == "lamp"
+    assert len(example["blocks"]) == 2

@@ -1,4 +1,4 @@
-"""A folder, a file or an image that is broken or hostile ends in a sentence that names it."""
+"""Broken or hostile folders, files and images end in a sentence; targets are read as typed."""
 
 from __future__ import annotations
 

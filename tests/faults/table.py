@@ -586,7 +586,7 @@ PAGES = (
         "Insights: wrong predictions shown as correct ones",
         'return (best.index == actual.index) == (self.prediction == "correct")',
         'return (best.index == actual.index) != (self.prediction == "correct")',
-        ("insights/test_config.py",),
+        ("insights/test_methods.py",),
     ),
 )
 

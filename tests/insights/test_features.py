@@ -1,4 +1,4 @@
-"""What is shown of each kind of input."""
+"""Batches, and what is shown of each kind of input."""
 
 from __future__ import annotations
 

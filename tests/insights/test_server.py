@@ -1,4 +1,4 @@
-"""The server: who it answers, how, and when it ends."""
+"""The server: who it answers, how, and when it ends; and the page that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arcs of edges, and curves of windows: where they are drawn, and what is said beside them."""
+"""Arcs of edges, curves of windows and graphs over words: where they are drawn."""
 
 from __future__ import annotations
 

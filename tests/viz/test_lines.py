@@ -1,4 +1,4 @@
-"""Lines: layer profiles, decomposition errors, perturbation curves."""
+"""Lines, and tables as dots with bars: each number at its place."""
 
 from __future__ import annotations
 

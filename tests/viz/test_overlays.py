@@ -1,4 +1,4 @@
-"""Relevance laid over images."""
+"""Relevance laid over images, by our pictures and by Captum's own."""
 
 from __future__ import annotations
 

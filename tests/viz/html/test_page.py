@@ -1,4 +1,4 @@
-"""The HTML file: what comes from outside stays data."""
+"""The HTML file: what comes from outside stays data, and maps and images fit in few bytes."""
 
 from __future__ import annotations
 
