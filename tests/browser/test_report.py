@@ -1,4 +1,4 @@
-"""A report in a real browser, used by mouse and by keyboard; roles of tokens there and in Insights."""
+"""A report in a real browser, by mouse and by keyboard; roles there and in Insights."""
 
 from __future__ import annotations
 

@@ -538,7 +538,7 @@ PAGES = (
         "characters that nobody sees are not spelled out",
         "visible = character.isprintable() and ord(character) not in _INVISIBLE",
         "visible = True",
-        ("viz/test_labels.py",),
+        ("viz/test_pictures.py",),
     ),
     Fault(
         "a report names the token behind the one that is read",

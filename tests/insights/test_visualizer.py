@@ -1,4 +1,4 @@
-"""Going through examples with one model or several: what is shown is what models and methods say."""
+"""Examples with one model or several: what is shown is what models and methods say."""
 
 from __future__ import annotations
 
