@@ -21,35 +21,14 @@ from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
 
 HOSTILE = [
-    "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "</script>",
-    "\"'><b>",
-    "$x_1$",
-    "zero\u200bwidth",
-    "\u202eturned",
-    "new\nline",
-    "tab\t",
-    "\x00",
-    "",
-    "שלום",
-    "مرحبا",
-    "👩\u200d🚀",
-    "e\u0301",
-    "javascript:alert(1)",
-    "${alert(1)}",
-    "&amp;",
-    "__proto__",
-]
-#: What is seen of some of them.
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</script>", "\"'><b>", "$x_1$",
+    "zero\u200bwidth", "\u202eturned", "new\nline", "tab\t", "\x00", "", "שלום", "مرحبا",
+    "👩\u200d🚀", "e\u0301", "javascript:alert(1)", "${alert(1)}", "&amp;", "__proto__",
+]  # fmt: skip
 SEEN = {
-    "zero\u200bwidth": "zero\\u{200b}width",
-    "\u202eturned": "\\u{202e}turned",
-    "new\nline": "new\\u{a}line",
-    "tab\t": "tab\\u{9}",
-    "\x00": "\\u{0}",
-    "": "(empty)",
-}
+    "zero\u200bwidth": "zero\\u{200b}width", "\u202eturned": "\\u{202e}turned", "": "(empty)",
+    "new\nline": "new\\u{a}line", "tab\t": "tab\\u{9}", "\x00": "\\u{0}",
+}  # fmt: skip
 
 
 def show(page: Page, button: str = "#show") -> None:

@@ -18,17 +18,9 @@ from zoo.small import images, mamba_lm, token_ids, vision
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 
 HOSTILE = [
-    "<script>alert(1)</script>",
-    "</script><img src=x onerror=alert(1)>",
-    "$x_1$",
-    "\u200b",
-    "שלום",
-    "👩\u200d🚀",
-    "a\nb",
-    "\"'&amp;",
-    "<!--",
-    "",
-]
+    "<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$x_1$", "\u200b",
+    "שלום", "👩\u200d🚀", "a\nb", "\"'&amp;", "<!--", "",
+]  # fmt: skip
 
 
 def token(index: int) -> str:

@@ -85,10 +85,13 @@ def test_errors_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 2
     told = capsys.readouterr().err
     assert all(rule in told for rule in FAMILY) and told.count("required") >= 2
-    with pytest.raises(SystemExit) as caught:
-        main(["explain", "--help"])
-    assert caught.value.code == 0
-    assert "captum-ssm explain recall-mamba --text" in capsys.readouterr().out
+    for asked, said in (
+        (["explain", "--help"], "captum-ssm explain recall-mamba --text"),
+        (["--version"], f"captum-ssm {captum_ssm.__version__}\n"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(asked)
+        assert caught.value.code == 0 and said in capsys.readouterr().out
 
 
 def test_architectures(run: Callable[..., str]) -> None:
@@ -124,13 +127,6 @@ def test_methods(run: Callable[..., str]) -> None:
 
 SHORT = "anna owns the lamp . ? anna owns the"
 NAMES = tuple(command.__name__.rpartition(".")[2] for command in _COMMANDS)
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"captum-ssm {captum_ssm.__version__}\n"
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
@@ -211,19 +207,17 @@ def test_libraries_are_quiet_and_this_package_is_not(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_what_is_held_against_another_is_called_so(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+def test_what_is_held_against_another_is_called_so(tmp_path: Path, run: Callable[..., str]) -> None:
+    out, path = tmp_path / "found.json", "Integrated Gradients"
     asked = ["explain", "recall-mamba", "--text", SHORT, "--target", "lamp", "--contrast", "kite"]
-    chosen = ["--method", "latimflow", "occlusion", "integrated-gradients", "--out", str(out)]
-    assert main([*asked, *chosen, "--option", "n_steps=3"]) == 0
+    chosen = ["--method", "latimflow", "occlusion", "integrated-gradients", "--out", out]
+    run(*asked, *chosen, "--option", "n_steps=3")
     (example,) = json.loads(out.read_text())["examples"]
-    path = "Integrated Gradients"
     assert list(example["relevance"]) == ["LatimFlow, against kite", "Occlusion", path]
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(SHORT)])
     lamp, kite = vocabulary.encode("lamp kite")
     flow = LatimFlow(model).attribute(ids, (-1, lamp), contrast=(-1, kite))[0]
     few = compare(model, "IntegratedGradients", ids, (-1, lamp), options={path: {"n_steps": 3}})
-    wanted = {"LatimFlow, against kite": flow, path: few[path][0]}
-    for name, relevance in wanted.items():
+    for name, relevance in {"LatimFlow, against kite": flow, path: few[path][0]}.items():
         torch.testing.assert_close(torch.tensor(example["relevance"][name]), relevance)

@@ -126,10 +126,6 @@ def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     assert "http://127.0.0.1:" in capsys.readouterr().out
 
 
-def test_an_error_has_no_traceback(tmp_path, run):
-    assert "none" in run("serve", "recall-mamba", "--texts", tmp_path / "none", code=1)
-
-
 def test_models_and_inputs_must_fit(vim, prompts, photos, language_model, tmp_path):
     recall, (empty, blank) = "recall-mamba", (tmp_path / "folder", tmp_path / "blank.txt")
     empty.mkdir()
