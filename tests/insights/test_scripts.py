@@ -127,12 +127,7 @@ print("done", flush=True)
 @pytest.mark.slow
 def test_a_script_that_does_not_block_ends_at_its_end():
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(tests=str(HERE.parent))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.rstrip().endswith("done")
+    command = [sys.executable, "-c", SCRIPT.format(tests=str(HERE.parent))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("done"), done.stderr

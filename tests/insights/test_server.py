@@ -92,15 +92,8 @@ def test_without_the_token_nothing_is_told(visualizer):
     assert ask(visualizer.url, "/api/examples", much[2:] + b"{}").status == 200
 
 
-HOSTS = [
-    "example.com",
-    "example.com:{port}",
-    "127.0.0.1",
-    "127.0.0.1:1",
-    "localhost",
-    "",
-    "[::1]:{port}",
-]
+HOSTS = ["example.com", "example.com:{port}", "127.0.0.1", "127.0.0.1:1", "localhost", ""]
+HOSTS += ["[::1]:{port}"]
 
 
 def test_under_a_foreign_name_nothing_is_told(visualizer):
@@ -148,28 +141,26 @@ def test_what_cannot_be_answered_says_so(visualizer):
         assert ask(visualizer.url, "/api/config", method=method).status == 501
 
 
-def test_an_error_is_told_and_with_debug_printed(capsys):
+def test_an_error_is_told_and_with_debug_printed(visualizer, capsys):
+    with socket.create_connection(("127.0.0.1", visualizer.serve())) as connection:
+        connection.sendall(b"GET /api/config HTTP/1.1\r\n")  # and goes away, which is none
+    capsys.readouterr()
+    assert ask(visualizer.url, "/api/config").status == 200
+    assert capsys.readouterr().err == ""
+
     def dataset():
         raise OSError("no disk")
         yield
 
     for debug in (False, True):
-        with table(Always(1), dataset()) as visualizer:
-            visualizer.serve(debug=debug)
+        with table(Always(1), dataset()) as broken:
+            broken.serve(debug=debug)
             capsys.readouterr()
-            answer = ask(visualizer.url, "/api/config")
+            answer = ask(broken.url, "/api/config")
             assert (answer.status, answer.json) == (500, {"error": "OSError: no disk"})
             printed = capsys.readouterr().err
             assert ("Traceback" in printed and "GET /api/config 500" in printed) == debug
-            assert visualizer.url.partition("token=")[2] not in printed
-
-
-def test_a_browser_that_goes_away_is_no_error(visualizer, capsys):
-    with socket.create_connection(("127.0.0.1", visualizer.serve())) as connection:
-        connection.sendall(b"GET /api/config HTTP/1.1\r\n")
-    capsys.readouterr()
-    assert ask(visualizer.url, "/api/config").status == 200
-    assert capsys.readouterr().err == ""
+            assert broken.url.partition("token=")[2] not in printed
 
 
 def test_questions_at_the_same_time_are_all_answered():
@@ -227,14 +218,19 @@ def test_only_loopback_listens(visualizer):
 
 
 def test_it_is_one_file_that_asks_for_nothing(tmp_path):
-    path = tmp_path / "new" / "page.html"
-    with table(table_model(), [numbers(1, None)]) as visualizer:
-        assert visualizer.snapshot(path) == path.read_text(encoding="utf-8")
+    path, visualizer = tmp_path / "new" / "page.html", table(table_model(), [numbers(1, None)])
+    assert visualizer.snapshot(path) == path.read_text(encoding="utf-8")
     page = read_page(path)
     assert set(addresses(page)) == {"data:,", "#examples"}
     (style,), script = page.texts("style"), page.texts("script")[-1]
     assert digest(style) in page.policy and digest(script) in page.policy
     assert "connect-src" not in page.policy and "default-src 'none'" in page.policy
+    shown = visualizer._repr_html_()  # in a notebook
+    (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', shown)
+    assert html.unescape(page).startswith("<!doctype html>") and "src=" not in shown
+    for classes in (0, -1, True, 1.5):
+        with pytest.raises(OptionError, match="classes="):
+            visualizer.snapshot(classes=classes)
 
 
 def test_it_holds_the_examples_that_are_shown_and_their_classes(tmp_path):
@@ -253,15 +249,3 @@ def test_it_holds_the_examples_that_are_shown_and_their_classes(tmp_path):
                 place = f"{example['id']},0,{output.method_index},{score.index}"
                 assert facts["relevance"][place]["active_index"] == score.index
     assert len(facts["relevance"]) == 2 * 2 * 3
-
-
-def test_a_notebook_shows_it_in_a_frame():
-    shown = table(Always(1), [numbers(1)])._repr_html_()
-    (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', shown)
-    assert html.unescape(page).startswith("<!doctype html>") and "src=" not in shown
-
-
-def test_a_number_of_classes_that_is_none_is_refused():
-    for classes in (0, -1, True, 1.5):
-        with pytest.raises(OptionError, match="classes="):
-            table(Always(1), [numbers(1)]).snapshot(classes=classes)

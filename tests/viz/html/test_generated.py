@@ -172,8 +172,7 @@ def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> Non
 
 @pytest.mark.slow
 def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
-    model, ids = classifier("mean"), token_ids(2, 8)
-    mask = torch.ones(2, 8, dtype=torch.long)
+    model, ids, mask = classifier("mean"), token_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
     mask[1, :3] = 0
     report(model, ids, [LatimFlow], target=1, additional_forward_args=mask, path=path)
     page = read_page(path)
@@ -247,10 +246,8 @@ def test_decompositions_of_logits_and_of_images(tmp_path: Path) -> None:
     np.testing.assert_allclose(example["rows"][0]["values"], logits.tokens[0], rtol=1e-4)
     pixels = LatimFlow(vision("middle", (3, 4))).decompose(images(1), 0)
     (example,) = written(pixels, tmp_path)["examples"]
-    (shown,) = example["maps"]
-    assert example["rows"] == []
-    wanted = pixels.inputs[0].sum(0)
-    assert shown["size"] == list(wanted.shape)
+    (shown,), wanted = example["maps"], pixels.inputs[0].sum(0)
+    assert example["rows"] == [] and shown["size"] == list(wanted.shape)
     np.testing.assert_allclose(shown["values"], wanted.flatten(), rtol=1e-3, atol=1e-7)
 
 

@@ -216,34 +216,27 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     chances = model(ids).logits[0, 3].detach().double().softmax(-1)
     found = {p["label"]: p["probability"] for p in example["predictions"]}
     assert found["$5"] == pytest.approx(float(chances[7]), rel=1e-4)
+    for tokens, spelled, direction in (
+        (AWKWARD, ["$x_1$", "<script>", r"a\nb", "∅"], "ltr"),
+        (["שלום", "a", "סוף"], ["שלום", "a", "סוף"], "rtl"),
+    ):
+        report(model, token_ids(1, len(tokens)), [LatimFlow], tokens=tokens, path=path)
+        (example,) = read_page(path).facts["examples"]
+        assert example["tokens"][:4] == spelled and example["direction"] == direction
+        assert example["breaks"] == ([2] if tokens is AWKWARD else [])
 
 
 @pytest.mark.slow
-def test_awkward_tokens_are_spelled(path: Path) -> None:
-    report(mamba_lm(), token_ids(1, len(AWKWARD)), [LatimFlow], tokens=AWKWARD, path=path)
-    (example,) = read_page(path).facts["examples"]
-    assert example["tokens"][:4] == ["$x_1$", "<script>", r"a\nb", "∅"]
-    assert example["breaks"] == [2]
-    assert example["direction"] == "ltr"
-    report(mamba_lm(), token_ids(1, 3), [LatimFlow], tokens=["שלום", "a", "סוף"], path=path)
-    assert read_page(path).facts["examples"][0]["direction"] == "rtl"
-
-
-@pytest.mark.slow
-def test_contributions_and_chosen_layers(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 9)
-    kinds = ["contributions", "attention"]
-    report(model, ids, [LatimFlow], matrices=kinds, shown_layers=[-1, 0], path=path)
+def test_chosen_layers_and_little_room(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 150)
+    chosen = {"matrices": ["contributions", "attention"], "shown_layers": [-1, 0]}
+    report(model, ids[:, :9], [LatimFlow], **chosen, path=path)
     page = read_page(path)
     maps = page.facts["examples"][0]["maps"]
     assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
     assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
-    check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids, layers=[2])[0][0])
-
-
-@pytest.mark.slow
-def test_little_room_keeps_the_strongest(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 150)
+    check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids[:, :9], layers=[2])[0][0])
+    # the strongest are kept
     report(model, ids, [LatimFlow], path=path, megabytes=0.1)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
@@ -343,9 +336,7 @@ def numbers_of(found: dict, graph: Graph, rows: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("count", [5, pytest.param(EVERYTHING, marks=pytest.mark.slow)])
 def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
-    model, ids = classifier("last"), token_ids(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
+    model, ids, mask = classifier("last"), token_ids(2, 9), padded(2, 9, slice(3))
     given = {"additional_forward_args": mask, "target": 2, "graph": count}
     for b, found in enumerate(drawn(path, model, ids, **given)):
         alone = ids[b : b + 1, mask[b].bool()]
@@ -393,13 +384,15 @@ def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
     assert (found["kind"], found["rows"], found["places"]) == ("mixers", [name], 1)
     graph = attribution_graph(model, ids, (-1, 4), nodes=[name], keep=None)
     which = numbers_of(found, graph, [name])
-    (past,) = (
-        link
+    kinds = [node["kind"] for node in found["nodes"]]
+    ends = [
+        (link["source"], link["weight"])
         for link in found["links"]
-        if found["nodes"][link["source"]]["kind"] == "token" and link["target"] == len(which) - 1
-    )
-    assert found["nodes"][past["source"]]["position"] == 6
-    assert past["weight"] == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
+        if link["target"] == len(which) - 1
+    ]
+    ((source, weight),) = (end for end in ends if kinds[end[0]] == "token")
+    assert found["nodes"][source]["position"] == 6
+    assert weight == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
 
 
 @pytest.mark.slow
