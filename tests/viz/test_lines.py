@@ -37,19 +37,15 @@ def test_profiles_are_drawn_by_layer() -> None:
 
 @pytest.mark.slow
 def test_decomposition_errors_of_a_real_model() -> None:
-    model, ids = mamba_lm(), token_ids()
-    errors = {
-        kind: LatimNorm(model, activation=kind).decomposition_error(ids)
-        for kind in ("linearized", "silu")
-    }
+    model, ids, kinds = mamba_lm(), token_ids(), ("linearized", "silu")
+    errors = {kind: LatimNorm(model, activation=kind).decomposition_error(ids) for kind in kinds}
     figure, axis = plot_decomposition_errors(errors)
     draw(figure)
     drawn = [line.get_ydata() for line in axis.lines]
     np.testing.assert_allclose(drawn[0], np.maximum(errors["linearized"], 1e-8))
     np.testing.assert_allclose(drawn[1], errors["silu"])
-    assert axis.get_yscale() == "log"
     low, high = axis.get_ylim()
-    assert all(low < y < high for ys in drawn for y in ys)
+    assert axis.get_yscale() == "log" and all(low < y < high for ys in drawn for y in ys)
     _, axis = plot_decomposition_errors([0.0, 0.5])
     assert axis.lines[0].get_ydata().tolist() == [1e-8, 0.5]
 

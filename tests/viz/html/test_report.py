@@ -288,10 +288,10 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
     (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
     (InputError, "names has 1 labels for 2", {"names": ["a"]}),
-    (TargetError, "", {"target": 3}),
+    (TargetError, "target", {"target": 3}),
     (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
     *(
-        (OptionError, r"ends in \.html", {"path": f"new/report{suffix}"})
+        (OptionError, r"ends in \.html", {"path": f"other/report{suffix}"})
         for suffix in (".json", ".png", ".csv", ".pdf", "")
     ),
 ]
@@ -304,7 +304,7 @@ def test_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error, said, changed in REFUSED:
         with pytest.raises(error, match=said):
             report(model, **{"inputs": ids, "methods": METHODS, "path": path, **changed})
-    assert not path.parent.exists()
+    assert not path.exists() and not Path("other").exists()
     path.parent.parent.joinpath("file").write_text("")
     unusable = path.parent.parent / "file" / "r.html"
     with pytest.raises(OSError, match="file"):  # before the work
