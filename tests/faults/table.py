@@ -326,7 +326,7 @@ METHODS = (
         "the mean baseline counts padding",
         "        keep = mask.to(root)\n    each = root.flatten(2)",
         "        keep = torch.ones_like(mask).to(root)\n    each = root.flatten(2)",
-        ("attr/test_padding.py", "attr/test_flow.py", "conformance/test_methods.py"),
+        ("conformance/test_methods.py", "attr/test_padding.py"),
     ),
     Fault(
         "a batch in parts: every part has the baselines of all",
