@@ -25,7 +25,7 @@ from captum_ssm.errors import CaptumSSMError, WriteError
 from captum_ssm.models import VisionMamba, folders
 
 
-@pytest.mark.parametrize("content", ["ä" * ROOM, b"\xff" * (ROOM + 1)])
+@pytest.mark.parametrize("content", ["ä" * ROOM, b"\xff" * (ROOM + 1)], ids=["text", "bytes"])
 def test_the_file_is_what_it_was(tmp_path: Path, content: str | bytes) -> None:
     path = tmp_path / "table.md"
     with full_disk(), pytest.raises(WriteError, match=r"table\.md could not .*too large"):
