@@ -43,6 +43,9 @@ _NO = (False, np.False_)
 #: What both examples are asked for, and what that is held against.
 TARGET = ByKind((-1, 3), [(-1, 3), (-2, 4)], [1, 3])
 OTHER = ByKind((-2, 5), [(-1, 5), (-3, 6)], torch.tensor([4, 0]))
+#: A number for each example in the place of its embeddings or pixels.
+_EACH = torch.tensor([1.0, -0.5])
+BASELINES = ByKind(_EACH.view(2, 1, 1), _EACH.view(2, 1, 1), _EACH.view(2, 1, 1, 1))
 #: By the name of an argument of ``attribute``: the values that it is tried with.
 OPTIONS: dict[str, Values] = {
     "inputs": Values((), (), (
@@ -91,7 +94,7 @@ OPTIONS: dict[str, Values] = {
         "nonsense", "", 1.5, 99, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99),
     )),
     "rule": Values(("frozen", "half", "equal", "centred"), (None,), _NAMES),
-    "baselines": Values(("mean", 0.5, torch.tensor(-1.0)), (None,), (
+    "baselines": Values(("mean", 0.5, torch.tensor(-1.0), BASELINES), (None,), (
         "a", "", True, _NAN, float("inf"), [[1], [2, 3]], {"a": 1}, torch.ones(7, 3),
     )),
     "zero_bias": Values((True,), _NO, _FLAG),

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from browser.made import MAKE
 from helpers.browser import Page, chromium, program
 
 from captum_ssm.insights import AttributionVisualizer
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes the page of a name, once."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    @cache
+    def write(name: str) -> Path:
+        torch.manual_seed(3)
+        MAKE[name](folder / f"{name}.html")
+        return folder / f"{name}.html"
+
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +54,12 @@ def view(page: Page, request: pytest.FixtureRequest) -> int:
     page.resize(width, 800)
     page.prefer(scheme)
     return int(width)
+
+
+@pytest.fixture
+def made(written: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    """The page that a file of tests calls PAGE."""
+    return written(request.module.PAGE)
 
 
 @pytest.fixture

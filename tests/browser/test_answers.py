@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from browser.made import PROMPT, of_recall
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
 from captum_ssm.models import load_bundled
-
-pytestmark = pytest.mark.browser
-
-PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 
 def number(text: str) -> float:
@@ -33,85 +32,73 @@ def shown_numbers(page: Page) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the README's example."""
-    model, vocabulary = load_bundled("recall-mamba")
-    path = tmp_path_factory.mktemp("answers") / "report.html"
-    return report(model, PROMPT, tokenizer=vocabulary, path=path)
+PAGE = "readme"
+MODEL, VOCABULARY = load_bundled()
+IDS = torch.tensor([VOCABULARY.encode(PROMPT)])
 
 
 @pytest.fixture
-def opened(page: Page, readme: Path, request: pytest.FixtureRequest) -> Page:
-    if "view" not in request.fixturenames:
-        page.resize(1280, 800)
-    page.goto(readme)
-    return page
+def wide(page: Page, made: Path) -> Iterator[Page]:
+    page.resize(1280, 800)
+    page.goto(made)
+    yield page
+    assert page.errors == []
 
 
-def test_the_first_screen_tells_the_story(opened: Page, readme: Path) -> None:
+@pytest.fixture
+def example(made: Path) -> dict[str, Any]:
+    """What the page holds."""
+    (found,) = read_page(made).facts["examples"]
+    return found
+
+
+def test_the_first_screen_tells_the_story(wide: Page, example: dict[str, Any]) -> None:
     """Prediction, coloured tokens, the strongest and their sum, without scrolling."""
-    (example,) = read_page(readme).facts["examples"]
     for selector in ("#targets", "#explained", "#text", "#sum", "#strongest tfoot"):
-        place = opened.box(selector)
+        place = wide.box(selector)
         assert 0 <= place["top"] < place["bottom"] <= 800, selector
         assert 0 <= place["left"] < place["right"] <= 1280, selector
-    assert opened.text("#targets :has(:checked) .name") == "lamp"
-    strongest = opened.box(".token[data-index='3']")
+    assert wide.text("#targets :has(:checked) .name") == "lamp"
+    strongest = wide.box(".token[data-index='3']")
     assert 0 < strongest["top"] < strongest["bottom"] < 800
-    flow = example["methods"][0]["values"]
-    best = np.argsort(-np.abs(flow))[:10]
-    rows = [row.split("\t") for row in opened.texts("#strongest tbody tr", "innerText")]
-    assert [int(row[0]) for row in rows] == list(best)
-    assert [number(row[-1]) for row in rows] == pytest.approx([flow[i] for i in best], rel=6e-3)
-
-
-def test_tokens_and_biases_are_the_logit(opened: Page, readme: Path) -> None:
-    (example,) = read_page(readme).facts["examples"]
-    said = re.fullmatch(r"tokens (\S+) \+ biases (\S+) = logit (\S+)", opened.text("#sum"))
+    flow = np.array(example["methods"][0]["values"])
+    check(wide, flow, f"What adds to {example['explained']}")
+    said = re.fullmatch(r"tokens (\S+) \+ biases (\S+) = logit (\S+)", wide.text("#sum"))
     assert said is not None
     tokens, biases, logit = map(number, said.groups())
     assert tokens + biases == pytest.approx(logit, abs=0.15)
-    best = example["predictions"][example["asked"]]
-    assert logit == pytest.approx(best["logit"], abs=0.06)
-    assert tokens == pytest.approx(sum(example["methods"][0]["values"]), abs=0.06)
-    listed = shown_numbers(opened)
+    assert logit == pytest.approx(example["predictions"][example["asked"]]["logit"], abs=0.06)
+    assert tokens == pytest.approx(float(flow.sum()), abs=0.06)
+    listed = shown_numbers(wide)
     assert sum(listed.values()) - listed["= logit"] == pytest.approx(listed["= logit"], rel=0.01)
 
 
-@pytest.mark.usefixtures("view")
-def test_a_click_on_a_chip_explains_that_prediction(opened: Page, readme: Path) -> None:
-    model, vocabulary = load_bundled("recall-mamba")
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
-    (example,) = read_page(readme).facts["examples"]
+def test_a_click_on_a_chip_explains_that_prediction(opened: Page, example: dict[str, Any]) -> None:
     rival = 1 + [p["label"] for p in example["predictions"][1:]].index("anna")
     opened.click(f"#targets .chip:nth-of-type({rival + 1})")
-    target = (-1, vocabulary.encode("anna")[0])
-    found = LatimFlow(model).attribute(ids, target)[0].numpy()
+    found = LatimFlow(MODEL).attribute(IDS, (-1, VOCABULARY.id_of("anna")))[0].numpy()
     check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
     assert "Of “lamp”, for which the page was made." in opened.text("#flow")
-    assert opened.overflow() <= 0
-    assert opened.errors == [] and opened.requests == [readme.as_uri()]
+    # methods that were asked for one say so
+    assert "asked" not in opened.text("#sum")
+    opened.click("#methods label:nth-of-type(2)")
+    assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
 
 
-def test_one_prediction_rather_than_another_by_keyboard(opened: Page, readme: Path) -> None:
+def test_one_prediction_rather_than_another_by_keyboard(
+    wide: Page, example: dict[str, Any]
+) -> None:
     """The difference on the page is what the method says of the contrast."""
-    model, vocabulary = load_bundled("recall-mamba")
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
-    (example,) = read_page(readme).facts["examples"]
-    opened.keys("Tab", "Tab")
-    opened.keys("Tab", "ArrowRight", "ArrowRight")
-    assert opened.text("#rivals :has(:focus)") == example["predictions"][2]["label"]
+    wide.keys("Tab", "Tab", "Tab", "ArrowRight", "ArrowRight")
     name = example["predictions"][2]["label"]
-    target, rival = ((-1, vocabulary.encode(word)[0]) for word in ("lamp", name))
-    found = LatimFlow(model).attribute(ids, target, contrast=rival)[0].numpy()
+    assert wide.text("#rivals :has(:focus)") == name
+    target, rival = ((-1, VOCABULARY.id_of(word)) for word in ("lamp", name))
+    found = LatimFlow(MODEL).attribute(IDS, target, contrast=rival)[0].numpy()
     said = f"What adds to the logit of “lamp” rather than “{name}”, predicted after token 13"
-    check(opened, found, said)
-    assert "= logit difference" in opened.text("#strongest tfoot")
-    # and back to what was asked
-    opened.keys("ArrowLeft", "ArrowLeft")
-    assert opened.text("#explained") == example["explained"]
-    assert opened.errors == []
+    check(wide, found, said)
+    assert "= logit difference" in wide.text("#strongest tfoot")
+    wide.keys("ArrowLeft", "ArrowLeft")  # back to what was asked
+    assert wide.text("#explained") == example["explained"]
 
 
 def check(page: Page, relevance: np.ndarray, heading: str) -> None:
@@ -123,27 +110,20 @@ def check(page: Page, relevance: np.ndarray, heading: str) -> None:
     assert numbers == pytest.approx({int(i): float(relevance[i]) for i in best}, rel=6e-3, abs=1e-4)
 
 
-def test_methods_that_were_asked_for_one_say_so(opened: Page) -> None:
-    opened.click("#targets .chip:nth-of-type(3)")
-    assert "asked" not in opened.text("#sum")
-    opened.click("#methods label:nth-of-type(2)")
-    assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
-
-
 def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
-    model, vocabulary = load_bundled("recall-mamba")
     path = tmp_path / "identity.html"
-    report(model, PROMPT, [ImplicitAttentionRollout], tokenizer=vocabulary, path=path)
+    of_recall(path, methods=[ImplicitAttentionRollout])
     (example,) = read_page(path).facts["examples"]
     (rollout,) = example["methods"]
     assert rollout["own"] == 13
     page.goto(path)
     said = re.fullmatch(r"Its numbers sum to (\S+)\.", page.text("#sum"))
     assert said is not None
-    assert number(said[1]) == pytest.approx(sum(rollout["values"][:13]), rel=6e-3)
+    total = sum(rollout["values"][:13])
+    assert number(said[1]) == pytest.approx(total, rel=6e-3)
     listed = shown_numbers(page)
     assert not any(name.startswith("13 ") for name in listed)
-    assert sum(listed.values()) == pytest.approx(sum(rollout["values"][:13]), rel=1e-2, abs=1e-2)
+    assert sum(listed.values()) == pytest.approx(total, rel=1e-2, abs=1e-2)
 
 
 @pytest.mark.usefixtures("view")
@@ -171,10 +151,7 @@ def test_the_strongest_of_600_tokens_is_in_view(page: Page, tmp_path: Path) -> N
     page.evaluate("scrollTo(0, 0)")
     page.drawn()
     assert in_view(other)
-    assert (
-        page.evaluate(f"document.querySelector('.token[data-index=\"{other}\"]').ariaPressed")
-        == "true"
-    )
+    assert page.count(f".token[data-index='{other}'][aria-pressed=true]") == 1
     assert page.errors == []
 
 
@@ -200,17 +177,13 @@ def test_a_click_on_a_strip_shows_the_token_there(page: Page, tmp_path: Path) ->
     assert page.errors == []
 
 
-@pytest.mark.usefixtures("view")
 def test_what_enters_each_layer(opened: Page) -> None:
-    model, vocabulary = load_bundled("recall-mamba")
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
-    streams = LatimFlow(model).decompose(ids, (-1, vocabulary.encode("lamp")[0])).streams
+    streams = LatimFlow(MODEL).decompose(IDS, (-1, VOCABULARY.id_of("lamp"))).streams
     assert opened.texts("#entering .rows bdi", "innerText") == ["layer 1", "layer 0"]
     assert opened.texts("#entering .columns bdi", "innerText") == PROMPT.split()
     assert opened.texts("#overview .rows bdi", "innerText") == PROMPT.split()
     assert opened.text("#layer-name").startswith("1 of 0–1")  # where the lamp is fetched
     picture = opened.box("#entering canvas")
-    said = {}
     for layer, token in [(0, 1), (1, 3), (0, 13)]:
         x = picture["left"] + (token + 0.5) / 14 * picture["width"]
         y = picture["top"] + (1.5 - layer) / 2 * picture["height"]
@@ -219,12 +192,8 @@ def test_what_enters_each_layer(opened: Page) -> None:
         text = opened.text("#tip")
         match = re.fullmatch(rf"Enters layer {layer} at token {token} “\w+”: (\S+)", text)
         assert match is not None, text
-        said[layer, token] = number(match[1])
-    for (layer, token), value in said.items():
         exact = float(streams[layer][0, token])
-        assert value == pytest.approx(exact, rel=6e-3, abs=1e-3)
+        assert number(match[1]) == pytest.approx(exact, rel=6e-3, abs=1e-3)
     opened.click("#entering canvas")  # between the layers, at the middle token
     kept = opened.evaluate("document.querySelector('.token[aria-pressed=true]').dataset.index")
     assert kept in ("6", "7")
-    assert opened.overflow() <= 0
-    assert opened.errors == []

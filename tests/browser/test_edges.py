@@ -1,4 +1,4 @@
-"""Edges in a report and in Insights, in a real browser."""
+"""Edges and the graph in a report and in Insights, in a real browser."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from browser.made import sentences
 from helpers.browser import Page
-from helpers.insights_examples import Always, numbers, softmax, table
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
-from captum_ssm import EdgeEffects, Edges, ImplicitAttentionRollout, LatimFlow, knock_out, report
-from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
-
-pytestmark = pytest.mark.browser
+from captum_ssm import Edges, ImplicitAttentionRollout, LatimFlow, knock_out, report
 
 HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
@@ -27,8 +25,8 @@ def test_a_report_lists_the_strongest(page: Page, tmp_path: Path) -> None:
     report(mamba_lm(), ids, [LatimFlow], tokens=[WORDS[:9], WORDS[4:13]], edges=4, path=path)
     page.goto(path)
     assert page.texts("#edges thead th")[-2:] == ["Estimated effect of cutting", "True effect"]
-    for number, example in enumerate(read_page(path).facts["examples"]):
-        page.choose("#example", number)
+    for number_, example in enumerate(read_page(path).facts["examples"]):
+        page.choose("#example", number_)
         cells = page.texts("#edges tbody td")
         tokens, rows = example["tokens"], example["edges"]["rows"]
         assert len(rows) == 4
@@ -37,33 +35,29 @@ def test_a_report_lists_the_strongest(page: Page, tmp_path: Path) -> None:
             source, target = row["source"], row["target"]
             told = [row["layer"], source, tokens[source], target, tokens[target]]
             assert ends == [str(one) for one in told]
-            assert float(effect.replace("−", "-")) == pytest.approx(row["effect"], rel=0.01)
-            assert float(true.replace("−", "-")) == pytest.approx(row["true"], rel=0.01)
+            assert number(effect) == pytest.approx(row["effect"], rel=0.01)
+            assert number(true) == pytest.approx(row["true"], rel=0.01)
     assert page.is_hidden("#edges-obstacle")
     assert page.errors == [] and page.dialogs == []
 
 
-def test_a_report_says_why_there_is_no_estimate(page: Page, tmp_path: Path) -> None:
-    model, ids, path = mamba_lm(), token_ids(1, 9), tmp_path / "edges.html"
-    run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
+def test_words_of_a_long_text_that_have_no_nodes_are_left_out(page: Page, tmp_path: Path) -> None:
+    path, words = tmp_path / "graph.html", [f"word{i}" for i in range(300)]
+    report(mamba_lm(), token_ids(1, 300), [LatimFlow], tokens=words, graph=4, path=path)
+    (example,) = read_page(path).facts["examples"]
     page.goto(path)
-    assert "records no gradients" in page.text("#edges-obstacle")
-    assert page.is_hidden("#edges table")
-    report(model, ids, [LatimFlow], matrices=False, path=path)
-    page.goto(path)
-    assert page.is_hidden("#edges")
+    written = page.texts(".graph svg text:not(.row)")
+    shown = {int(word.removeprefix("word")) for word in written if word != "⋮"}
+    assert shown >= {node["position"] for node in example["graph"]["nodes"]}
+    assert len(shown) <= 40 and "⋮" in written
+    for width in (320, 1280):
+        page.resize(width)
+        assert page.overflow() <= 0
     assert page.errors == []
 
 
-def prompts(*ids: list[int]) -> AttributionVisualizer:
-    feature = TextFeature("prompt", None, None, lambda ids: [WORDS[i] for i in ids[0]])
-    batches = [Batch(torch.tensor([row]), None) for row in ids]
-    return AttributionVisualizer(mamba_lm(), WORDS, feature, batches, softmax)
-
-
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
-    visualizer = prompts([1, 0, 3, 5], [2, 4, 6, 8])
+    visualizer = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS)
     page = shown(visualizer)
     assert page.texts(".cutting summary") == ["Cut a message"] * 2
     page.click(".cutting summary")
@@ -79,11 +73,8 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     best = int(before.argmax())
     chances = [f"{float(x.softmax(-1)[best]):.3f}" for x in (before, without)]
     assert page.texts(".result tbody tr:first-child > *") == [WORDS[best], *chances]
-    estimate = float(
-        EdgeEffects(model, exact_norms=True).attribute(ids, (-1, best)).matrix(1)[0, 3, 1]
-    )
-    said = [float(number) for number in re.findall(r"-?\d+\.\d+", page.text(".result p"))]
-    assert said == pytest.approx([float(before[best] - without[best]), estimate], abs=6e-4)
+    lost, _ = map(float, re.findall(r"-?\d+\.\d+", page.text(".result p")))
+    assert lost == pytest.approx(float(before[best] - without[best]), abs=6e-4)
     # what cannot be cut is told in the place of what was shown of another edge
     page.choose(".cutting label:nth-of-type(2) select", 0)
     page.click(".cutting button")
@@ -92,6 +83,151 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     assert page.count(".result table") == 0
 
 
-def test_only_texts_of_models_with_mixers_have_messages_to_cut(shown: Any) -> None:
-    page = shown(table(Always(1), [numbers(1)]))
-    assert page.count(".cutting") == 0
+MANY = [*HOSTILE, *(f"w{i}" for i in range(60))]
+
+
+def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    path, names = tmp_path / "graph.html", [MANY[:9], MANY[4:13]]
+    report(mamba_lm(), token_ids(2, 9), [LatimFlow], tokens=names, graph=6, path=path)
+    page.goto(path)
+    for number_, example in enumerate(read_page(path).facts["examples"]):
+        page.choose("#example", number_)
+        tokens, graph = example["tokens"], example["graph"]
+        nodes, links = graph["nodes"], graph["links"]
+        assert page.count(".graph .dot") == len(nodes) > 6
+        assert page.count(".graph line") == len(links) > 6
+        assert page.count(".graph .hollow") == sum(node["kind"] == "error" for node in nodes)
+        assert page.count(".graph line.takes") == sum(link["weight"] < 0 for link in links)
+        # nodes of a token stand above each other, those of a row beside each other
+        across, down = (page.each(".graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
+        columns = {(node["position"], x) for node, x in zip(nodes, across, strict=True)}
+        assert len(columns) == len({node["position"] for node in nodes})
+        heights = {node["row"]: y for node, y in zip(nodes, down, strict=True)}
+        assert sorted(heights, key=heights.__getitem__) == sorted(heights, reverse=True)
+        dots = set(zip(across, down, strict=True))
+        assert len(dots) == len(nodes)
+        for end in "12":  # every line runs from a dot to a dot
+            ends = [page.each(".graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
+            assert set(zip(*ends, strict=True)) <= dots
+        (label,) = page.each(".graph svg[role=group]", "e.ariaLabel")
+        assert f"on the way to {example['explained']}" in label
+        cells = page.texts(".graph .strongest tbody td")
+        assert len(cells) == 4 * len(graph["path"])
+        for place, step in enumerate(graph["path"]):
+            what, position, word, adds = cells[4 * place : 4 * place + 4]
+            node = nodes[step["node"]]
+            assert what == (graph["rows"][node["row"] - 1] if node["row"] else "the word itself")
+            assert [position, word] == [str(node["position"]), tokens[node["position"]]]
+            assert number(adds) == pytest.approx(step["adds"], rel=0.01)
+    assert page.errors == [] and page.dialogs == []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of which every activation is followed."""
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("graph") / "report.html"
+    words = [f"w{i}" for i in range(7)]
+    return report(mamba_lm(), token_ids(1, 7), [LatimFlow], tokens=words, graph=99, path=path)
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
+def check_parts(page: Page, made: Path, chosen: int) -> None:
+    """The table holds the parts of a node, the strongest first, and they add up to it."""
+    (example,) = read_page(made).facts["examples"]
+    graph = example["graph"]
+    names = page.texts(".graph .parts td:first-child")
+    values = [number(x) for x in page.texts(".graph .parts td:last-child")]
+    assert names[-2:] == ["Biases", "Together"]
+    assert values[-1] == pytest.approx(graph["nodes"][chosen]["value"], rel=6e-3)
+    size = sum(map(abs, values[:-1]))
+    assert sum(values[:-1]) == pytest.approx(values[-1], abs=6e-3 * size)
+    entering = [link["weight"] for link in graph["links"] if link["target"] == chosen]
+    assert values[0] == pytest.approx(max(entering, key=abs), rel=6e-3)
+
+
+def lit(page: Page) -> int:
+    """How many lines stand out."""
+    return page.count(".graph line:not(.faint, .hidden)")
+
+
+def test_a_click_on_a_dot_isolates_what_it_is_made_of(opened: Page, made: Path) -> None:
+    (example,) = read_page(made).facts["examples"]
+    nodes, links = example["graph"]["nodes"], example["graph"]["links"]
+    check_parts(opened, made, len(nodes) - 1)
+    chosen = next(i for i, node in enumerate(nodes) if node["row"] == 2)
+    said = f"backbone.layers.1 at token {nodes[chosen]['position']} “w"
+    opened.click(f".graph .dot[aria-label^='{said}']")
+    assert lit(opened) == sum(link["target"] == chosen for link in links)
+    check_parts(opened, made, chosen)
+    assert opened.count(".graph .dot[aria-pressed='true']") == 1
+    # on to a part, by the table
+    opened.click(".graph .parts button")
+    strongest = max((x for x in links if x["target"] == chosen), key=lambda x: abs(x["weight"]))
+    check_parts(opened, made, strongest["source"])
+    opened.click(".graph .whole")
+    assert opened.is_hidden(".graph .whole")
+    assert opened.count(".graph .faint") == 0
+
+
+def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path) -> None:
+    (example,) = read_page(made).facts["examples"]
+    sizes = sorted((abs(link["weight"]) for link in example["graph"]["links"]), reverse=True)
+    assert lit(opened) <= 60 < len(sizes)  # to begin with
+    opened.focus(".graph input")
+    opened.keys("Home")
+    assert lit(opened) == len(sizes)
+    opened.keys("End")
+    assert lit(opened) == 1
+    assert opened.text(".graph output").startswith(f"{sizes[0]:.3g} (")
+    # the widest last, on top, and as wide as it is relevant
+    widths = opened.each(".graph line", "Number(e.getAttribute('stroke-width'))")
+    shares = (np.array(widths) - widths[0]) / (widths[-1] - widths[0])
+    expected = np.array(sizes[::-1])
+    expected = (expected - expected[0]) / (expected[-1] - expected[0])
+    np.testing.assert_allclose(shares, expected, atol=1e-4)
+
+
+def test_a_page_without_a_graph_or_edges_says_why_or_nothing(page: Page, tmp_path: Path) -> None:
+    model, ids, path = mamba_lm(), token_ids(1, 9), tmp_path / "graph.html"
+    report(model, ids, [LatimFlow], matrices=False, path=path)
+    page.goto(path)
+    assert page.is_hidden("#flow") and page.is_hidden("#edges")
+    run = torch.no_grad()(lambda x: model(x).logits)
+    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
+    page.goto(path)
+    assert "records no gradients" in page.text("#edges-obstacle")
+    assert page.is_hidden("#edges table")
+    model.config.use_cache = False  # both layers would write to one place of the cache
+    model.backbone.layers[1] = model.backbone.layers[0]
+    report(model, ids, [LatimFlow], matrices=False, graph=3, path=path)
+    page.goto(path)
+    assert "runs several times" in page.text(".graph .obstacle")
+    assert page.count(".graph svg") == 0
+    assert page.errors == []
+
+
+def test_insights_follow_a_text_to_the_class_that_is_explained(shown: Any) -> None:
+    """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
+    ids = torch.tensor([[1, 0, 3, 5, 2]])
+    visualizer = sentences(ids.tolist(), MANY[:VOCABULARY])
+    page = shown(visualizer)
+    page.click(".predicted button:nth-of-type(2)")
+    page.settle()
+    assert page.count(".graph svg") == 0
+    page.click(".way summary")
+    page.wait_for("document.querySelector('.graph svg') !== null")
+    logits = visualizer.models[0](ids).logits[0, -1]
+    total = page.texts(".graph .parts td:last-child")[-1]
+    assert number(total) == pytest.approx(float(logits.topk(2).values[1]), rel=6e-3)
+    written = page.texts(".graph svg text:not(.row)")
+    assert written == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
+    page.click(".graph .parts button")
+    assert page.count(".graph .dot[aria-pressed='true']") == 1
+    for width in (390, 1280):
+        page.resize(width)
+        assert page.overflow() <= 0

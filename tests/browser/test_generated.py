@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from browser.made import PROMPT
 from helpers.browser import Page
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
@@ -14,9 +15,6 @@ from captum_ssm.attr import SSMLLMAttributionResult
 from captum_ssm.models import load_bundled
 from captum_ssm.viz.html.generated import answers_page
 
-pytestmark = pytest.mark.browser
-
-PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 ANSWER = "lamp . ? bob owns the kite ."
 #: Of the answer, the words of its last sentence.
 LAST = range(3, 8)
@@ -89,8 +87,14 @@ def test_sentences_are_sums_of_their_words(opened: Page, found: SSMLLMAttributio
     assert opened.text("#strongest li").startswith("bob owns the kite .")
 
 
-def test_hops_go_from_one_to_the_next(opened: Page, found: SSMLLMAttributionResult) -> None:
+def test_a_word_that_is_kept(opened: Page, found: SSMLLMAttributionResult) -> None:
+    """By its hops, its strongest words, and the table; a word of the prompt shows what it gives."""
+    opened.hover(word("prompt", 8))
+    assert_coloured(opened, torch.zeros(14), last(found)[0][:, 8])
+    assert opened.text("#strongest-title") == "Gives most to"
     opened.click(word("answer", 6))
+    opened.click("#strongest button")
+    assert opened.count("#prompt .found") == 1 and opened.text(".found") == "kite"
     assert opened.text("#hops-said") == "after 2 hops"
     opened.focus("#hops")
     for said, hop in (("after one hop", 1), ("directly", 0)):
@@ -98,21 +102,6 @@ def test_hops_go_from_one_to_the_next(opened: Page, found: SSMLLMAttributionResu
         assert opened.text("#hops-said") == said
         parts = found.spans.hops[hop]
         assert_coloured(opened, parts.prompt[6], (parts.text + parts.unresolved)[6])
-
-
-def test_pointing_at_the_prompt_shows_what_it_gives(
-    opened: Page, found: SSMLLMAttributionResult
-) -> None:
-    prompt, _ = last(found)
-    opened.hover(word("prompt", 8))
-    assert_coloured(opened, torch.zeros(14), prompt[:, 8])
-    assert opened.text("#strongest-title") == "Gives most to"
-
-
-def test_the_list_leads_to_its_words_and_the_table_holds_all(opened: Page) -> None:
-    opened.click(word("answer", 6))
-    opened.click("#strongest button")
-    assert opened.count("#prompt .found") == 1 and opened.text(".found") == "kite"
     opened.click("#numbers summary")
     opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
     assert opened.count("#numbers-table tbody tr") == 14 + 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from captum.attr import Attribution
 from helpers.browser import Page
 from matplotlib.image import imread
 from torch import Tensor
-from zoo.small import vision
+from zoo.small import CLASSES, vision
 
 from captum_ssm import LatimFlow, report
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, ImageFeature
@@ -42,9 +43,7 @@ class Planted(Attribution):
 
     rows = PATCH[0]  # all of them
 
-    @classmethod
-    def get_name(cls) -> str:
-        return "Planted"
+    get_name = classmethod(lambda cls: "Planted")
 
     def attribute(
         self, inputs: Any, target: Any = None, additional_forward_args: Any = None
@@ -67,40 +66,29 @@ def contrast(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (bright + 0.05) / (dark + 0.05)
 
 
-Opened = tuple[Page, str]
-
-
-@pytest.fixture(params=["report", "insights"])
+@pytest.fixture(params=["#picture", ".stack"])
 def opened(
-    request: pytest.FixtureRequest,
-    page: Page,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[], Opened]]:
-    """Opens a page with the planted relevance; names the element that holds image and canvas."""
-    model = vision("middle", (ROWS, COLUMNS))
+    request: pytest.FixtureRequest, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], tuple[Page, str]]]:
+    """Opens a report or Insights with the planted relevance; names what holds the image."""
+    model, holder = vision("middle", (ROWS, COLUMNS)), request.param
     monkeypatch.setitem(ATTRIBUTION_NAMES_TO_METHODS, "Planted", Planted)
-    visualizer = AttributionVisualizer(
-        model,
-        [f"class {i}" for i in range(model(scene()).shape[1])],
-        ImageFeature("photo", None, None),
-        [Batch(scene(), None)],
-    )
+    feature, names = ImageFeature("photo", None, None), [f"class {i}" for i in range(CLASSES)]
+    visualizer = AttributionVisualizer(model, names, feature, [Batch(scene(), None)])
     visualizer.config = FilterConfig("Planted")
 
-    def open_report() -> Opened:
-        path = report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html")
-        page.goto(path)
-        return page, "#picture"
-
-    def open_insights() -> Opened:
-        visualizer.serve()
-        page.goto(visualizer.url)
-        page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
-        return page, ".stack"
+    def open_() -> tuple[Page, str]:
+        if holder == "#picture":
+            path = report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html")
+            page.goto(path)
+        else:
+            visualizer.serve()
+            page.goto(visualizer.url)
+            page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
+        return page, holder
 
     with visualizer:
-        yield {"report": open_report, "insights": open_insights}[request.param]
+        yield open_
     assert page.errors == [] and page.dialogs == []
     assert all(url.startswith(("file:", "http://127.0.0.1:")) for url in page.requests)
 
@@ -150,41 +138,33 @@ def test_painted_patches_stand_out_from_their_neighbours(opened, page, tmp_path,
             assert contrast(painted, bare) >= ENOUGH, (row, column, beside)
     more, less = (middle_of(patch_of(image, row, 1)) for row in (0, 2))
     assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
+    # and fainter by the slider
+    page.focus("#over-image input")
+    for keys, left in ((["ArrowLeft"] * 40, True), (["Home"], False)):
+        page.keys(*keys)
+        fainter = middle_of(patch_of(seen(page, holder, tmp_path / "seen.png"), 0, 1))
+        assert luminance(more) > luminance(fainter)
+        assert (np.abs(fainter - DARK).max() > 0.02) == left
 
 
 def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path):
     page, holder = opened()
     manner(page, "outlines")
     image = seen(page, holder, tmp_path / "seen.png")
+
+    def ends(row: int, column: int) -> np.ndarray:
+        """Contrasts with the bare image, in the patch and at two of its edges."""
+        patch, bare = (patch_of(image, row, c) for c in (column, column + 1))
+        edges = patch, patch[: len(patch) // 4, patch.shape[1] // 2], patch[len(patch) // 2, :8]
+        return np.array([contrast(edge, middle_of(bare)).max() for edge in edges])
+
     for (row, column), value in PLANTED.items():
-        patch, bare = patch_of(image, row, column), middle_of(patch_of(image, row, column + 1))
-        if value > 0:
-            continue
-        assert np.abs(middle_of(patch) - bare).max() < 0.02
+        if value < 0:
+            patch, bare = patch_of(image, row, column), patch_of(image, row, column + 1)
+            assert np.abs(middle_of(patch) - middle_of(bare)).max() < 0.02
     # as few as hold half: two of the four, which are equal
-    outlined = [
-        place
-        for place in PLANTED
-        if contrast(patch_of(image, *place), image[-1, 0 if place[1] == 1 else -1]).max() >= ENOUGH
-    ]
-    assert len(outlined) == 2
-    for row, column in outlined:
-        patch = patch_of(image, row, column)
-        bare = middle_of(patch_of(image, row, column + 1))
-        for edge in (patch[: len(patch) // 4, patch.shape[1] // 2], patch[len(patch) // 2, :8]):
-            assert contrast(edge, bare).max() >= ENOUGH
-
-
-def test_the_slider_makes_relevance_fainter(opened, tmp_path):
-    page, holder = opened()
-    whole = middle_of(patch_of(seen(page, holder, tmp_path / "a.png"), 0, 1))
-    page.focus("#over-image input")
-    page.keys(*["ArrowLeft"] * 40)
-    faint = middle_of(patch_of(seen(page, holder, tmp_path / "b.png"), 0, 1))
-    page.keys("Home")
-    none = middle_of(patch_of(seen(page, holder, tmp_path / "c.png"), 0, 1))
-    assert luminance(whole) > luminance(faint) > luminance(none)
-    assert np.abs(none - DARK).max() < 0.02
+    outlined = [found for found in starmap(ends, PLANTED) if found[0] >= ENOUGH]
+    assert len(outlined) == 2 and np.min(outlined) >= ENOUGH
 
 
 def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch):

@@ -1,59 +1,34 @@
-"""The page of Insights, as a person uses it."""
+"""The page of Insights, as a person uses it, served or kept."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
-import torch
+from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import (
     CLASSES,
     Always,
-    cnn,
     numbers,
-    photos,
-    softmax,
     table,
     table_model,
 )
-from zoo.small import VOCABULARY, mamba_lm
+from zoo.small import VOCABULARY
 
-from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
+from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
 
-pytestmark = pytest.mark.browser
-
 HOSTILE = [
-    "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "</script>",
-    "\"'><b>",
-    "$x_1$",
-    "zero\u200bwidth",
-    "\u202eturned",
-    "new\nline",
-    "tab\t",
-    "\x00",
-    "",
-    "שלום",
-    "مرحبا",
-    "👩\u200d🚀",
-    "e\u0301",
-    "javascript:alert(1)",
-    "${alert(1)}",
-    "&amp;",
-    "__proto__",
-]
-#: What is seen of some of them.
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</script>", "\"'><b>", "$x_1$",
+    "zero\u200bwidth", "\u202eturned", "new\nline", "tab\t", "\x00", "", "שלום", "مرحبا",
+    "👩\u200d🚀", "e\u0301", "javascript:alert(1)", "${alert(1)}", "&amp;", "__proto__",
+]  # fmt: skip
 SEEN = {
-    "zero\u200bwidth": "zero\\u{200b}width",
-    "\u202eturned": "\\u{202e}turned",
-    "new\nline": "new\\u{a}line",
-    "tab\t": "tab\\u{9}",
-    "\x00": "\\u{0}",
-    "": "(empty)",
-}
+    "zero\u200bwidth": "zero\\u{200b}width", "\u202eturned": "\\u{202e}turned", "": "(empty)",
+    "new\nline": "new\\u{a}line", "tab\t": "tab\\u{9}", "\x00": "\\u{0}",
+}  # fmt: skip
 
 
 def show(page: Page, button: str = "#show") -> None:
@@ -79,12 +54,7 @@ def pressed(page: Page) -> list[str]:
 
 
 def prompts(words: list[str], *ids: list[int]) -> AttributionVisualizer:
-    model = mamba_lm(vocab_size=len(words))
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    batches = [Batch(torch.tensor([row]), None) for row in ids]
-    visualizer = AttributionVisualizer(model, words, feature, batches, softmax)
-    visualizer.config = FilterConfig("LatimFlow", {"rule": "frozen"})  # which tells no roles
-    return visualizer
+    return sentences(ids, words)
 
 
 def test_the_page_shows_the_first_examples_by_itself(shown):
@@ -101,19 +71,6 @@ def test_the_page_shows_the_first_examples_by_itself(shown):
     assert page.texts("h2") == ["Example 5: eel"]
     show(page, "#next")
     assert page.texts("h2")[0] == "Example 1: bee"
-
-
-def test_images_are_drawn_and_relevance_can_be_laid_over_them(shown):
-    page = shown(photos(cnn(), [Batch(torch.rand(2, 3, 6, 6), torch.tensor([1, 2]))]))
-    page.wait_for("[...document.images].every((image) => image.complete)")
-    sizes = page.evaluate("[...document.images].map((i) => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[6, 6]] * 4 and page.count(".stack canvas") == 2
-    assert page.style(".stack canvas", "opacity") == "0.85"
-    page.focus("#over-image input")
-    page.keys("Home")
-    assert page.style(".stack canvas", "opacity") == "0"
-    page.keys("End")
-    assert page.style(".stack canvas", "opacity") == "1"
 
 
 def test_filtering_by_prediction_and_class(shown):
@@ -156,21 +113,9 @@ def test_methods_and_their_arguments(shown):
     assert page.texts("td.number") == second
 
 
-def test_a_number_beyond_its_limits_is_not_sent(shown):
-    page = shown(table(table_model(), [numbers(1)]))
-    before = len(page.requests)
-    for steps in ("1", "2.5", "-3"):
-        fill(page, "#argument-n_steps", steps)
-        page.click("#show")
-        page.click("#next")
-        page.wait_for("!document.querySelector('#choices').checkValidity()")
-        assert len(page.requests) == before
-
-
 def test_methods_that_do_not_fit_say_why(shown):
     page = shown(table(table_model(), [numbers(1)]))
-    disabled = "[...document.querySelector('#method').options].filter((o) => o.disabled)"
-    names = page.evaluate(f"{disabled}.map((o) => o.value)")
+    names = page.each("#method option:disabled", "e.value")
     assert "LatimFlow" in names and "Saliency" not in names
     page.click("#unfit summary")
     reasons = dict(zip(page.texts("#unfit dt"), page.texts("#unfit dd"), strict=True))
@@ -188,18 +133,13 @@ def test_another_class_is_explained_where_it_is_clicked(shown):
     after = page.texts("td.number")
     assert after[:3] == before[:3] and after[3:] != before[3:]
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
-
-
-def test_a_class_is_explained_by_the_method_that_is_shown(shown):
-    page = shown(table(table_model(), [numbers(1)]))
-    first = page.texts("td.number")
-    page.choose("#method", "Saliency")  # not shown yet
-    page.click(".predicted button:nth-child(2)")
-    page.wait_for("document.querySelector('.predicted button:nth-child(2)').ariaPressed === 'true'")
-    assert page.texts("td.number") != first
-    page.click(".predicted button")
-    page.wait_for("document.querySelector('.predicted button').ariaPressed === 'true'")
-    assert page.texts("td.number") == first
+    # by the method that is shown, whatever else is chosen by now
+    page.choose("#method", "Saliency")
+    page.click("article:last-child .predicted button")
+    page.wait_for(
+        "document.querySelector('article:last-child .predicted button').ariaPressed === 'true'"
+    )
+    assert page.texts("td.number") == before
 
 
 def test_two_models_side_by_side(shown):
@@ -211,10 +151,7 @@ def test_two_models_side_by_side(shown):
         "Model 2, Always, incorrect",
     ]
     assert pressed(page) == ["bee", "dog"] * 2
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('article:first-child section')]"
-        ".map((s) => s.getBoundingClientRect().top)"
-    )
+    boxes = page.each("article:first-child section", "e.getBoundingClientRect().top")
     assert boxes[0] == boxes[1]
     page.choose("#prediction", "correct")
     show(page)
@@ -255,6 +192,9 @@ def test_hostile_texts_are_text(shown):
     assert page.texts("#classes li") == [f"{word} ×" for word in HOSTILE[:3]]
     page.evaluate("new Promise((done) => setTimeout(done, 100))")
     assert page.overflow() == 0
+    page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))  # which runs to the left
+    places = page.each(".token", "e.getBoundingClientRect().left")
+    assert places == sorted(places, reverse=True)
 
 
 def test_relevant_words_are_coloured(shown):
@@ -263,8 +203,8 @@ def test_relevant_words_are_coloured(shown):
     page = shown(visualizer)
     (output,) = visualizer.search(visualizer.view).examples[0][1]
     percent = output.feature_outputs[0].modified
-    told = page.evaluate("[...document.querySelectorAll('.token')].map((w) => w.dataset.percent)")
-    assert [float(number) for number in told] == pytest.approx(percent, abs=6e-4)
+    told = page.each(".token", "Number(e.dataset.percent)")
+    assert told == pytest.approx(percent, abs=6e-4)
     more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
     for i, share in enumerate(percent, 1):
         *colour, opacity = shade(page, f".token:nth-child({i})")
@@ -272,9 +212,120 @@ def test_relevant_words_are_coloured(shown):
         assert not opacity or colour == (more if share > 0 else less)[:3]
 
 
-def test_a_right_to_left_text_runs_to_the_left(shown):
-    page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))
-    places = page.evaluate(
-        "[...document.querySelectorAll('.token')].map((w) => w.getBoundingClientRect().left)"
+WORDS = ["the", "lamp", "<b>kite</b>", "owns", "anna", "שלום", "."]
+FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centred"))
+IDS = [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]]
+
+
+def texts_of(count: int = 2, **chosen: Any) -> AttributionVisualizer:
+    """A visualizer of sentences and so many models."""
+    return sentences(IDS, WORDS, count, **chosen)
+
+
+def percents(page: Page, flow: str) -> list[float]:
+    return page.each(f"{flow} .token", "Number(e.dataset.percent)")
+
+
+def test_methods_are_added_and_taken_away_by_keys(shown):
+    visualizer = texts_of()
+    page = shown(visualizer)
+    page.focus("#add-method")
+    page.keys("Enter")
+    assert page.focused() == "select#method-2"
+    page.focus("#argument-rule-2")
+    page.keys("End", "Enter")  # in a list it sends nothing
+    page.focus("#show")
+    page.keys("Enter")
+    page.wait_for("document.querySelectorAll('article:first-child .by').length === 4")
+    rest = {"contrast": None, "baselines": None, "zero_bias": False}
+    assert visualizer.config.methods == [(name, rule | rest) for name, rule in (FROZEN, CENTRED)]
+    page.focus(".remove")
+    page.keys(" ")
+    assert page.focused() == "button#add-method" and page.count(".choice") == 1
+    for _ in range(3):
+        page.keys("Enter")
+        page.focus("#add-method")
+    assert page.evaluate("document.querySelector('#add-method').disabled")
+
+
+def test_a_class_is_explained_by_all_methods_of_its_model(shown):
+    page = shown(texts_of(2, beside=[CENTRED]))
+    before = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
+    page.click("section:nth-child(2) .predicted button:nth-child(3)")
+    page.wait_for("document.querySelector('#status').textContent === 'Explained.'")
+    after = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
+    assert after[0][: len(WORDS)] == before[0][: len(WORDS)]
+    assert page.count("article:first-child section:nth-child(2) .by") == 2
+    assert after[1] != before[1]
+
+
+def test_a_contrast_is_a_word_or_a_class(shown):
+    visualizer = texts_of(1)
+    page = shown(visualizer)
+    before = percents(page, "article:first-child")
+    page.click("#argument-contrast")
+    page.type("kit")
+    valid = "document.querySelector('#choices').checkValidity()"
+    assert not page.evaluate(valid)
+    offered = "[...document.querySelectorAll('#known-contrasts option')].map((o) => o.value)"
+    assert page.evaluate(offered) == ["<b>kite</b>"]
+    page.evaluate("document.querySelector('#argument-contrast').select()")
+    page.type("<b>kite</b>")
+    assert page.evaluate(valid)
+    page.click("#show")
+    page.wait_for("document.querySelector('.by').textContent.includes('contrast <b>kite</b>')")
+    assert visualizer.config.attribution_arguments["contrast"] == "<b>kite</b>"
+    assert percents(page, "article:first-child") != before and page.count(".error") == 0
+
+
+def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
+    page = shown(texts_of(1), width=view)
+    wanted = percents(page, "article:first-child .flow")
+    page.hover("article:first-child .token:nth-child(2)")
+    page.wait_for("!document.querySelector('#tip').hidden")
+    assert page.text("#tip") == f"“lamp”: {wanted[1]:.3f} in hundredths of the strongest"
+    box, word = (
+        page.evaluate(f"document.querySelector('{s}').getBoundingClientRect().toJSON()")
+        for s in ("#tip", ".token.current")
     )
-    assert places == sorted(places, reverse=True)
+    assert box["left"] >= 0 and box["right"] <= view and box["top"] >= 0
+    assert box["top"] >= word["bottom"] or box["bottom"] <= word["top"]
+    page.leave()
+    page.wait_for("document.querySelector('#tip').hidden")
+    assert page.overflow() == 0
+
+
+def test_without_labels_it_says_so(shown):
+    page = shown(table(Always(1), [numbers(None, None)]))
+    assert page.texts("h3") == ["Always, no label was given"] * 2
+    assert "No labels were given" in page.text("#status")
+    page.focus("#prediction")
+    page.keys("c")  # correct
+    page.click("#show")
+    page.wait_for("document.querySelectorAll('article').length === 0")
+    page.settle()
+    said = page.text("#status")
+    assert "None passes the filter. No labels were given" in said
+
+
+def test_a_kept_page_shows_what_the_served_one_does(shown, view):
+    visualizer = texts_of(2, beside=[CENTRED])
+    served = shown(visualizer, width=view)
+    wanted = served.texts(".by"), percents(served, "main"), served.texts(".predicted button")
+    kept = shown(visualizer, kept=True, width=view)
+    assert (kept.texts(".by"), percents(kept, "main"), kept.texts(".predicted button")) == wanted
+    assert kept.requests == [kept.evaluate("location.href")]
+    assert kept.is_hidden("#choices") and not kept.is_hidden("#kept")
+    assert kept.count(".cutting") == 0 and kept.overflow() == 0
+    # its classes are chosen by keys
+    buttons = "[...document.querySelectorAll('article:first-child .predicted button')]"
+    assert (
+        kept.evaluate(f"{buttons}.slice(0, 4).map((b) => b.disabled)") == [False] * 2 + [True] * 2
+    )
+    before = percents(kept, "article:first-child")
+    for index, key in ((1, "Enter"), (0, " ")):
+        kept.evaluate(f"{buttons}[{index}].focus()")
+        kept.keys(key)
+        kept.wait_for(f"{buttons}[{index}].ariaPressed === 'true'")
+        assert kept.evaluate("document.activeElement.ariaPressed") == "true"
+        assert (percents(kept, "article:first-child") == before) == (index == 0)

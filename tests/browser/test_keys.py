@@ -8,23 +8,14 @@ does not come to or whose focus is not seen.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
+from browser.made import sentences
 from helpers.browser import Page
-from zoo.small import VOCABULARY, mamba_lm, token_ids, vision
-
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
-from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
-from captum_ssm.models import load_bundled
-
-pytestmark = pytest.mark.browser
-
-PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+from zoo.small import token_ids
 
 
 class Use(NamedTuple):
@@ -55,7 +46,6 @@ SHADES = "[...document.querySelectorAll('.token')].map((t) => t.style.background
 DRAWN = "[...document.querySelectorAll('canvas')].map((c) => c.toDataURL()).join()"
 COLOURS = f"{SHADES} + {DRAWN}"
 KEPT = value(".token[aria-pressed=true]", "dataset.index")
-
 THEME = Use("#theme", "Enter", "document.documentElement.dataset.theme")
 DOT = ".graph svg [tabindex='0']"
 GRAPH = [
@@ -91,7 +81,7 @@ OF_PANE = [
     Use(PANE, "Escape", KEPT),
 ]
 PAGES = {
-    "report": [
+    "long": [
         *REPORT,
         *GRAPH,
         Use("#text summary", "Enter", value("#text details", "open")),
@@ -164,41 +154,6 @@ PAGES = {
         Use("[id^='argument-']"),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The pages that are files."""
-    torch.manual_seed(3)
-    folder = tmp_path_factory.mktemp("keys")
-    methods, kinds = [LatimFlow, ImplicitAttentionRollout], ["attention", "contributions"]
-    long = token_ids(2, 410)
-    found = report(mamba_lm(), long, methods, matrices=kinds, path=folder / "report.html")
-    pictures = torch.rand(2, 3, 16, 18)
-    image = report(vision("middle", (4, 6)), pictures, methods, path=folder / "image.html")
-    model, vocabulary = load_bundled()
-    texts = [PROMPT, PROMPT.replace("lamp", "drum")]
-    asked = {"tokenizer": vocabulary, "generate": 8, "hops": 2}
-    answers = report(model, texts, LatimFlow, **asked, path=folder / "answers.html")
-    ids = torch.tensor([vocabulary.encode(written) for written in texts])
-    parts = LatimFlow(model).decompose(ids, [(-1, 3), (-1, 4)], rule="centred")
-    results = parts.named([PROMPT.split()] * 2).to_html(folder / "results.html")
-    return {"report": found, "image": image, "answers": answers, "results": results}
-
-
-@contextmanager
-def insights() -> Iterator[str]:
-    """The address of a page of texts."""
-    words = [f"w{i}" for i in range(VOCABULARY)]
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    batches = [Batch(token_ids(1, 6), None) for _ in range(6)]
-    visualizer = AttributionVisualizer(mamba_lm(), words, feature, batches)
-    visualizer.config = FilterConfig("LatimFlow", {"rule": "centred"}, num_examples=1)
-    with visualizer:
-        visualizer.serve()
-        yield visualizer.url
-
-
 FOCUSABLE = "a[href], button, input, select, textarea, summary, [tabindex='0']"
 #: Of what has the focus: what it is, which selectors it matches, and whether its focus is seen.
 TOLD = """((selectors) => {
@@ -251,24 +206,28 @@ def use(page: Page, each: Use) -> None:
     page.wait_for("!document.querySelector('[aria-busy]')")
 
 
-@pytest.mark.parametrize("kind", PAGES)
-def test_every_control_by_keys(page: Page, pages: dict[str, Path], kind: str, view: int) -> None:
-    def work() -> None:
-        uses = PAGES[kind]
-        go_through(page, uses)
-        for each in uses:
-            use(page, each)
-        go_through(page, uses)
-        assert page.overflow() <= 0
-        assert page.errors == [] and page.dialogs == []
-
-    if kind == "insights":
-        with insights() as address:
-            page.goto(address)
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.usefixtures("view")
+def test_every_control_by_keys(page: Page, written: Callable[[str], Path], name: str) -> None:
+    if name == "insights":
+        chosen = {"attribution_arguments": {"rule": "centred"}, "num_examples": 1}
+        with sentences(token_ids(6, 6).tolist(), **chosen) as visualizer:
+            visualizer.serve()
+            page.goto(visualizer.url)
             page.wait_for("document.querySelector('article') !== null")
-            work()
-            assert all(url.startswith(address.partition("?")[0]) for url in page.requests)
+            work(page, PAGES[name])
+            own = visualizer.url.partition("?")[0]
+            assert all(url.startswith(own) for url in page.requests)
     else:
-        page.goto(pages[kind])
-        work()
-        assert page.requests == [pages[kind].as_uri()]
+        page.goto(written(name))
+        work(page, PAGES[name])
+        assert page.requests == [written(name).as_uri()]
+
+
+def work(page: Page, uses: list[Use]) -> None:
+    go_through(page, uses)
+    for each in uses:
+        use(page, each)
+    go_through(page, uses)
+    assert page.overflow() <= 0
+    assert page.errors == [] and page.dialogs == []

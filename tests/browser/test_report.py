@@ -1,46 +1,36 @@
-"""A report in a real browser, used by mouse and by keyboard."""
+"""A report in a real browser, by mouse and by keyboard; roles there and in Insights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from browser.made import METHODS, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 
-pytestmark = pytest.mark.browser
-
-METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
-WITHOUT_ROLES = {LatimFlow.get_name(): {"rule": "frozen"}}
 HOSTILE = [
-    "<script>alert(1)</script>",
-    "</script><img src=x onerror=alert(1)>",
-    "$x_1$",
-    "\u200b",
-    "שלום",
-    "👩\u200d🚀",
-    "a\nb",
-    "\"'&amp;",
-    "<!--",
-    "",
-]
-WORDS = [f"w{i}" for i in range(17)]
+    "<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$x_1$", "\u200b",
+    "שלום", "👩\u200d🚀", "a\nb", "\"'&amp;", "<!--", "",
+]  # fmt: skip
 
 
 def token(index: int) -> str:
     return f'.token[data-index="{index}"]'
 
 
-def expected(values: np.ndarray) -> np.ndarray:
+def expected(values: Sequence[float] | np.ndarray, end: float | None = None) -> np.ndarray:
     """The opacities that common.js gives to values: 64 steps up to 0.62."""
-    return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
+    end = np.abs(values).max() if end is None else end
+    return np.round(np.abs(values) / end * 64) / 64 * 0.62
 
 
 def shaded(method: dict) -> np.ndarray:
@@ -51,15 +41,8 @@ def shaded(method: dict) -> np.ndarray:
     return found
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two short texts."""
-    torch.manual_seed(3)
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    names = [WORDS, [f"v{i}" for i in range(17)]]
-    kinds = ["attention", "contributions"]
-    options = {"options": WITHOUT_ROLES, "tokens": names, "matrices": kinds}
-    return report(mamba_lm(), token_ids(2, 17), METHODS, **options, path=path)
+PAGE = "short"
+WORDS = [f"w{i}" for i in range(17)]
 
 
 @pytest.fixture
@@ -82,6 +65,12 @@ def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
         opened.opacities(".token"), expected(np.array(example["methods"][0]["values"])), atol=0.006
     )
     assert not opened.is_hidden("#controls")
+    opened.click("#numbers summary")
+    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert opened.count("#numbers-table tbody tr") == 17
+    heads = opened.texts("#numbers-table th")
+    assert heads == ["Position", "Token", *(m["name"] for m in example["methods"])]
+    assert opened.text("#numbers-table tbody tr:nth-child(6)").startswith("5\tw5")
 
 
 def bars(page: Page) -> list[bool]:
@@ -119,7 +108,7 @@ def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
     kept = bars(opened)
     opened.hover(token(4))
     assert "Token 4 “w4”:" in opened.text("#tip")
-    assert opened.evaluate(f"document.querySelector('{token(9)}').ariaPressed") == "true"
+    assert opened.count(f"{token(9)}[aria-pressed=true]") == 1
     opened.leave()
     assert bars(opened) == kept
     assert "Token 9 “w9” (kept)" in opened.text("#status")
@@ -164,40 +153,6 @@ def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
     np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
 
 
-def test_keyboard_alone(opened: Page) -> None:
-    seen = []
-    while not seen or seen[-1] != "span.token":
-        opened.keys("Tab")
-        seen.append(opened.focused())
-        assert len(seen) < 12, seen
-    # chips of what is explained, and rather than what; then the tokens
-    assert seen == ["button#theme", "select#example", "input", "input", "span.token"]
-    for key, index in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 16)]:
-        opened.keys(key)
-        assert f"Token {index} " in opened.text("#status")
-        assert f"Token {index} " in opened.text("#tip")
-    opened.keys("Enter")
-    for _ in range(3):
-        opened.keys("PageDown", "PageUp")
-    assert opened.text("#layer-name").startswith("1 of")
-    assert "Token 16 “w16” (kept)" in opened.text("#status")
-    opened.keys("Home", "Escape")
-    assert opened.is_hidden("#tip")
-    assert opened.count('[aria-pressed="true"]') == 0
-    assert opened.evaluate("document.activeElement.dataset.index") == "0"
-    assert opened.count('.token[tabindex="0"]') == 1
-
-
-def test_the_table_for_those_who_listen(opened: Page, made: Path) -> None:
-    example = read_page(made).facts["examples"][0]
-    opened.click("#numbers summary")
-    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
-    assert opened.count("#numbers-table tbody tr") == 17
-    heads = opened.texts("#numbers-table th")
-    assert heads == ["Position", "Token", *(m["name"] for m in example["methods"])]
-    assert opened.text("#numbers-table tbody tr:nth-child(6)").startswith("5\tw5")
-
-
 @pytest.mark.parametrize("system", ["light", "dark"])
 def test_dark_and_light(opened: Page, system: str) -> None:
     opened.prefer(system)
@@ -211,35 +166,10 @@ def test_dark_and_light(opened: Page, system: str) -> None:
     assert opened.style("body", "color") == before
 
 
-def luminance(colour: np.ndarray) -> float:
-    """Relative luminance of sRGB in 0 to 255 (WCAG 2.2)."""
-    share = colour / 255
-    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
-
-
-@pytest.mark.parametrize(("scheme", "sign"), [("light", "more"), ("dark", "less")])
-def test_text_can_be_read_on_the_darkest_tint(opened: Page, scheme: str, sign: str) -> None:
-    opened.prefer(scheme)
-
-    def colour(selector: str, name: str) -> np.ndarray:
-        numbers = opened.style(selector, name).split("(")[-1].rstrip(")").replace(",", " ").split()
-        return np.array([float(x) for x in numbers[:3]])
-
-    tint = colour(f".{sign}.swatch", "background-color")
-    mixed = 0.62 * tint + 0.38 * colour("body", "background-color")
-    lights = sorted(luminance(c) + 0.05 for c in (mixed, colour(token(0), "color")))
-    assert lights[1] / lights[0] >= 4.5
-
-
 def tops(page: Page) -> list[float]:
     """Where the tokens and what follows them begin."""
     wanted = ".token, #overview, #numbers" if page.evaluate("innerWidth") > 640 else ".token"
-    found = page.evaluate(
-        f"[...document.querySelectorAll('{wanted}')].map("
-        "(e) => e.getBoundingClientRect().top + scrollY)"
-    )
-    return list(found)
+    return page.each(wanted, "e.getBoundingClientRect().top + scrollY")
 
 
 @pytest.mark.parametrize("width", [320, 650, 960, 2000])
@@ -266,40 +196,23 @@ def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
 
 
 def test_hostile_text_is_text_everywhere(page: Page, tmp_path: Path) -> None:
-    hostile = "\n".join(HOSTILE)
-    path = report(
-        mamba_lm(),
-        token_ids(2, len(HOSTILE)),
-        METHODS,
-        tokens=[HOSTILE, HOSTILE[::-1]],
-        labels=HOSTILE * 2,
-        names=[hostile, "</option><script>alert(1)</script>"],
-        title=hostile,
-        path=tmp_path / "hostile <b> & 'page'.html",
-    )
+    hostile, ids = "\n".join(HOSTILE), token_ids(2, len(HOSTILE))
+    given = {"tokens": [HOSTILE, HOSTILE[::-1]], "labels": HOSTILE * 2, "title": hostile}
+    given["names"] = [hostile, "</option><script>alert(1)</script>"]
+    path = report(mamba_lm(), ids, METHODS, **given, path=tmp_path / "hostile <b> & 'page'.html")
     page.goto(path)
     assert page.evaluate("document.title").split() == hostile.split()
-    assert page.text(token(0)) == HOSTILE[0]
-    assert page.text(token(1)) == HOSTILE[1]
-    assert page.text(token(2)) == "$x_1$"
-    assert page.text(token(3)) == r"\u200b"
-    assert page.text(token(4)) == "שלום"
-    assert page.text(token(5)) == "👩\\u200d🚀"
-    assert page.text(token(6)) == r"a\nb"
-    assert page.text(token(9)) == "∅"
+    spelled = [*HOSTILE[:3], r"\u200b", "שלום", "👩\\u200d🚀", r"a\nb", *HOSTILE[7:9], "∅"]
+    assert page.texts(".token", "innerText") == spelled
     for index in range(len(HOSTILE)):
         page.click(token(index))
     page.click("#numbers summary")
     page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
-    for _ in range(2):
-        page.click("#theme")
     page.focus("#example")
     page.keys("ArrowDown")
     page.hover(token(5))
-    assert page.count("img") == 0
-    assert page.count("main script") == 0
-    assert page.dialogs == []
-    assert page.errors == []
+    assert page.count("img") == page.count("main script") == 0
+    assert page.dialogs == [] and page.errors == []
     assert page.requests == [path.as_uri()]
 
 
@@ -350,3 +263,64 @@ def test_images(page: Page, tmp_path: Path) -> None:
     assert page.overflow() <= 0
     assert page.errors == []
     assert page.requests == [path.as_uri()]
+
+
+@pytest.fixture
+def told(page: Page, tmp_path: Path) -> Iterator[tuple[Page, dict]]:
+    """A report in the browser, and what it holds of a method that tells roles."""
+    torch.manual_seed(3)
+    path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
+    options = {LatimFlow.get_name(): {"rule": "centred"}}
+    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
+    page.goto(path)
+    yield page, read_page(path).facts["examples"][0]["methods"][1]
+    assert page.errors == []
+
+
+def test_a_report_has_a_row_for_each_role_on_one_scale(told: tuple[Page, dict]) -> None:
+    page, cause = told
+    assert page.texts("#methods .role .name") == list(cause["roles"])
+    assert len(cause["roles"]) == 5
+    end = max(np.abs(values).max() for values in cause["roles"].values())
+    largest = page.texts("#methods .role .largest")
+    for index, (role, values) in enumerate(cause["roles"].items()):
+        assert largest[index].startswith(f"w{int(np.abs(values).argmax())} ")
+        page.click(f"#methods [value='{2 + index}']")
+        np.testing.assert_allclose(page.opacities(".token"), expected(values, end), atol=0.006)
+        said = f"Background: relevance by LatimFlow, as {role}."
+        assert page.text("#shown").startswith(said)
+
+
+def test_a_report_says_what_a_token_did(told: tuple[Page, dict]) -> None:
+    page, cause = told
+    page.click("#methods [value='1']")
+    for width in (390, 960):  # and moves no token
+        page.resize(width)
+        tops = "e.getBoundingClientRect().top + scrollY"
+        before = page.each(".token", tops)
+        for index in (3, 16, 11):
+            page.hover(f'.token[data-index="{index}"]')
+            page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
+            assert page.each(".token", tops) == pytest.approx(before, abs=0.5)
+    sizes = {role: abs(values[11]) for role, values in cause["roles"].items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    assert f"by LatimFlow ({largest} " in page.text("#status")
+    page.click("#numbers summary")
+    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    heads = page.texts("#numbers th")
+    assert heads[4:] == [f"LatimFlow, as {role}" for role in cause["roles"]]
+
+
+def test_insights_colours_words_by_role_on_one_scale(shown: Any) -> None:
+    chosen = {"attribution_arguments": {"rule": "centred", "baselines": "0"}}
+    visualizer = sentences([[1, 2, 3, 4]], **chosen)
+    ((output,),) = visualizer.visualize()
+    page = shown(visualizer)
+    assert page.each("#argument-baselines option", "e.text") == ["default", "mean", "0"]
+    assert page.evaluate("document.querySelector('#argument-baselines').value") == "0"
+    assert page.texts(".role h5") == list(output.roles)
+    assert page.texts(".role .token") == ["w1", "w2", "w3", "w4"] * len(output.roles)
+    percents = [percent for values in output.roles.values() for percent in values]
+    assert max(map(abs, percents)) == pytest.approx(100)
+    wanted = expected(percents, 100)
+    np.testing.assert_allclose(page.opacities(".role .token"), wanted, atol=0.011)

@@ -1,24 +1,27 @@
-"""Tokens as the words they make, and methods that say nothing, in a real browser."""
+"""Words, long texts, methods that say nothing and what methods return, in a real browser."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers.browser import Page
+from browser.made import METHODS, of_recall
+from helpers.browser import PATIENCE, Page
+from helpers.insights_examples import Always, numbers, table
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
-from zoo.small import mamba_lm
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
+from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
-from captum_ssm.models import load_bundled
 from captum_ssm.viz import Tokens
-
-pytestmark = pytest.mark.browser
 
 
 def write(kind: str, path: Path) -> None:
@@ -59,21 +62,117 @@ def test_tokens_of_a_word_touch_each_other(
 
 
 def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:
-    model, vocabulary = load_bundled()
     path = tmp_path / "nothing.html"
-    methods = [MambaAttribution, ImplicitAttentionRollout]
-    prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
-    report(model, prompt, methods, tokenizer=vocabulary, path=path)
+    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout])
     facts = read_page(path).facts["examples"][0]["methods"]
     assert [method["silent"] for method in facts] == [True, False]
     page.goto(path)
     said = page.texts("#methods .largest", "innerText")
     assert said[0].startswith("says nothing: at most +") and said[1].startswith("strongest +")
-    tinted = (
-        "[...document.querySelectorAll('#text .token')]"
-        ".filter((t) => t.style.backgroundColor).length"
-    )
-    assert page.evaluate(tinted) == 0
+    tinted = "e.style.backgroundColor !== ''"
+    assert not any(page.each("#text .token", tinted))
     page.click("#methods label:nth-of-type(2)")
-    assert page.evaluate(tinted) > 3
+    assert sum(page.each("#text .token", tinted)) > 3
     assert page.overflow() <= 0 and page.errors == []
+
+
+def token(index: int) -> str:
+    return f'.token[data-index="{index}"]'
+
+
+def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
+    ids = token_ids(1, 950)
+    names = [f"word{i}" for i in range(950)]
+    path = report(mamba_lm(), ids, [LatimFlow], tokens=names, path=tmp_path / "long.html")
+    page.goto(path)
+    assert page.count("#text details") == 5
+    assert page.evaluate("document.querySelectorAll('#text details')[4].open")
+    page.click("#fold")
+    assert page.count("#text details[open]") == 0
+    page.click("#text details:nth-of-type(3) summary")
+    assert page.count("#text details[open]") == 1
+    page.click(token(450))
+    page.keys("End")
+    assert page.count("#text details[open]") == 2
+    assert page.evaluate("document.activeElement.dataset.index") == "949"
+    page.click("#unfold")
+    assert page.count("#text details[open]") == 5
+    assert "strongest of 950" in page.text("#note") or "rounded" in page.text("#note")
+    assert page.errors == []
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
+    model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
+    path = report(model, ids, METHODS, path=tmp_path / "long.html")
+    assert path.stat().st_size < 13e6
+    began = time.monotonic()
+    page.goto(path)
+    opened = time.monotonic() - began
+    page.click("#unfold")
+    took = page.evaluate(
+        """(async () => {
+          const times = [], tokens = document.querySelectorAll('.token');
+          for (let n = 0; n < 40; n++) {
+            const token = tokens[Math.floor(Math.random() * tokens.length)];
+            const began = performance.now();
+            token.dispatchEvent(
+              new PointerEvent('pointerover', {bubbles: true, pointerType: 'mouse'}));
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            times.push(performance.now() - began);
+          }
+          return times;
+        })()"""
+    )
+    assert opened < 5 and np.median(took) < 100  # s and ms, on a busy machine
+    assert page.errors == []
+
+
+PAGE = "results"
+
+
+def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
+    opened.hover('#rows section:nth-child(2) .token[data-index="3"]')
+    said = opened.text("#status")
+    assert said.startswith("Token 3 “lamp”: relevance +") and "as content +" in said
+    rows = opened.count("#rows section")
+    assert rows > 3 and opened.count(".token.current") == rows
+    opened.click('#rows section:nth-child(1) .token[data-index="3"]')
+    opened.hover('#rows section:nth-child(1) .token[data-index="5"]')
+    assert opened.text("#status").startswith("Token 3 “lamp” (kept)")
+    opened.keys("Escape", "Escape")
+    assert opened.count(".token.current") == 0
+    opened.click("#numbers summary")
+    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert opened.count("#numbers-table tbody tr") == 14
+    assert opened.text("#sum").startswith("The output +")
+    opened.click("#biases summary")
+    assert opened.count("#biases tbody tr") > 3
+
+
+@pytest.mark.parametrize("kind", ["result", "insights"])
+def test_a_frame_of_a_notebook(page: Page, tmp_path: Path, kind: str) -> None:
+    """Its script runs in a frame of another origin than the notebook's, and asks for nothing."""
+    found = Comparison({"one": torch.tensor([[0.5, -1.0]])}).named(["a</iframe>", "b"])
+    shown = found if kind == "result" else table([Always(1)], [numbers(1, 0)])
+    frame, path, seen = shown._repr_html_(), tmp_path / "notebook.html", []
+    for allowed in (frame.replace("allow-scripts", ""), frame):
+        path.write_text(f"<!doctype html><title>n</title>{allowed}", encoding="utf-8")
+        page.goto(path)
+        assert page.evaluate("document.querySelector('iframe').contentDocument") is None
+        assert [r for r in page.requests if not r.startswith("about:")] == [path.as_uri()]
+        assert [e for e in page.errors if allowed == frame or "sandboxed" not in e] == []
+        until = time.monotonic() + PATIENCE  # the frame is drawn by another process
+        while len(seen) < 2 or len(seen[-1]) <= len(seen[0]):
+            page.drawn()
+            seen.append(page.screenshot(tmp_path / "seen.png").read_bytes())
+            if allowed != frame:
+                break
+            assert time.monotonic() < until, "the script draws nothing"
+
+
+def test_a_map(page: Page, written: Callable[[str], Path]) -> None:
+    page.goto(written("maps"))
+    assert page.count("#maps canvas") == 2
+    assert page.evaluate("document.querySelector('#maps canvas').width") == 6
+    assert page.errors == []

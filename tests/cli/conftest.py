@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,24 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm, randomise
 
+from captum_ssm.cli import main
 from captum_ssm.models import VisionMamba
 from captum_ssm.viz.html.pictures import png
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command, and returns its output, or its message where it is to fail."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == code
+        printed = capsys.readouterr()
+        if code:
+            assert printed.err.startswith("captum-ssm: ") and "Traceback" not in printed.err
+        return printed.err if code else printed.out
+
+    return run
 
 
 @pytest.fixture

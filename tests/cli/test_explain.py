@@ -1,17 +1,17 @@
-"""captum-ssm explain and methods."""
+"""``captum-ssm explain``, of predictions and of whole answers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from captum.attr import LayerAttribution, NeuronAttribution
 from helpers.pages import read_page
-from helpers.versions import transformers5
+from helpers.versions import VERSION_4
 from matplotlib.image import imread
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -19,15 +19,11 @@ from zoo.language import word_tokenizer
 from zoo.small import randomise
 from zoo.vision_language import vision_language_model
 
-import captum_ssm
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
-from captum_ssm.attr.catalogue import DEFAULT, METHODS
-from captum_ssm.attr.engine.method import SSMAttribution
-from captum_ssm.cli import explain, main
-from captum_ssm.errors import OptionError
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, SSMLLMAttribution
+from captum_ssm.attr.catalogue import DEFAULT
+from captum_ssm.cli import main
 from captum_ssm.explain.loading import Source, load
-from captum_ssm.linear import FAMILY
-from captum_ssm.models import VMamba, load_bundled
+from captum_ssm.models import load_bundled
 from captum_ssm.viz.html.pictures import png
 
 PROMPT = "anna owns the lamp . ? anna owns the"
@@ -52,22 +48,22 @@ def check_sum(example: dict[str, Any], method: str = "LatimFlow", rel: float = 1
     assert abs(sums["delta"]) <= max(rel, 1e-5) * max(1, abs(sums["output"]))
 
 
-def test_numbers_are_those_of_the_methods(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "new" / "numbers.json"
-    texts = [PROMPT, "bob owns the kite"]
+Run = Callable[..., str]
+RECALL = ("recall-mamba", "--text")
+
+
+def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
+    out, texts = tmp_path / "new" / "numbers.json", [PROMPT, "bob owns the kite"]
     decomposing: list[Any] = [LatimFlow, MambaLRP, LatimLogit]
     methods = [*decomposing, ImplicitAttentionRollout]
     chosen = ["--method", "latimflow", *(method.__name__ for method in methods[1:])]
-    arguments = ["recall-mamba", "--text", *texts, *chosen, "--target", "lamp"]
-    examples = explained(out, *arguments, "--dtype", "float64")
-    printed = capsys.readouterr().out
+    arguments = [*RECALL, *texts, *chosen, "--target", "lamp", "--dtype", "float64"]
+    printed = run("explain", *arguments, "--out", out)
     assert "Explained is the logit of “lamp”, predicted after token 8." in printed
     assert f"wrote {out}" in printed and read(out)["model"] == "recall-mamba"
     model, vocabulary = load_bundled()
-    target = (-1, vocabulary.encode("lamp")[0])
-    for example, text in zip(examples, texts, strict=True):
+    target = (-1, vocabulary.id_of("lamp"))
+    for example, text in zip(read(out)["examples"], texts, strict=True):
         ids = torch.tensor([vocabulary.encode(text)])
         assert example["tokens"] == text.split()
         assert list(example["relevance"]) == [method.name for method in methods]
@@ -91,120 +87,79 @@ def test_numbers_are_those_of_the_methods(
 
 
 @pytest.mark.slow
-def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "numbers.json"
-    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--method"]
-    arguments += ["LatimFlow", "MambaLRP", "--out", str(out), "--dtype", "float64", "--force"]
-    rules = ["--rule", "frozen", "centred"]
-    assert main([*arguments, *rules]) == 0
+def test_two_rules_side_by_side(tmp_path: Path, run: Run) -> None:
+    asked = ["explain", *RECALL, PROMPT, "--target", "lamp", "--method", "LatimFlow", "MambaLRP"]
+    asked += ["--rule", "frozen", "centred", "--dtype", "float64", "--force", "--out"]
+    out, centred = tmp_path / "numbers.json", "LatimFlow, centred"
+    printed = run(*asked, out)
     (example,) = read(out)["examples"]
     model, vocabulary = load_bundled()
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
-    target = (-1, vocabulary.encode("lamp")[0])
-    flow, centred = LatimFlow(model.double()), "LatimFlow, centred"
+    ids, target = torch.tensor([vocabulary.encode(PROMPT)]), (-1, vocabulary.id_of("lamp"))
     assert list(example["relevance"]) == ["LatimFlow, frozen", centred, "MambaLRP"]
-    for rule in ("frozen", "centred"):
-        wanted = flow.attribute(ids, target=target, rule=rule)[0].numpy()
-        np.testing.assert_allclose(example["relevance"][f"LatimFlow, {rule}"], wanted, rtol=1e-9)
     assert list(example["roles"]) == [centred, "MambaLRP"]
-    found = flow.decompose(ids, target, rule="centred")
+    found = LatimFlow(model.double()).decompose(ids, target, rule="centred")
+    assert example["relevance"][centred] == pytest.approx(found.tokens[0].tolist(), rel=1e-9)
     assert found.roles is not None
     for role, relevance in found.roles.items():
-        np.testing.assert_allclose(example["roles"][centred][role], relevance[0].numpy(), rtol=1e-9)
-    sums = example["accounts"][centred]
+        assert example["roles"][centred][role] == pytest.approx(relevance[0].tolist(), rel=1e-9)
     for name in ("references", "baselines"):
-        assert sums[name] == pytest.approx(found.biases[name].item(), rel=1e-9) and sums[name]
+        share = example["accounts"][centred][name]
+        assert share == pytest.approx(found.biases[name].item(), rel=1e-9) and share
         assert example["accounts"]["LatimFlow, frozen"][name] == 0
-    total = sum(example["relevance"][centred]) + sums["bias"] + sums["delta"]
-    assert total == pytest.approx(sums["output"], rel=1e-12)
+    check_sum(example, centred, rel=1e-9)
     asking, matched = PROMPT.split().index("anna", 2), PROMPT.split().index("anna")
-    printed = capsys.readouterr().out
     assert f"    query: anna (+{found.roles['query'][0, asking]:.3g}, token {asking})" in printed
     assert f"    key: anna (+{found.roles['key'][0, matched]:.3g}, token {matched})" in printed
-    assert main([*arguments, *rules, "--baselines", "0"]) == 0
-    (example,) = read(out)["examples"]
-    wanted = flow.attribute(ids, target=target, rule="centred", baselines=0.0)[0].numpy()
-    np.testing.assert_allclose(example["relevance"][centred], wanted, rtol=1e-9)
-    assert example["accounts"][centred]["baselines"] == 0
+    run(*asked, out, "--baselines", "0")
+    assert read(out)["examples"][0]["accounts"][centred]["baselines"] == 0
 
 
 @pytest.mark.slow
-def test_roles_have_pictures_of_their_own(tmp_path: Path) -> None:
-    out = tmp_path / "picture.png"
-    arguments = ["explain", "recall-mamba", "--text", PROMPT, "bob owns", "--out", str(out)]
-    assert main([*arguments, "--rule", "frozen", "half", "centred"]) == 0
+def test_pictures(tmp_path: Path, run: Run) -> None:
+    """Roles have pictures of their own."""
+    asked = ["explain", *RECALL, PROMPT, "bob owns", "--out", tmp_path / "picture.png"]
+    run(*asked, "--rule", "frozen", "half", "centred")
     stems = ("picture", "picture-roles", "picture-roles-2")
     wanted = {*stems, "picture-2", "picture-2-roles", "picture-2-roles-2"}
     assert {path.stem for path in tmp_path.iterdir()} == wanted
-    halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems[1:])
+    first, halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems)
     assert halves.shape != centred.shape or not np.array_equal(halves, centred)
+    assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
 
 
-def test_the_command_names_all_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["explain", "recall-mamba", "--text", PROMPT, "--rule", "none"])
-    printed = capsys.readouterr().err
-    assert all(rule in printed for rule in FAMILY)
-
-
-def test_reports(tmp_path: Path) -> None:
+def test_reports(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "report.html"
-    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out), "--force"]
-    assert main([*arguments, "--title", "<T>"]) == 0
+    asked = ["explain", *RECALL, PROMPT, "--out", out, "--force"]
+    run(*asked, "--title", "<T>")
     page = read_page(out)
     assert page.texts("h1") == ["<T>"]
     (example,) = page.facts["examples"]
     assert [m["name"] for m in example["methods"]] == [method.get_name() for method in DEFAULT]
     assert [m["name"] for m in example["maps"]] == ["Implicit attention"]
-    assert main([*arguments, "--maps", "contributions", "--layers", "-1"]) == 0
+    run(*asked, "--maps", "contributions", "--layers", "-1")
     (contributions,) = read_page(out).facts["examples"][0]["maps"]
     assert [layer["index"] for layer in contributions["layers"]] == [1]
-    assert main([*arguments, "--maps"]) == 0
+    run(*asked, "--maps")
     assert read_page(out).facts["examples"][0]["maps"] == []
 
 
 @pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
-    out = tmp_path / "picture.png"
-    assert main(["explain", "recall-mamba", "--text", PROMPT, "bob", "--out", str(out)]) == 0
-    for path in (out, tmp_path / "picture-2.png"):
-        pixels = imread(path)
-        assert pixels.shape[1] > 1000
-        assert float(pixels.std()) > 0.02  # not an empty page
-
-
-@pytest.mark.slow
-def test_a_folder_of_transformers(tmp_path: Path, language_model: Path) -> None:
-    text = tmp_path / "prompt.txt"
+def test_folders_of_transformers(
+    tmp_path: Path, language_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, out = tmp_path / "prompt.txt", tmp_path / "numbers.json"
     text.write_text("anna owns the $5", encoding="utf-8")
     for target in ("lamp", "id:4"):
-        arguments = [str(language_model), "--file", str(text), "--target", target]
-        (example,) = explained(tmp_path / "numbers.json", *arguments)
+        asked = [str(language_model), "--file", str(text), "--target", target]
+        (example,) = explained(out, *asked)
         assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
         assert example["explained"] == "the logit of “lamp”, predicted after token 4"
-
-
-@pytest.mark.slow
-@transformers5
-def test_a_text_of_a_vision_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "seeing"
-    vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    given = [str(folder), "--text", "anna owns the", "--target", "lamp"]
-    (example,) = explained(tmp_path / "numbers.json", *given)
-    assert example["explained"] == "the logit of “lamp”, predicted after token 3"
-    assert main(["explain", *given, "--out", str(tmp_path / "report.html")]) == 0
-    assert read_page(tmp_path / "report.html").facts["examples"][0]["maps"]
-
-
-@pytest.mark.slow
-def test_a_folder_with_a_list_of_words(tmp_path: Path) -> None:
-    model, vocabulary = load_bundled()
-    folder = tmp_path / "trained"
-    model.save_pretrained(folder)  # type: ignore[operator]
-    vocabulary.to_json(folder / "vocab.json")
-    (example,) = explained(tmp_path / "numbers.json", str(folder), "--text", PROMPT)
-    assert "“lamp”" in example["explained"]
+    if not VERSION_4:
+        folder = tmp_path / "seeing"
+        vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
+        word_tokenizer().save_pretrained(folder)
+        (example,) = explained(out, str(folder), "--text", "anna owns the", "--target", "lamp")
+        assert example["explained"] == "the logit of “lamp”, predicted after token 3"
 
 
 @pytest.mark.slow
@@ -225,15 +180,12 @@ def test_vision_mamba(tmp_path: Path, vim: Path, picture: Path, labels: Path) ->
 
 
 @pytest.mark.slow
-def test_a_classifier_of_sentences(tmp_path: Path, bert: Path) -> None:
+def test_classifiers_of_transformers(tmp_path: Path, bert: Path, picture: Path) -> None:
     arguments = [str(bert), "--text", "good film", "--target", "good", "--method", "LatimFlow"]
     (example,) = explained(tmp_path / "sentence.json", *arguments, "--quiet")
     assert example["explained"] == "the logit of “good”" and example["tokens"] == ["good", "film"]
     assert {each["label"] for each in example["predictions"]} == {"good", "bad"}
     check_sum(example)
-
-
-def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
     folder = tmp_path / "vit"
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}
     names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
@@ -244,17 +196,6 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> N
     (example,) = explained(tmp_path / "out.json", str(folder), *arguments)
     assert example["explained"] == "the logit of “dog”" and len(example["tokens"]) == 5
     assert {p["label"] for p in example["predictions"]} == {"cat", "dog"}
-
-
-@pytest.mark.slow
-def test_vmamba(tmp_path: Path, picture: Path) -> None:
-    weights = tmp_path / "vmamba.safetensors"
-    model = VMamba(depths=(1, 1), dims=4, num_classes=3, patch_size=32, patch_embed="v1")
-    save_file(randomise(model).state_dict(), weights)
-    arguments = ["--image", str(picture), "--target", "1", "--method", "LatimFlow"]
-    (example,) = explained(tmp_path / "out.json", str(weights), *arguments)
-    assert len(example["tokens"]) == 49  # 7 x 7 patches of 32 in an image of 224
-    check_sum(example)
 
 
 SEGMENTER = """
@@ -309,10 +250,7 @@ def segmenter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, An
 
 @pytest.mark.slow
 def test_a_model_that_segments_images(
-    tmp_path: Path,
-    picture: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     folder, model = segmenter(tmp_path, monkeypatch)
     out, mask = tmp_path / "out.json", tmp_path / "mask.png"
@@ -337,12 +275,10 @@ def test_a_model_that_segments_images(
         assert example["accounts"]["LatimFlow"]["output"] == expected
         check_sum(example)
     mask.write_bytes(png(torch.zeros(16, 16, 3)))
-    for options, said in (
-        (["--target-pixel", "4", "0"], "the model answers for 4 rows and 4 columns"),
-        (["--target-mask", str(mask)], "mask.png has no light pixels"),
-    ):
-        assert main(["explain", *arguments, *options, "--out", str(out), "--force"]) == 1
-        assert said in capsys.readouterr().err
+    asked = ["explain", *arguments, "--out", out, "--force"]
+    said = "the model answers for 4 rows and 4 columns"
+    assert said in run(*asked, "--target-pixel", "4", "0", code=1)
+    assert "mask.png has no light pixels" in run(*asked, "--target-mask", mask, code=1)
 
 
 #: Mistakes, and the words that name each.
@@ -401,7 +337,7 @@ def test_a_mistake_is_named_in_a_sentence(
     said: str,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path_factory.mktemp("here")
@@ -410,50 +346,8 @@ def test_a_mistake_is_named_in_a_sentence(
     files = {name: request.getfixturevalue(name) for name in names}
     words = [word.replace(",", " ") for word in arguments.format(**files).split()]
     out = [] if "--out" in words else ["--out", "x.json"]
-    capsys.readouterr()
-    assert main(["explain", *words, *out]) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("captum-ssm: ") and "Traceback" not in printed
-    assert said.format(**files) in printed
+    assert said.format(**files) in run("explain", *words, *out, code=1)
     assert not list(folder.iterdir())
-
-
-def test_debug_shows_where() -> None:
-    with pytest.raises(OptionError):
-        main(["--debug", "explain", "recall-mamba", "--text", "anna", "--method", "Magic"])
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-)
-def test_what_nobody_expected(
-    error: BaseException,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(explain, "run", fail)
-    assert main(["explain", "recall-mamba", "--text", "anna"]) == code
-    assert said in capsys.readouterr().err
-
-
-def test_nothing_is_asked_for_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["explain", "recall-mamba"], ["explain"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-    with pytest.raises(SystemExit) as caught:
-        main(["explain", "--help"])
-    assert caught.value.code == 0
-    assert "captum-ssm explain recall-mamba --text" in capsys.readouterr().out
 
 
 CODE = """
@@ -466,10 +360,7 @@ class Own(MambaConfig):
 
 
 def test_code_beside_the_weights_runs_only_if_it_is_trusted(
-    tmp_path: Path,
-    language_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, language_model: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     cache = str(tmp_path / "cache")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
@@ -478,11 +369,10 @@ def test_code_beside_the_weights_runs_only_if_it_is_trusted(
     settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     (language_model / "config.json").write_text(json.dumps(settings))
     (language_model / "own.py").write_text(CODE.format(marker=str(marker)))
-    arguments = ["explain", str(language_model), "--text", "anna"]
-    assert main([*arguments, "--out", str(tmp_path / "x.json")]) == 1
+    asked = ["explain", str(language_model), "--text", "anna", "--out", str(tmp_path / "x.json")]
+    run(*asked, code=1)
     assert not marker.exists()
-    assert "Traceback" not in capsys.readouterr().err
-    main([*arguments, "--trust-remote-code", "--out", str(tmp_path / "x.json")])
+    main([*asked, "--trust-remote-code"])
     assert marker.exists()
 
 
@@ -507,22 +397,40 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
         assert local == expected
 
 
-def test_the_page_of_methods_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods", "--markdown"]) == 0
-    page = Path(__file__).parents[2] / "docs" / "methods" / "index.md"
-    assert capsys.readouterr().out in page.read_text("utf-8")
+ASKED_OF = "anna owns the lamp . bob owns the kite . ? anna owns the"
+ANSWER = "lamp . ? bob owns the kite ."
+ASKED = ("explain", "recall-mamba", "--text", ASKED_OF, "--out")
 
 
-def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods"]) == 0
-    *lines, empty, captums = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [method.name for method in METHODS]
-    assert not empty and captums.startswith("Of Captum: IntegratedGradients, Saliency, ")
-    everything = {
-        name
-        for name in captum_ssm.__all__
-        if isinstance(value := getattr(captum_ssm, name), type)
-        and issubclass(value, SSMAttribution)
-        and not issubclass(value, LayerAttribution | NeuronAttribution)
-    }
-    assert {method.name for method in METHODS} == everything
+def test_numbers_of_a_given_answer(tmp_path: Path, run: Callable[..., str]) -> None:
+    out = tmp_path / "answers.json"
+    said = run(*ASKED, out, "--answer", ANSWER, "--hops", "2", "--rule", "half")
+    (found,) = json.loads(out.read_text())["answers"]
+    model, vocabulary = load_bundled()
+    expected = SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(
+        ASKED_OF, ANSWER, spans="sentence", prompt_spans="sentence", hops=2, rule="half",
+        contrast="all",
+    )  # fmt: skip
+    assert found["names"] == ["lamp .", "?", "bob owns the kite ."]
+    assert found["features"] == expected.input_tokens
+    assert len(found["hops"]) == len(expected.spans.hops) > 1
+    last = torch.tensor(found["hops"][-1]["prompt"])
+    assert torch.allclose(last, expected.token_attr, atol=1e-5)
+    assert "'bob owns the kite .'" in said and f"wrote {out}" in said
+
+
+@pytest.mark.slow
+def test_what_is_generated(tmp_path: Path, run: Run) -> None:
+    out, picture = tmp_path / "answers.html", tmp_path / "answers.png"
+    run(*ASKED, out, "--generate", "3", "--hops", "1", "--title", "Who owns what?")
+    page = read_page(out)
+    assert page.texts("h1") == ["Who owns what?"]
+    assert page.facts["about"].startswith("recall-mamba: relevance by LatimFlow, of each token")
+    (example,) = page.facts["examples"]
+    assert example["prompt"]["labels"] == ASKED_OF.split()
+    assert len(example["answer"]["labels"]) == 3 and example["answer"]["labels"][0] == "lamp"
+    assert len(example["blocks"]) == 2
+    spans = ["--spans", "token", "--prompt-spans", "token"]
+    method = ["--method", "ImplicitAttentionRollout"]
+    run(*ASKED[:4], ASKED_OF, "--generate", "1", *spans, *method, "--out", picture)
+    assert picture.stat().st_size > 1000 and (tmp_path / "answers-2.png").exists()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.full_disk import ROOM, contents, full_disk
+from helpers.marks import slow_but
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import report
@@ -22,10 +23,9 @@ from captum_ssm.attr import Comparison
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
 from captum_ssm.models import VisionMamba, folders
-from captum_ssm.models.vocabulary import WordVocabulary
 
 
-@pytest.mark.parametrize("content", ["ä" * ROOM, b"\xff" * (ROOM + 1)])
+@pytest.mark.parametrize("content", ["ä" * ROOM, b"\xff" * (ROOM + 1)], ids=["text", "bytes"])
 def test_the_file_is_what_it_was(tmp_path: Path, content: str | bytes) -> None:
     path = tmp_path / "table.md"
     with full_disk(), pytest.raises(WriteError, match=r"table\.md could not .*too large"):
@@ -46,27 +46,30 @@ def test_the_file_is_what_it_was(tmp_path: Path, content: str | bytes) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_odd_places(tmp_path: Path) -> None:
+def test_odd_places(tmp_path: Path, run: Callable[..., str]) -> None:
     """A device, a link and new files are written as any program writes them; a folder is not."""
     with pytest.raises(WriteError, match="/dev/full could not be written: No space left on device"):
         write_whole(Path("/dev/full"), "text")
     assert Path("/dev/full").is_char_device()
-    real, link = tmp_path / "real", tmp_path / "link"
+    real, link, file = (tmp_path / name for name in ("real", "link", "any"))
     link.symlink_to(real)
     write_whole(link, "text")
     assert link.is_symlink() and real.read_text() == "text"
-    (tmp_path / "any").write_text("text")
-    assert real.stat().st_mode == (tmp_path / "any").stat().st_mode
+    file.write_text("text")
+    assert real.stat().st_mode == file.stat().st_mode
     with pytest.raises(WriteError, match="could not be written: Is a directory"):
         write_whole(tmp_path, "text")
-    for below in ("any", "any/folder"):
+    for below in (file, file / "folder"):
         for write in (make_folder, lambda p: write_whole(p / "x", "text")):
             with pytest.raises(WriteError, match=f"{below}.* could not be written") as caught:
-                write(tmp_path / below)
+                write(below)
             assert isinstance(caught.value, OSError | CaptumSSMError)
-        with pytest.raises(WriteError, match=below), filling(tmp_path / below):
+        with pytest.raises(WriteError, match=str(below)), filling(below):
             pass
-    assert (tmp_path / "any").read_text() == "text"
+    asked = ["explain", "recall-mamba", "--text", "anna", "--out", file / "x.json"]
+    for arguments in (["demo", "--out", file], asked):
+        assert f"captum-ssm: {file}" in run(*arguments, code=1)
+    assert file.read_text() == "text"
 
 
 def test_files_of_a_folder_come_together(tmp_path: Path) -> None:
@@ -86,36 +89,16 @@ def test_files_of_a_folder_come_together(tmp_path: Path) -> None:
     assert contents(folder) == before | {folder / "a": b"second"}
 
 
-def saved(folder: Path, examples: int) -> None:
-    Comparison({"zero": torch.zeros(examples, 99)}).to_json(folder / "found.json")
-
-
-def page(folder: Path, examples: int) -> None:
-    report(mamba_lm(), token_ids(examples, 5), target=(-1, 3), path=folder / "page.html")
-
-
-def explained(ending: str) -> Callable[[Path, int], None]:
-    def write(folder: Path, examples: int) -> None:
-        out = ["--out", str(folder / f"found{ending}")]
-        asked = ["explain", "recall-mamba", "--text", *["anna owns the"] * examples, *out]
-        command(*asked, "--method", "ImplicitAttentionRollout")
-
-    return write
-
-
-def demo(folder: Path, examples: int) -> None:
-    command("demo", "--out", str(folder))
-
-
-def command(*arguments: str) -> None:
+def command(*arguments: object) -> None:
     """The command; its message as an error."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
         patch.setattr("captum_ssm.cli.demo._SCORED", 2)
-        main(["--debug", *arguments, "--force"])
+        main(["--debug", *map(str, arguments), "--force"])
 
 
-def vocabulary(folder: Path, examples: int) -> None:
-    WordVocabulary([f"word{i}" for i in range(100 * examples)]).to_json(folder / "vocab.json")
+def explained(path: Path, examples: int) -> None:
+    texts, method = ["anna owns the"] * examples, "ImplicitAttentionRollout"
+    command("explain", "recall-mamba", "--text", *texts, "--method", method, "--out", path)
 
 
 def plain_model(folder: Path, examples: int) -> None:
@@ -123,14 +106,24 @@ def plain_model(folder: Path, examples: int) -> None:
     folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
 
 
-SLOW = (page, explained(".html"), explained(".png"), demo)
-WRITERS = [saved, explained(".json"), plain_model]
-WRITERS += [pytest.param(write, marks=pytest.mark.slow) for write in SLOW]
+#: What is written into a folder, of so many examples.
+WRITERS: dict[str, Callable[[Path, int], object]] = {
+    "json": lambda folder, n: Comparison({"0": torch.zeros(n, 99)}).to_json(folder / "found.json"),
+    "explain": lambda folder, n: explained(folder / "found.json", n),
+    "model": plain_model,
+    "report": lambda folder, n: report(
+        mamba_lm(), token_ids(n, 5), target=(-1, 3), path=folder / "page.html"
+    ),
+    "page": lambda folder, n: explained(folder / "found.html", n),
+    "picture": lambda folder, n: explained(folder / "found.png", n),
+    "demo": lambda folder, n: command("demo", "--out", folder),
+}
+QUICK = ("json", "explain", "model")
 
 
-@pytest.mark.parametrize("write", [*WRITERS, vocabulary])
-def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
-    folder = tmp_path / "results"
+@pytest.mark.parametrize("kind", slow_but(QUICK, WRITERS))
+def test_a_full_disk(tmp_path: Path, kind: str) -> None:
+    write, folder = WRITERS[kind], tmp_path / "results"
     folder.mkdir()
     write(folder, 1)
     before = contents(folder)
@@ -140,10 +133,6 @@ def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None
     assert contents(folder) == before
     write(folder, 2)
     assert contents(folder).keys() >= before.keys()
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_place_that_is_no_folder(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     (tmp_path / "file").write_text("first")
     with pytest.raises(WriteError, match=r"file could not be written: .*name another place"):
         write(tmp_path / "file", 1)
@@ -155,15 +144,3 @@ def test_a_full_disk_under_weights_of_transformers(tmp_path: Path, room: int) ->
     """The first file does not fit, or its weights, which a library of Rust writes."""
     with full_disk(room), pytest.raises(WriteError, match=f"{tmp_path} could not .*too large"):
         folders.save_of_transformers(mamba_lm(), tmp_path)
-
-
-def test_the_command_says_so_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("first")
-    for arguments in (
-        ["demo", "--out", str(tmp_path / "file")],
-        ["explain", "recall-mamba", "--text", "anna", "--out", str(tmp_path / "file" / "x.json")],
-    ):
-        assert main(arguments) == 1
-        assert f"captum-ssm: {tmp_path / 'file'}" in capsys.readouterr().err

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from zoo.language import word_tokenizer
-from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out
-from captum_ssm.cli import main
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import load_bundled
 from captum_ssm.viz.html.pictures import png
@@ -22,9 +20,14 @@ PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 WORDS = PROMPT.split()
 
 
-def answered(capsys: pytest.CaptureFixture[str], *options: str, text: str = PROMPT) -> Any:
-    assert main(["knockout", "recall-mamba", text, *options, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def answered(run: Callable[..., str]) -> Callable[..., Any]:
+    """What is found, as JSON."""
+
+    def ask(*options: object, of: Sequence[object] = ("recall-mamba", PROMPT)) -> Any:
+        return json.loads(run("knockout", *of, *options, "--json"))
+
+    return ask
 
 
 def logits(*edges: Edges, **options: Any) -> Tensor:
@@ -34,10 +37,10 @@ def logits(*edges: Edges, **options: Any) -> Tensor:
         return model(torch.tensor([vocabulary.encode(PROMPT)])).logits[0, -1].double()
 
 
-def test_the_prediction_with_and_without_an_edge(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, "--layers", "1", "--from", "lamp", "--to", "-1")
-    model, vocabulary = load_bundled()
-    lamp = vocabulary.id_of("lamp")
+def test_the_prediction_with_and_without_an_edge(answered: Any, run: Any) -> None:
+    asked = ["--layers", "1", "--from", "lamp", "--to", "-1"]
+    found, (model, vocabulary) = answered(*asked), load_bundled()
+    lamp, kite = vocabulary.id_of("lamp"), vocabulary.id_of("kite")
     before, without = logits(), logits(Edges(1, 3, -1))
     assert found["explained"] == "the logit of “lamp”, predicted after token 13"
     assert found["tokens"] == WORDS
@@ -51,15 +54,13 @@ def test_the_prediction_with_and_without_an_edge(capsys: pytest.CaptureFixture[s
     likeliest = {vocabulary.vocab[int(k)] for x in (before, without) for k in x.topk(3).indices}
     assert set(chances) == likeliest
     for word, answer in chances.items():
-        token = vocabulary.id_of(word)
-        assert answer["before"] == pytest.approx(float(before.softmax(-1)[token]), abs=1e-6)
-        assert answer["without"] == pytest.approx(float(without.softmax(-1)[token]), abs=1e-6)
-    asked = ["--layers", "1", "--from", "lamp", "--to", "-1", "--target", "kite"]
-    assert main(["knockout", "recall-mamba", PROMPT, *asked]) == 0
-    first, head, row, *_, last = capsys.readouterr().out.splitlines()
+        for name, x in (("before", before), ("without", without)):
+            chance = float(x.softmax(-1)[vocabulary.id_of(word)])
+            assert answer[name] == pytest.approx(chance, abs=1e-6)
+    printed = run("knockout", "recall-mamba", PROMPT, *asked, "--target", "kite")
+    first, head, row, *_, last = printed.splitlines()
     assert first == "Explained is the logit of “kite”, predicted after token 13."
     assert head.split() == ["probability", "of", "as", "it", "is", "without"]
-    kite = vocabulary.id_of("kite")
     said = [float(number) for number in row.removeprefix("  kite").split()]
     assert said == pytest.approx([float(x.softmax(-1)[kite]) for x in (before, without)], abs=1e-4)
     lost = float(before[kite] - without[kite])
@@ -80,47 +81,42 @@ def test_the_prediction_with_and_without_an_edge(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_options_are_those_of_edges(
-    options: list[str], edges: Edges, replace: Any, capsys: pytest.CaptureFixture[str]
+    options: list[str], edges: Edges, replace: Any, answered: Any
 ) -> None:
     lamp = load_bundled()[1].id_of("lamp")
-    found = answered(capsys, *options, "--target", "lamp")
+    found = answered(*options, "--target", "lamp")
     assert found["without"] == pytest.approx(float(logits(edges, replace=replace)[lamp]), rel=1e-5)
     assert (found["estimated"] is None) == (edges.selection or replace is not None)
 
 
 @pytest.mark.slow
-def test_messages_of_a_run_on_another_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_a_run_on_another_text(answered: Any, run: Any) -> None:
     other = PROMPT.replace("lamp", "drum")
-    found = answered(capsys, "--from", "lamp", "--to", "-1", "--replace", other)
+    found = answered("--from", "lamp", "--to", "-1", "--replace", other)
     vocabulary = load_bundled()[1]
     patched = logits(Edges(None, 3, -1), replace=torch.tensor([vocabulary.encode(other)]))
     answers = {answer["label"]: answer["without"] for answer in found["answers"]}
     assert max(answers, key=lambda word: answers[word]) == "drum"
     chance = float(patched.softmax(-1)[vocabulary.id_of("drum")])
     assert answers["drum"] == pytest.approx(chance, abs=1e-5)
-    arguments = ["knockout", "recall-mamba", PROMPT, "--from", "lamp", "--replace", "anna owns"]
-    assert main(arguments) == 1
-    assert "--replace 'anna owns' has 2 tokens, the text has 14" in capsys.readouterr().err
+    asked = ["knockout", "recall-mamba", PROMPT, "--from", "lamp", "--replace", "anna owns"]
+    assert "--replace 'anna owns' has 2 tokens, the text has 14" in run(*asked, code=1)
 
 
 @pytest.mark.slow
-def test_the_strongest_edges_each_cut_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, "--top", "4")
-    model, vocabulary = load_bundled()
-    lamp = vocabulary.id_of("lamp")
-    ids = torch.tensor([vocabulary.encode(PROMPT)])
+def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None:
+    found, (model, vocabulary) = answered("--top", "4"), load_bundled()
+    lamp, ids = vocabulary.id_of("lamp"), torch.tensor([vocabulary.encode(PROMPT)])
     top = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, lamp)).top(4)[0]
     for edge, each in zip(top, found["edges"], strict=True):
-        assert (each["layer"], each["source"], each["target"]) == (
-            edge.layer, edge.source, edge.target
-        )  # fmt: skip
+        place = edge.layer, edge.source, edge.target
+        assert (each["layer"], each["source"], each["target"]) == place
         assert each["effect"] == pytest.approx(edge.effect, rel=1e-4)
-        lost = logits() - logits(Edges(edge.layer, edge.source, edge.target))
+        lost = logits() - logits(Edges(*place))
         assert each["true"] == pytest.approx(float(lost[lamp]), rel=1e-4)
-    only = answered(capsys, "--layers", "0")["edges"]
+    only = answered("--layers", "0")["edges"]
     assert len(only) == 8 and {each["layer"] for each in only} == {0}
-    assert main(["knockout", "recall-mamba", PROMPT, "--top", "1"]) == 0
-    *_, head, row = capsys.readouterr().out.splitlines()
+    *_, head, row = run("knockout", "recall-mamba", PROMPT, "--top", "1").splitlines()
     assert head.split() == ["layer", "from", "to", "estimated", "true"]
     first = found["edges"][0]
     assert row.split()[:5] == ["1", "lamp", "(3)", "the", "(13)"]
@@ -128,37 +124,19 @@ def test_the_strongest_edges_each_cut_by_itself(capsys: pytest.CaptureFixture[st
     assert shown == pytest.approx([first["effect"], first["true"]], rel=1e-3)
 
 
-def test_a_model_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = mamba_lm(), word_tokenizer()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    ids = torch.tensor([tokenizer.encode("the lamp bob anna")])
-    arguments = ["the lamp bob anna", "--from", "lamp", "--to", "3", "--json"]
-    assert main(["knockout", str(tmp_path), *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens"] == ["<s>", "the", "lamp", "bob", "anna"]
-    with torch.no_grad():
-        token = int(model(ids).logits[0, -1].argmax())
-        with knock_out(model, Edges(None, 2, 3)):
-            assert found["without"] == pytest.approx(float(model(ids).logits[0, -1, token]), 1e-4)
-
-
 @pytest.mark.slow
 def test_classifiers_of_sentences_and_of_images(
-    bert: Path, vim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bert: Path, vim: Path, tmp_path: Path, answered: Any, run: Any
 ) -> None:
-    assert main(["knockout", str(bert), "good film", "--top", "2"]) == 0
-    assert "What it loses" in capsys.readouterr().out
+    assert "What it loses" in run("knockout", bert, "good film", "--top", "2")
     files = [tmp_path / "one.png", tmp_path / "other.png"]
     for file in files:
         file.write_bytes(png(torch.rand(24, 24, 3)))
     loaded = load(Source(str(vim)))
     model, images = loaded.model, loaded.prepared(files)
 
-    def told(*options: str) -> Any:
-        words = ["knockout", str(vim), str(files[0]), "--target", "1", "--json"]
-        assert main([*words, *options]) == 0
-        return json.loads(capsys.readouterr().out)
+    def told(*options: object) -> Any:
+        return answered(*options, "--target", "1", of=(vim, files[0]))
 
     def number(edges: Edges, **options: Any) -> float:
         with torch.no_grad(), knock_out(model, edges, **options):
@@ -168,36 +146,28 @@ def test_classifiers_of_sentences_and_of_images(
     named = told(*chosen)
     edges = Edges(sources=named["tokens"].index("row 2, column 1"), targets=slice(9))
     assert named["without"] == pytest.approx(number(edges), rel=1e-4)
-    patched = told(*chosen, "--replace", str(files[1]))
+    patched = told(*chosen, "--replace", files[1])
     assert patched["without"] == pytest.approx(number(edges, replace=images[1:]), rel=1e-4)
     edge = told("--top", "1")["edges"][0]
     lost = named["before"] - number(Edges(edge["layer"], edge["source"], edge["target"]))
     assert edge["true"] == pytest.approx(lost, rel=1e-2, abs=1e-5)
+    assert "a cat" in run("knockout", vim, "a cat", code=1)  # which is no file
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--from", "anna"], "--from anna: the text has it 2 times, at 0 and 11"),
-        (["--to", "cat"], "--to cat: the text has no such word"),
-        (["--from", "99"], "position 99"),
-        (["--heads", "1"], "--heads says what is cut"),
-        (["--selection"], "--selection says what is cut"),
-        (["--from", "lamp", "--heads", "9999"], "heads names 9999"),
-        (["--from", "lamp", "--layers", "9"], "layers names 9"),
-        (["--layers", "9"], "layers names 9"),
-        (["--top", "0"], "--top 0"),
-        (["--target", "anna owns"], "--target 'anna owns' is 2 tokens"),
-        (["--from", "kite", "--to", "lamp"], "Exchange them"),
-    ],
-)
-def test_mistakes_are_named(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["knockout", "recall-mamba", PROMPT, *options]) == 1
-    assert said in capsys.readouterr().err
+MISTAKES = {
+    "--from anna": "--from anna: the text has it 2 times, at 0 and 11",
+    "--to cat": "--to cat: the text has no such word",
+    "--from 99": "position 99",
+    "--heads 1": "--heads says what is cut",
+    "--selection": "--selection says what is cut",
+    "--from lamp --heads 9999": "heads names 9999",
+    "--from lamp --layers 9": "layers names 9",
+    "--layers 9": "layers names 9",
+    "--top 0": "--top 0",
+    "--from kite --to lamp": "Exchange them",
+}
 
 
-def test_a_text_is_no_file_of_an_image(vim: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["knockout", str(vim), "a cat"]) == 1
-    assert "a cat" in capsys.readouterr().err
+@pytest.mark.parametrize(("options", "said"), MISTAKES.items())
+def test_mistakes_are_named(options: str, said: str, run: Any) -> None:
+    assert said in run("knockout", "recall-mamba", PROMPT, *options.split(), code=1)

@@ -126,16 +126,6 @@ def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     assert "http://127.0.0.1:" in capsys.readouterr().out
 
 
-def test_an_error_has_no_traceback(tmp_path, capsys):
-    assert main(["serve", "recall-mamba", "--texts", str(tmp_path / "none")]) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("captum-ssm: ") and "none" in printed and "Traceback" not in printed
-    for arguments in (["recall-mamba"], ["--texts", "x"]):
-        with pytest.raises(SystemExit) as caught:
-            main(["serve", *arguments])
-        assert caught.value.code == 2 and "required" in capsys.readouterr().err
-
-
 def test_models_and_inputs_must_fit(vim, prompts, photos, language_model, tmp_path):
     recall, (empty, blank) = "recall-mamba", (tmp_path / "folder", tmp_path / "blank.txt")
     empty.mkdir()
@@ -174,7 +164,10 @@ def reader(offset: int = 0) -> Loaded:
     return Loaded(torch.nn.Linear(1, 1), Letters(offset), is_language=True)
 
 
-def test_models_must_read_a_text_alike(tmp_path):
+def test_models_must_read_a_text_and_see_an_image_alike(tmp_path, photos):
+    def sees(side: int) -> Loaded:
+        return Loaded(torch.nn.Linear(1, 1), prepare=lambda files: torch.ones(1, 3, side, side))
+
     path = tmp_path / "texts"
     path.write_text("ab\n")
     (batch,) = Texts(path, [reader(), reader()], [])
@@ -184,12 +177,6 @@ def test_models_must_read_a_text_alike(tmp_path):
     path.write_text("ab\n!\n")
     with pytest.raises(InputError, match="'!' has no tokens"):
         list(Texts(path, [reader()], []))
-
-
-def test_models_must_see_an_image_alike(photos):
-    def sees(side: int) -> Loaded:
-        return Loaded(torch.nn.Linear(1, 1), prepare=lambda files: torch.ones(1, 3, side, side))
-
     (batch, *_) = Images(photos, [sees(4), sees(4)], ["cat", "dog"])
     assert batch.inputs.shape == (1, 3, 4, 4)
     with pytest.raises(OptionError, match="different sizes"):
@@ -202,15 +189,11 @@ def test_names_of_classes():
     assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
     language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
     assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
-
-
-def test_models_side_by_side_have_the_same_words_and_classes():
-    def labelled(*names: str) -> Loaded:
-        return Loaded(torch.nn.Linear(1, 1), labels=names)
-
-    same = [labelled("cat", "dog"), labelled("cat", "dog", "eel")]
-    assert common_classes(["a", "b"], same, None) == ["cat", "dog"]
-    other = [labelled("cat", "dog"), labelled("cat", "eel")]
-    assert common_classes(["a", "b"], other, ["0", "1"]) == ["0", "1"]
+    pets, more, eels = (
+        Loaded(torch.nn.Linear(1, 1), labels=names)
+        for names in (("cat", "dog"), ("cat", "dog", "eel"), ("cat", "eel"))
+    )
+    assert common_classes(["a", "b"], [pets, more], None) == ["cat", "dog"]
+    assert common_classes(["a", "b"], [pets, eels], ["0", "1"]) == ["0", "1"]
     with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
-        common_classes(["a", "b"], other, None)
+        common_classes(["a", "b"], [pets, eels], None)

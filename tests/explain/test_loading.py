@@ -1,4 +1,4 @@
-"""A folder, a file or an image that is broken or hostile ends in a sentence that names it."""
+"""Broken or hostile folders, files and images end in a sentence; targets are read as typed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 import transformers
 from helpers.hostile_weights import BROKEN
 from helpers.little_memory import at_most
 from helpers.versions import VERSION_4
 from safetensors.torch import load_file, save_file
+from torch import nn
+from zoo.language import WORDS, word_tokenizer
 
+from captum_ssm.attr.text.codec import Codec
 from captum_ssm.cli import main
-from captum_ssm.errors import CheckpointError, InputError
+from captum_ssm.errors import CheckpointError, InputError, OptionError
 from captum_ssm.explain.image_inputs import for_vim, scene
 from captum_ssm.explain.loading import Source, load
+from captum_ssm.explain.typed_target import read_target
 from captum_ssm.models import VisionMamba, bundled
+from captum_ssm.viz.html.example import Subject
+
+pytest.importorskip("transformers")
+
+
+pytest.importorskip("safetensors")
+
 
 SHIPPED = Path(bundled.__file__).parent / "recall-mamba"
 
@@ -43,36 +51,34 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SHIPPED, tmp_path / "mine"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"hidden_size": 10**9}, "mine: its configuration and its weights make no model"),
-        ({"vocab_size": 10**13}, "mine: its configuration and its weights make no model"),
-        ({"state_size": -1}, "make no model.*(negative|lower bound)"),
-        ({"hidden_size": "wide"}, "mine has no usable configuration"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 4096"),
-        ({"num_labels": 10**10}, "num_labels = 10000000000; at most 1000000"),
-        ({"model_type": "../x"}, "mine has no usable configuration"),
-    ],
-)
-def test_hostile_settings(
-    settings: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    with pytest.raises(CheckpointError, match=message):
-        load(Source(str(folder)))
-    out = folder.parent / "out.json"
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": 10**9}, "mine: its configuration and its weights make no model"),
+    ({"vocab_size": 10**13}, "mine: its configuration and its weights make no model"),
+    ({"state_size": -1}, "make no model.*(negative|lower bound)"),
+    ({"hidden_size": "wide"}, "mine has no usable configuration"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 4096"),
+    ({"num_labels": 10**10}, "num_labels = 10000000000; at most 1000000"),
+    ({"model_type": "../x"}, "mine has no usable configuration"),
+]
+
+
+def test_hostile_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = folder / "config.json", folder.parent / "out.json"
+    plain = json.loads(path.read_text())
+    for settings, message in HOSTILE:
+        path.write_text(json.dumps(plain | settings))
+        with pytest.raises(CheckpointError, match=message):
+            load(Source(str(folder)))
     assert main(["explain", str(folder), "--text", "anna owns the", "--out", str(out)]) == 1
     assert "captum-ssm: " in capsys.readouterr().err
     assert not out.exists()
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_weights(what: str, folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(BROKEN[what])
-    with pytest.raises(CheckpointError, match="mine: its configuration and its weights"):
-        load(Source(str(folder)))
+def test_broken_weights(folder: Path) -> None:
+    for content in BROKEN.values():
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="mine: its configuration and its weights"):
+            load(Source(str(folder)))
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -96,79 +102,40 @@ def language_model(**options: Any) -> Any:
     return transformers.MambaForCausalLM(config)
 
 
-def test_missing_weights_are_named_and_not_filled_at_random(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def neox() -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.GPTNeoXConfig(vocab_size=19, num_hidden_layers=1, **sizes)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def test_weights_that_are_missing_are_named_and_not_filled_at_random(tmp_path: Path) -> None:
     folder = saved(language_model(tie_word_embeddings=False), tmp_path / "mine")
-    assert load(Source(str(folder))).is_language
-    out = tmp_path / "out.json"
-    arguments = ["explain", str(folder), "--text", "anna owns the", "--out", str(out)]
+    source = Source(str(folder))
+    assert load(source).is_language
 
     def lose(weights: dict[str, Any]) -> None:
         del weights["lm_head.weight"], weights["backbone.layers.1.mixer.A_log"]
 
+    changed(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(19, 5)}))
+    found = "another" if VERSION_4 else r"\(19, 5\)"  # version 4 does not tell it
+    message = rf"shapes differ in 'lm_head\.weight' \({found} instead of \(19, 8\)\)"
+    with pytest.raises(CheckpointError, match=message):
+        load(source)
     changed(folder, lose)
     message = (
         r"mine: its weights do not fill its MambaForCausalLM, whose rest would be random: they "
         r"lack 'backbone\.layers\.1\.mixer\.A_log', 'lm_head\.weight'\. Was it saved without"
     )
     with pytest.raises(CheckpointError, match=message):
-        load(Source(str(folder)))
-    assert main(arguments) == 1
-    assert "they lack 'backbone.layers.1.mixer.A_log'" in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
-    folder = saved(language_model(tie_word_embeddings=False), tmp_path / "mine")
-    changed(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(19, 5)}))
-    found = "another" if VERSION_4 else r"\(19, 5\)"  # version 4 does not tell it
-    message = rf"shapes differ in 'lm_head\.weight' \({found} instead of \(19, 8\)\)"
-    with pytest.raises(CheckpointError, match=message):
-        load(Source(str(folder)))
-
-
-def test_a_model_saved_without_its_head_is_refused(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=19,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        architectures=["BertForSequenceClassification"],
-    )
-    folder = saved(transformers.BertModel(config), tmp_path / "mine")
-    path = folder / "config.json"
-    named = {"architectures": ["BertForSequenceClassification"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | named))
-    with pytest.raises(
-        CheckpointError, match=r"they lack 'classifier\.bias', 'classifier\.weight'"
-    ):
-        load(Source(str(folder)))
-
-
-def neox() -> Any:
-    config = transformers.GPTNeoXConfig(
-        vocab_size=19,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    return transformers.GPTNeoXForCausalLM(config)
-
-
-@pytest.mark.parametrize("make", [language_model, neox])
-def test_tied_weights_and_buffers_that_are_not_saved_are_not_missed(
-    make: Callable[[], Any], tmp_path: Path
-) -> None:
-    """The head of the one is its embedding; the rotations of the other follow from its sizes."""
-    model = make()
-    stored = load_file(saved(model, tmp_path / "mine") / "model.safetensors")
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    assert own.keys() - stored.keys()
-    found = load(Source(str(tmp_path / "mine"))).model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        load(source)
+    # the head of the one is its embedding; the rotations of the other follow from its sizes
+    for number, model in enumerate((language_model(), neox())):
+        folder = saved(model, tmp_path / str(number))
+        stored = load_file(folder / "model.safetensors")
+        own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        assert own.keys() - stored.keys()
+        found = load(Source(str(folder))).model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 class Touch:
@@ -209,3 +176,33 @@ def test_narrow_images(tmp_path: Path) -> None:
     pillow.new("RGB", (100, 1), (255, 0, 0)).save(path)
     assert for_vim(model, path).shape == (3, 32, 32)
     assert scene(path, 32)[:, 5, 5].tolist() == pytest.approx([1, -1, -1], abs=1e-5)
+
+
+def subject(labels: list[str] | None = None, own: dict[int, str] | None = None) -> Subject:
+    module: Any = nn.Identity()
+    module.config = SimpleNamespace(id2label=own)
+    return Subject(module, module, None, Codec(word_tokenizer()), labels)
+
+
+def test_tokens_by_text_and_by_id() -> None:
+    for text in ("lamp", "$5"):
+        assert read_target(subject(), text, language=True) == (-1, WORDS.index(text))
+    without = Subject(nn.Identity(), nn.Identity(), None, None, None)
+    for given in (subject(), without):
+        assert read_target(given, "id:3", language=True) == (-1, 3)
+    with pytest.raises(OptionError, match="without a tokenizer"):
+        read_target(without, "lamp", language=True)
+    for text in ("anna owns", ""):
+        with pytest.raises(OptionError, match=f"is {len(text.split())} tokens"):
+            read_target(subject(), text, language=True)
+
+
+def test_classes_by_name_and_number() -> None:
+    own = {0: "cat", 1: "2"}
+    assert read_target(subject(own=own), "cat", language=False) == 0
+    assert read_target(subject(own=own), "2", language=False) == 1  # a name comes first
+    assert read_target(subject(own=own), "id:2", language=False) == 2
+    assert read_target(subject(["dog", "cat"], own), "cat", language=False) == 1
+    assert read_target(subject(), "7", language=False) == 7
+    with pytest.raises(OptionError, match=r"none of the classes \(cat, 2\)"):
+        read_target(subject(own=own), "bird", language=False)

@@ -20,13 +20,6 @@ def call(case: Case) -> Any:
     return case.model(case.inputs, **({"use_cache": False} if takes_cache else {}))
 
 
-def in_float64(case: Case) -> Case:
-    """The case, as precise as its code allows."""
-    case.model.double()
-    case.inputs = case.inputs.double() if case.inputs.is_floating_point() else case.inputs
-    return case
-
-
 def target_of(case: Case) -> Any:
     """An output of a model or of a mixer alone."""
     with torch.no_grad():

@@ -16,29 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm import trace
 from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import InputError
-from captum_ssm.tracing import Layer
 from helpers import contract
+from helpers.hybrid_checks import record as record
+from helpers.hybrid_checks import record_one
 
 # float32 against float32 or float64, for any draw of the parameters; see typical_error
 FLOAT32 = 1e-5
 #: Norms of few features that do not blow rounding errors up.
 EPS = 0.05
 ABLATIONS = ["s6", "unified", "exact", "exact-conv", "exact-activation", "exact-norm", "exact-gate"]
-
-
-def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
-    """The layers of a run, whose operators are made where a test asks for them."""
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(*args, **kwargs)
-    return t.layers
-
-
-def record_one(layer: Any, hidden: Tensor, **kwargs: Any) -> Layer:
-    (recorded,) = record(layer, hidden, **kwargs)
-    return recorded
 
 
 def side_mask(lengths: Sequence[int], tokens: int, side: str = "left") -> Tensor:

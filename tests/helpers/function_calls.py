@@ -174,6 +174,7 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
     "norm": lambda x, _: (x.norm(dim=-1), torch.norm(x), torch.linalg.norm(x)),
     "diff": lambda x, k: (x.diff(dim=1), torch.diff(x, dim=1, prepend=k.c, append=k.c[:, :1])),
     "rdiv": lambda x, _: 1.5 / x,
+    "true_divide": lambda x, k: (torch.true_divide(x, k.c), torch.true_divide(x, 1 + x.abs())),
     "expit": lambda x, _: torch.special.expit(x),
     "_threshold": lambda x, _: F.threshold(x, 0.1, 0),
     "copy_": lambda x, k: (k.c.clone().copy_(x), x.clone().copy_(k.c), overwritten(x, k)),

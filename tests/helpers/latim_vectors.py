@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from zoo import architectures, attention, fla_cpu, networks
 from zoo.mamba import randomise
 
-from captum_ssm import trace
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.mixers.base import LinearMixer
 from captum_ssm.operators import Operator
 from captum_ssm.tracing import Layer
+from helpers.hybrid_checks import record as record
 
 
 def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -39,13 +39,6 @@ def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
     if name in attention.IMAGES:
         return architectures.pictures(model, (12, 12))
     return architectures.language(model)
-
-
-def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
-    """The layers of a run, whose operators are made where a test asks for them."""
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(*args, **kwargs)
-    return t.layers
 
 
 @torch.no_grad()

@@ -37,6 +37,8 @@ def made(kind: str, seed: int) -> SparseAutoencoder:
     with torch.no_grad():
         for weights in found.parameters():
             weights.normal_()
+        if kind == "jumprelu":  # half of what is positive lies below
+            found.threshold.mul_(2).abs_()
     return found
 
 
@@ -86,10 +88,10 @@ def test_features_and_what_they_stand_for(kind: str, seed: int, vectors: Tensor)
     decoded = found.decode(features)
     weights = {name: value.detach() for name, value in found.state_dict().items()}
     assert features.shape == (4, 3, FEATURES) and decoded.shape == vectors.shape
-    for row, column in ((0, 0), (3, 2)):
-        expected, vector = by_hand(kind, weights, vectors[row, column])
-        torch.testing.assert_close(features[row, column], expected)
-        torch.testing.assert_close(decoded[row, column], vector)
+    for row in range(4):
+        expected, vector = by_hand(kind, weights, vectors[row, 0])
+        torch.testing.assert_close(features[row, 0], expected)
+        torch.testing.assert_close(decoded[row, 0], vector)
     torch.testing.assert_close(found(vectors), decoded)
     assert 0 < int((features > 0).sum()) < features.numel()
 

@@ -26,16 +26,14 @@ NAMES = [m.get_name() for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SS
 LABELS = [f"class {i}" for i in range(CLASSES)]
 
 
-def test_where_captum_has_no_insights_it_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "captum.insights.attr_vis", None)
-    monkeypatch.setitem(sys.modules, "captum.insights", None)
-    with pytest.raises(OptionError, match=r"Captum 0.8, with flask and flask-compress"):
-        register_with_captum()
-
-
-def test_where_captums_insights_is_ours_it_says_so(monkeypatch):
+def test_where_captum_has_no_insights_or_ours_it_says_so(monkeypatch):
     import captum_ssm.insights.attr_vis.config as ours
 
+    with monkeypatch.context() as without:
+        for name in ("captum.insights", "captum.insights.attr_vis"):
+            without.setitem(sys.modules, name, None)
+        with pytest.raises(OptionError, match=r"Captum 0.8, with flask and flask-compress"):
+            register_with_captum()
     for name in ("captum.insights", "captum.insights.attr_vis"):
         monkeypatch.setitem(sys.modules, name, sys.modules[name.replace("captum", "captum_ssm")])
     monkeypatch.setitem(sys.modules, "captum.insights.attr_vis.config", ours)
@@ -48,39 +46,27 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captum's tables, as they are before and after the test."""
     from captum.insights.attr_vis import config
 
-    for name in ("ATTRIBUTION_NAMES_TO_METHODS", "ATTRIBUTION_METHOD_CONFIG"):
-        monkeypatch.setattr(config, name, config.__dict__[name])
-        for key, value in list(config.__dict__[name].items()):
-            monkeypatch.setitem(config.__dict__[name], key, value)
-        for key in NAMES:
-            monkeypatch.delitem(config.__dict__[name], key, raising=False)
-    monkeypatch.setattr(
-        config, "SUPPORTED_ATTRIBUTION_METHODS", list(config.SUPPORTED_ATTRIBUTION_METHODS)
-    )
+    tables = [config.ATTRIBUTION_NAMES_TO_METHODS, config.ATTRIBUTION_METHOD_CONFIG]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for name in NAMES:
+            table.pop(name, None)
+    known = [*config.SUPPORTED_ATTRIBUTION_METHODS]
+    monkeypatch.setattr(config, "SUPPORTED_ATTRIBUTION_METHODS", known)
     yield config
-    for name in NAMES:
-        config.ATTRIBUTION_NAMES_TO_METHODS.pop(name, None)
-        config.ATTRIBUTION_METHOD_CONFIG.pop(name, None)
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)
 
 
-def visualizer(
-    model: Any, feature: Any, inputs: torch.Tensor, method: str, **arguments: Any
-) -> Any:
+def visualizer(model: Any, feature: Any, inputs: torch.Tensor, name: str, **options: Any) -> Any:
     from captum.insights import AttributionVisualizer, Batch
     from captum.insights.attr_vis.app import FilterConfig
 
-    made = AttributionVisualizer(
-        [model], LABELS, [feature], [Batch(inputs, torch.zeros(len(inputs), dtype=torch.long))]
-    )
-    made._config = FilterConfig(
-        attribution_method=method, attribution_arguments=arguments, num_examples=len(inputs)
-    )
+    batch = Batch(inputs, torch.zeros(len(inputs), dtype=torch.long))
+    made = AttributionVisualizer([model], LABELS, [feature], [batch])
+    made._config = FilterConfig(name, options, num_examples=len(inputs))
     return made
-
-
-def offered(config: Any, name: str) -> dict[str, Any]:
-    """The arguments that the page sends if nothing is changed."""
-    return {key: kind.value for key, kind in config.ATTRIBUTION_METHOD_CONFIG[name].params.items()}
 
 
 @needs_captum08
@@ -96,18 +82,20 @@ def test_methods_are_offered_by_name_once(config):
 
 
 @needs_captum08
-@pytest.mark.parametrize("name", NAMES)
-def test_every_method_explains_with_what_the_page_sends(config, name):
+def test_every_method_explains_with_what_the_page_sends(config):
     from captum.insights.attr_vis.features import TextFeature
 
     register_with_captum()
     model, ids = classifier("mean"), token_ids(1, 6)
     feature = TextFeature("text", None, None, lambda ids: [f"w{i}" for i in ids.squeeze(0)])
-    ((output,),) = visualizer(model, feature, ids, name, **offered(config, name)).visualize()
-    method = config.ATTRIBUTION_NAMES_TO_METHODS[name]
-    wanted = method(model).attribute(ids, target=int(output.active_index))[0]
-    percent = 100 * wanted / wanted.abs().max()
-    assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
+    for name in NAMES:
+        offered = config.ATTRIBUTION_METHOD_CONFIG[name].params.items()
+        sent = {key: kind.value for key, kind in offered}  # if nothing is changed
+        ((output,),) = visualizer(model, feature, ids, name, **sent).visualize()
+        method = config.ATTRIBUTION_NAMES_TO_METHODS[name]
+        wanted = method(model).attribute(ids, target=int(output.active_index))[0]
+        percent = 100 * wanted / wanted.abs().max()
+        assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
 
 
 def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:

@@ -1,8 +1,9 @@
-"""What is shown of each kind of input."""
+"""Batches, and what is shown of each kind of input."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from io import BytesIO
 
@@ -13,7 +14,8 @@ from matplotlib import colormaps
 from matplotlib.image import imread
 
 from captum_ssm.errors import InputError
-from captum_ssm.insights import EmptyFeature, GeneralFeature, ImageFeature, TextFeature
+from captum_ssm.insights import Batch, EmptyFeature, GeneralFeature, ImageFeature, TextFeature
+from captum_ssm.insights.dataset import Stream, examples_of
 from captum_ssm.insights.features import FeatureOutput
 
 
@@ -37,36 +39,29 @@ INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "wanted"), INPUTS)
-@pytest.mark.parametrize("channels", [2, 3])
-def test_an_image_of_any_range_and_number_of_channels(given, wanted, channels):
-    image = torch.rand(1, channels, 5, 7, dtype=torch.float64)
-    image[0, 0, 0, :2] = torch.tensor([0.0, 1.0])
-    expected = wanted(image)[0]
-    if channels != 3:
-        expected = expected.mean(0, keepdim=True).expand(3, -1, -1)
-    expected = expected.permute(1, 2, 0).numpy() * 255
-    found = pixels(shown(given(image)).base)
-    assert np.abs(found - expected).max() <= 0.5 + 1e-6
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_all_zero_images_and_relevance(channels):
-    nothing = torch.zeros(1, channels, 4, 3)
-    output = shown(nothing, nothing)
-    assert (pixels(output.base) == 0).all()
-    # white, or nearly so, whatever the colour scale is
-    assert pixels(output.modified).min() > 240
-    assert output[2:] == (output.modified, "image", 0.5)
+def test_an_image_of_any_range_and_number_of_channels():
+    for channels, (given, wanted) in itertools.product((2, 3), INPUTS):
+        image = torch.rand(1, channels, 5, 7, dtype=torch.float64)
+        image[0, 0, 0, :2] = torch.tensor([0.0, 1.0])
+        expected = wanted(image)[0]
+        if channels != 3:
+            expected = expected.mean(0, keepdim=True).expand(3, -1, -1)
+        expected = expected.permute(1, 2, 0).numpy() * 255
+        found = pixels(shown(given(image)).base)
+        assert np.abs(found - expected).max() <= 0.5 + 1e-6
+    for channels in (1, 3):
+        nothing = torch.zeros(1, channels, 4, 3)
+        output = shown(nothing, nothing)
+        assert (pixels(output.base) == 0).all()
+        assert pixels(output.modified).min() > 240  # white, whatever the colour scale is
+        assert output[2:] == (output.modified, "image", 0.5)
 
 
 def test_numbers_that_are_none_are_grey_and_leave_the_others_alone():
-    relevance = torch.randn(1, 3, 6, 5)
-    holed = relevance.clone()
+    relevance, image = torch.randn(1, 3, 6, 5), torch.rand(1, 3, 6, 5)
+    holed, clean = relevance.clone(), relevance.clone()
     holed[0, 1, 2, 3], holed[0, 0, 4, 0] = math.nan, math.inf
-    clean = relevance.clone()
     clean[0, :, 2, 3] = clean[0, :, 4, 0] = 0
-    image = torch.rand(1, 3, 6, 5)
     image[0, 0, 0, 0] = math.nan
     found, expected = (pixels(shown(image, r).modified) for r in (holed, clean))
     grey = np.zeros((6, 5), dtype=bool)
@@ -95,28 +90,27 @@ def test_inputs_that_cannot_be_shown_are_named():
     for shape in ((1, 3), (1, 2, 2)):
         with pytest.raises(InputError, match="'size' has 2 categories"):
             feature.visualize(torch.zeros(shape), torch.zeros(shape), 1.0)
+    # and a transformation sees the whole
+    white = ImageFeature("photo", None, None, visualization_transform=lambda x: x * 0 + len(x))
+    found = white.visualize(torch.rand(1, 3, 4, 4), torch.rand(1, 3, 4, 4), 1.0)
+    assert (pixels(found.base) == 255).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_words_and_their_relevance(dtype):
+def test_words_and_their_relevance():
     ids = torch.tensor([[2, 0, 1]])
     feature = TextFeature("text", None, None, lambda ids: ["abc"[i] for i in ids[0]])
-    of_embeddings = torch.randn(1, 3, 4).to(dtype)
-    output = feature.visualize(of_embeddings, ids, 1.0)
-    sums = [sum(row) for row in of_embeddings[0].double().tolist()]
-    largest = max(abs(s) for s in sums)
-    assert output.base == ["c", "a", "b"]
-    assert output.modified == pytest.approx([100 * s / largest for s in sums])
+    for dtype in (torch.float64, torch.bfloat16):
+        of_embeddings = torch.randn(1, 3, 4).to(dtype)
+        output = feature.visualize(of_embeddings, ids, 1.0)
+        sums = of_embeddings[0].double().sum(-1)
+        assert output.base == ["c", "a", "b"]
+        assert output.modified == pytest.approx((100 * sums / sums.abs().max()).tolist())
     of_ids = torch.tensor([[0.5, -2.0, 0.0]])
     assert feature.visualize(of_ids, ids, 1.0).modified == [25.0, -100.0, 0.0]
-
-
-def test_text_without_relevance_or_with_none_numbers():
     feature = TextFeature("text", None, None, None)
-    output = feature.visualize(torch.zeros(1, 3), torch.tensor([[2, 0, 1]]), 1.0)
+    output = feature.visualize(torch.zeros(1, 3), ids, 1.0)
     assert output.base == ["2", "0", "1"] and output.modified == [0.0, 0.0, 0.0]
-    holed = torch.tensor([[math.nan, 4.0, -1.0]])
-    modified = feature.visualize(holed, torch.tensor([[2, 0, 1]]), 1.0).modified
+    modified = feature.visualize(torch.tensor([[math.nan, 4.0, -1.0]]), ids, 1.0).modified
     assert math.isnan(modified[0]) and modified[1:] == [100.0, -25.0]
 
 
@@ -132,11 +126,86 @@ def test_numbers_by_category():
     assert empty == ("empty", None, None, "empty", 0.5)
 
 
-def test_an_image_is_transformed_before_it_is_shown():
-    def undone(image):
-        assert image.shape == (1, 3, 4, 4)
-        return image * 0 + 1
+def batches(*sizes: int) -> list[Batch]:
+    """Each example holds its number, counted from 0."""
+    count = itertools.count()
+    return [Batch(torch.tensor([[next(count)] for _ in range(size)]), None) for size in sizes]
 
-    feature = ImageFeature("photo", None, None, visualization_transform=undone)
-    found = feature.visualize(torch.rand(1, 3, 4, 4), torch.rand(1, 3, 4, 4), 1.0)
-    assert (pixels(found.base) == 255).all()
+
+def seen(page, most: int | None = None) -> list[int]:
+    return [int(example.inputs[0]) for example in itertools.islice(page, most)]
+
+
+def test_a_batch_is_cut_into_examples():
+    photo, question = torch.rand(3, 2, 4, 4), torch.randint(9, (3, 5))
+    lengths, whole = torch.tensor([5, 4, 5]), torch.tensor(7)
+    batch = Batch((photo, question), torch.tensor([2, 0, 1]), (lengths, "mode", whole))
+    for i, example in enumerate(examples_of(batch)):
+        assert torch.equal(example.inputs[0], photo[i : i + 1])
+        assert torch.equal(example.inputs[1], question[i : i + 1])
+        assert torch.equal(example.additional[0], lengths[i : i + 1])
+        assert example.additional[1:] == ("mode", whole)
+        assert example.label == [2, 0, 1][i] and type(example.label) is int
+
+
+def test_labels_in_every_form():
+    for labels in ([1, 0], (1, 0), torch.tensor([[1], [0]])):
+        found = [example.label for example in examples_of(Batch(torch.rand(2, 1), labels))]
+        assert found == [1, 0]
+    assert [e.label for e in examples_of(Batch(torch.rand(2, 1), None))] == [None, None]
+
+
+BAD = [
+    ((torch.rand(2, 1), torch.zeros(2)), "holds a tuple.*Batch"),
+    (Batch([torch.rand(2, 1)], None), "must be tensors"),
+    (Batch((), None), "must be tensors"),
+    (Batch(torch.tensor(1.0), None), "must be tensors"),
+    (Batch((torch.rand(2, 1), torch.rand(3, 1)), None), r"has 2 examples.*3 in another.*\(3, 1\)"),
+    (Batch(torch.rand(2, 1), None, torch.rand(1)), "has 2 examples.*1 in another"),
+    (Batch(torch.rand(2, 1), torch.zeros(3)), "3 numbers for 2 examples"),
+]
+
+
+def test_a_batch_that_does_not_fit_is_named():
+    for batch, what in BAD:
+        with pytest.raises(InputError, match=what):
+            list(examples_of(batch))
+
+
+def test_pages_follow_each_other_and_one_again_is_the_same():
+    for source in (batches(2, 3), (batch for batch in batches(2, 3)), iter(batches(1, 1, 3))):
+        check_pages(Stream(source))
+
+
+def check_pages(stream):
+    assert int(stream.first().inputs[0]) == 0 == int(stream.first().inputs[0])
+    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
+    assert seen(stream.page(), 2) == [2, 3] and not stream.ended
+    assert seen(stream.page(), 2) == [4] and stream.ended
+    assert int(stream.first().inputs[0]) == 0
+    assert seen(stream.page(), 3) == [0, 1, 2]
+    for again in range(3):
+        assert seen(stream.page(again > 0), 3) == [3, 4] and stream.ended
+    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
+    assert seen(stream.page(again=True), 4) == [0, 1, 2, 3]
+    assert seen(stream.page(again=True), 1) == [0]
+    assert seen(stream.page(), 2) == [1, 2]
+    assert [example.number for example in stream.page()] == [4, 5]
+
+
+def test_generators_are_read_no_further_than_asked_and_their_errors_told():
+    def published():
+        loader = iter(batches(2))
+        while True:
+            yield next(loader)  # which ends as the published example does
+
+    def broken():
+        yield batches(1)[0]
+        raise RuntimeError("broken")
+
+    stream = Stream(published())
+    assert seen(stream.page()) == [0, 1] and stream.ended
+    assert seen(stream.page()) == [0, 1]
+    assert seen(Stream(broken()).page(), 1) == [0]
+    with pytest.raises(RuntimeError, match="broken"):
+        seen(Stream(broken()).page())

@@ -5,38 +5,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import captum
 import pytest
-from helpers.insights_examples import Always, ask, numbers, table
+from helpers.insights_examples import ask
 
 import captum_ssm.insights
-from captum_ssm.insights import AttributionVisualizer, install_alias
+from captum_ssm.insights import AttributionVisualizer, install_alias, methods
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("*.py"))
 CAPTUM_HAS_ITS_OWN = importlib.util.find_spec("captum.insights") is not None
-
-
-def run(name: str, changed: Callable[[str], str]) -> dict[str, Any]:
-    """The names of a script that was run after ``changed`` was done to its text."""
-    text = changed((HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8"))
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile(text, f"{name}.py", "exec"), names)
-    return names
-
-
-def import_changed(text: str) -> str:
-    assert "from captum.insights" in text
-    return text.replace("from captum.insights", "from captum_ssm.insights")
 
 
 def check_images(visualizer: AttributionVisualizer) -> None:
@@ -73,9 +58,18 @@ def check_tables(visualizer: AttributionVisualizer) -> None:
 CHECKS = {"images": check_images, "tables": check_tables, "texts": check_texts}
 
 
+def run(name: str, package: str) -> dict[str, Any]:
+    """The names of a script that was run with this package in the place of captum.insights."""
+    text = (HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+    text = text.replace("from captum.insights", f"from {package}")
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"{name}.py", "exec"), names)
+    return names
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_with_its_import_changed(name):
-    names = run(name, import_changed)
+    names = run(name, "captum_ssm.insights")
     with closing(names["visualizer"]) as visualizer:
         assert isinstance(visualizer, AttributionVisualizer)
         CHECKS[name](visualizer)
@@ -84,15 +78,6 @@ def test_a_script_runs_with_its_import_changed(name):
         assert len(results) == 6 and all(len(outputs) == 2 for outputs in results)
         actual = [outputs[0].actual.label for outputs in results[:3]]
         assert actual == ["setosa", "versicolor", "virginica"]
-
-
-def test_the_tables_that_a_script_changes_are_those_that_are_used():
-    from captum_ssm.insights import methods
-    from captum_ssm.insights.attr_vis import config
-
-    for name in config.__all__:
-        if name.isupper():
-            assert getattr(config, name) is getattr(methods, name), name
 
 
 @pytest.fixture
@@ -113,15 +98,19 @@ def test_scripts_run_unchanged_after_the_alias(alias):
         assert importlib.util.find_spec("captum.insights").origin.startswith(captum.__path__[0])
         return
     for name, check in CHECKS.items():
-        with closing(run(name, lambda text: text)["visualizer"]) as visualizer:
+        with closing(run(name, "captum.insights")["visualizer"]) as visualizer:
             check(visualizer)
     assert importlib.import_module("captum.insights") is captum_ssm.insights
     install_alias()  # may be done twice, and is all or nothing
     ours = [m.__name__ for n, m in sys.modules.items() if n.startswith("captum.insights")]
     assert ours.count("captum_ssm.insights") == 1
+    from captum.insights.attr_vis import config
     from captum.insights.attr_vis.attribution_calculation import AttributionCalculation
 
     assert AttributionCalculation.__module__ == "captum_ssm.insights.calculation"
+    for name in config.__all__:  # the tables that a script changes are those that are used
+        if name.isupper():
+            assert getattr(config, name) is getattr(methods, name), name
 
 
 SCRIPT = """
@@ -138,32 +127,7 @@ print("done", flush=True)
 @pytest.mark.slow
 def test_a_script_that_does_not_block_ends_at_its_end():
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(tests=str(HERE.parent))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.rstrip().endswith("done")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
-def test_a_script_that_blocks_serves_until_it_is_interrupted():
-    visualizer = table(Always(1), [numbers(1)])
-    visualizer.serve()
-    url, statuses = visualizer.url, []
-
-    def interrupt() -> None:
-        statuses.append(ask(url, "/api/config").status)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Timer(0.3, interrupt)
-    thread.start()
-    visualizer.serve(blocking=True)
-    thread.join()
-    assert statuses == [200]
-    with pytest.raises(ConnectionRefusedError):
-        ask(url, "/")
+    command = [sys.executable, "-c", SCRIPT.format(tests=str(HERE.parent))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("done"), done.stderr

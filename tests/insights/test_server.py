@@ -1,20 +1,19 @@
-"""The server: who it answers, how, and when it ends."""
+"""The server: who it answers, how, and when it ends; and the page that is kept."""
 
 from __future__ import annotations
 
-import configparser
+import html
 import re
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 from helpers.insights_examples import Always, ask, numbers, table, table_model
+from helpers.pages import addresses, digest, read_page
 
 from captum_ssm.errors import OptionError
-
-ROOT = Path(__file__).resolve().parents[2]
+from captum_ssm.insights import FilterConfig
 
 
 @pytest.fixture
@@ -24,14 +23,18 @@ def visualizer():
         yield made
 
 
-def test_the_address_that_is_printed_opens_the_page(capsys):
+def test_the_address_that_is_printed_opens_the_page(capsys, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    frames = []
+    monkeypatch.setattr(display, "display", frames.append)
     with table(Always(1), [numbers(1)]) as visualizer:
         port = visualizer.serve()
         assert visualizer.url in capsys.readouterr().out
         assert visualizer.url.startswith(f"http://127.0.0.1:{port}/?token=")
-        with urlopen(visualizer.url) as response:
-            assert response.status == 200
-            assert b"<title>Insights</title>" in response.read()
+        answer = ask(visualizer.url)
+        assert answer.status == 200 and b"<title>Insights</title>" in answer.body
+        visualizer.render()  # in a notebook the page is a frame
+        assert [frame.src for frame in frames] == [visualizer.url]
 
 
 def test_the_page_names_only_what_is_served_and_puts_no_text_into_markup(visualizer):
@@ -49,16 +52,6 @@ def test_the_page_names_only_what_is_served_and_puts_no_text_into_markup(visuali
     for text in texts:
         forbidden = r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\("
         assert not re.search(forbidden, text.replace(svg, ""))
-
-
-def test_what_the_page_needs_is_shipped():
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    patterns = settings["options.package_data"]["captum_ssm"].split()
-    package = ROOT / "captum_ssm"
-    shipped = {path for pattern in patterns for path in package.glob(pattern)}
-    assets = {path for path in (package / "viz" / "html" / "assets").rglob("*") if path.is_file()}
-    assert assets and shipped >= assets
 
 
 def test_questions_are_answered(visualizer):
@@ -84,58 +77,38 @@ def test_all_answers_forbid_what_the_page_does_not_need(visualizer):
         assert "Access-Control-Allow-Origin" not in headers and "Python" not in headers["Server"]
 
 
-QUESTIONS = [
-    ("/", None),
-    ("/api/config", None),
-    ("/api/examples", {}),
-    ("/api/relevance", {}),
-    ("/api/cut", {}),
-    ("/api/flow", {}),
-]
-
-
-@pytest.mark.parametrize(("path", "request_"), QUESTIONS)
-def test_without_the_token_nothing_is_told(visualizer, path, request_):
-    for token in ("", "wrong", "token=", "%c3%a9", "%00", "%ff"):
-        answer = ask(visualizer.url, path, request_, token=token)
-        assert answer.status == 403 and "token" in answer.json["error"]
-
-
-def test_each_server_has_a_token_of_its_own(visualizer):
-    with table(Always(1), [numbers(1)]) as other:
+def test_without_the_token_nothing_is_told(visualizer):
+    with table(Always(1), [numbers(1)]) as other:  # which has a token of its own
         other.serve()
-        tokens = [made.url.partition("token=")[2] for made in (visualizer, other)]
-        assert tokens[0] != tokens[1] and min(map(len, tokens)) >= 32
-        assert ask(other.url, "/api/config", token=tokens[0]).status == 403
+        own, foreign = (made.url.partition("token=")[2] for made in (visualizer, other))
+    assert own != foreign and len(own) >= 32
+    for path in ("/", "/api/config", "/api/examples", "/api/relevance", "/api/cut", "/api/flow"):
+        request = None if path in ("/", "/api/config") else {}
+        for token in ("", own[:9], foreign, "token=", "%c3%a9", "%00", "%ff"):
+            answer = ask(visualizer.url, path, request, token=token)
+            assert answer.status == 403 and "token" in answer.json["error"]
+    much = b" " * 2**20
+    assert ask(visualizer.url, "/api/examples", much, token="wrong").status == 403
+    assert ask(visualizer.url, "/api/examples", much[2:] + b"{}").status == 200
 
 
-HOSTS = [
-    "example.com",
-    "example.com:{port}",
-    "127.0.0.1",
-    "127.0.0.1:1",
-    "localhost",
-    "",
-    "[::1]:{port}",
-]
+HOSTS = ["example.com", "example.com:{port}", "127.0.0.1", "127.0.0.1:1", "localhost", ""]
+HOSTS += ["[::1]:{port}"]
 
 
-@pytest.mark.parametrize("path", ["/", "/insights.js", "/api/config"])
-def test_under_a_foreign_name_nothing_is_told(visualizer, path):
-    for host in HOSTS:
-        named = host.format(port=visualizer.serve())
-        answer = ask(visualizer.url, path, headers={"Host": named})
-        assert answer.status == 403 and b"title" not in answer.body, host
+def test_under_a_foreign_name_nothing_is_told(visualizer):
+    for path in ("/", "/insights.js", "/api/config"):
+        for host in HOSTS:
+            named = host.format(port=visualizer.serve())
+            answer = ask(visualizer.url, path, headers={"Host": named})
+            assert answer.status == 403 and b"title" not in answer.body, host
 
 
-def test_under_its_own_names_it_answers(visualizer):
+def test_under_its_own_names_it_answers_and_other_sites_are_refused(visualizer):
     for host in ("127.0.0.1", "localhost"):
         named = f"{host}:{visualizer.serve()}"
         headers = {"Host": named, "Origin": f"http://{named}"}
         assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 200
-
-
-def test_other_sites_are_refused(visualizer):
     for origin in ("http://example.com", "null", "https://127.0.0.1:{port}"):
         headers = {"Origin": origin.format(port=visualizer.serve())}
         assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 403
@@ -168,70 +141,50 @@ def test_what_cannot_be_answered_says_so(visualizer):
         assert ask(visualizer.url, "/api/config", method=method).status == 501
 
 
-def test_who_sends_much_is_refused_as_well(visualizer):
-    much = b" " * 2**20
-    assert ask(visualizer.url, "/api/examples", much, token="wrong").status == 403
-    assert ask(visualizer.url, "/api/examples", much[2:] + b"{}").status == 200
+def test_an_error_is_told_and_with_debug_printed(visualizer, capsys):
+    with socket.create_connection(("127.0.0.1", visualizer.serve())) as connection:
+        connection.sendall(b"GET /api/config HTTP/1.1\r\n")  # and goes away, which is none
+    capsys.readouterr()
+    assert ask(visualizer.url, "/api/config").status == 200
+    assert capsys.readouterr().err == ""
 
-
-def test_an_error_is_told_and_with_debug_printed(capsys):
     def dataset():
         raise OSError("no disk")
         yield
 
     for debug in (False, True):
-        with table(Always(1), dataset()) as visualizer:
-            visualizer.serve(debug=debug)
+        with table(Always(1), dataset()) as broken:
+            broken.serve(debug=debug)
             capsys.readouterr()
-            answer = ask(visualizer.url, "/api/config")
+            answer = ask(broken.url, "/api/config")
             assert (answer.status, answer.json) == (500, {"error": "OSError: no disk"})
             printed = capsys.readouterr().err
             assert ("Traceback" in printed and "GET /api/config 500" in printed) == debug
-            assert visualizer.url.partition("token=")[2] not in printed
-
-
-def test_a_browser_that_goes_away_is_no_error(visualizer, capsys):
-    with socket.create_connection(("127.0.0.1", visualizer.serve())) as connection:
-        connection.sendall(b"GET /api/config HTTP/1.1\r\n")
-    capsys.readouterr()
-    assert ask(visualizer.url, "/api/config").status == 200
-    assert capsys.readouterr().err == ""
+            assert broken.url.partition("token=")[2] not in printed
 
 
 def test_questions_at_the_same_time_are_all_answered():
     model = table_model()
     with table([model, model], [numbers(*range(5))]) as visualizer:
         visualizer.serve()
-        answers = []
 
-        def often():
-            for name in ("Deep Lift", "Integrated Gradients"):
-                request = {"filter": {"attribution_method": name}, "again": True}
-                answers.append(ask(visualizer.url, "/api/examples", request).json)
+        def often(name: str):
+            request = {"filter": {"attribution_method": name}, "again": True}
+            return ask(visualizer.url, "/api/examples", request).json
 
-        threads = [threading.Thread(target=often) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(answers) == 8
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(often, ["Deep Lift", "Integrated Gradients"] * 4))
     for answer in answers:
         outputs = [output for example in answer["examples"] for output in example["models"]]
         assert len(outputs) == 8 and not any("error" in output for output in outputs)
 
 
-def test_serving_again_tells_the_same_address_and_a_port_cannot_change(visualizer, capsys):
-    url = visualizer.url
-    port = visualizer.serve()
+def test_it_is_served_again(visualizer, capsys):
+    url, port = visualizer.url, visualizer.serve()
     assert visualizer.serve(port=port) == port and visualizer.url == url
     assert capsys.readouterr().out.count(url) >= 2
     with pytest.raises(OptionError, match=f"already served on {port}"):
         visualizer.serve(port=port % 60000 + 1024)
-
-
-def test_closed_it_answers_no_more_and_can_be_served_again(visualizer):
-    url = visualizer.url
-    port = visualizer.serve()
     visualizer.close()
     with pytest.raises(ConnectionRefusedError):
         ask(url, "/")
@@ -264,12 +217,35 @@ def test_only_loopback_listens(visualizer):
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def test_in_a_notebook_the_page_is_a_frame(monkeypatch):
-    display = pytest.importorskip("IPython.display")
-    shown = []
-    monkeypatch.setattr(display, "display", shown.append)
-    with table(Always(1), [numbers(1)]) as visualizer:
-        visualizer.render(debug=False)
-        visualizer.render()
-        assert [frame.src for frame in shown] == [visualizer.url] * 2
-        assert ask(visualizer.url, "/api/config").status == 200
+def test_it_is_one_file_that_asks_for_nothing(tmp_path):
+    path, visualizer = tmp_path / "new" / "page.html", table(table_model(), [numbers(1, None)])
+    assert visualizer.snapshot(path) == path.read_text(encoding="utf-8")
+    page = read_page(path)
+    assert set(addresses(page)) == {"data:,", "#examples"}
+    (style,), script = page.texts("style"), page.texts("script")[-1]
+    assert digest(style) in page.policy and digest(script) in page.policy
+    assert "connect-src" not in page.policy and "default-src 'none'" in page.policy
+    shown = visualizer._repr_html_()  # in a notebook
+    (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', shown)
+    assert html.unescape(page).startswith("<!doctype html>") and "src=" not in shown
+    for classes in (0, -1, True, 1.5):
+        with pytest.raises(OptionError, match="classes="):
+            visualizer.snapshot(classes=classes)
+
+
+def test_it_holds_the_examples_that_are_shown_and_their_classes(tmp_path):
+    visualizer = table(table_model(), [numbers(1, 0, 2)])
+    visualizer.config = FilterConfig("Saliency", num_examples=2, beside=[("Input X Gradient", {})])
+    shown = visualizer.visualize()
+    visualizer.snapshot(tmp_path / "page.html", classes=3)
+    facts = read_page(tmp_path / "page.html").facts
+    examples = facts["examples"]["examples"]
+    assert [example["number"] for example in examples] == [1, 2]
+    for example, outputs in zip(examples, shown, strict=True):
+        for told, output in zip(example["models"], outputs, strict=True):
+            found = told["feature_outputs"][0]["modified"]
+            assert found == pytest.approx(output.feature_outputs[0].modified)
+            for score in output.predicted[:3]:
+                place = f"{example['id']},0,{output.method_index},{score.index}"
+                assert facts["relevance"][place]["active_index"] == score.index
+    assert len(facts["relevance"]) == 2 * 2 * 3

@@ -1,72 +1,69 @@
-"""Going through examples with one model or several."""
+"""Examples with one model or several: what is shown is what models and methods say."""
 
 from __future__ import annotations
 
+import base64
+import math
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
-from captum.attr import IntegratedGradients
+from captum.attr import IntegratedGradients, Saliency
 from helpers.insights_examples import (
     CLASSES,
     Always,
     cnn,
     numbers,
     photos,
+    softmax,
     table,
     table_model,
     without_end,
 )
-from zoo.small import VOCABULARY, mamba_lm, token_ids
+from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids, vision
 
-from captum_ssm import LatimFlow
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.insights import (
     AttributionVisualizer,
     Batch,
     EmptyFeature,
     FilterConfig,
-    GeneralFeature,
     ImageFeature,
     TextFeature,
 )
-from captum_ssm.insights.dataset import MOST_SEARCHED
+from captum_ssm.insights.calculation import AttributionCalculation
+from captum_ssm.insights.dataset import MOST_SEARCHED, Example
+from captum_ssm.insights.vocabularies import check_sizes, check_tokenizers
+from captum_ssm.viz.html.pictures import heat
+
+
+def prompts(model, ids):
+    """A visualizer of texts."""
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    return AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+
+
+def check_percents(found, relevance):
+    """In hundredths of the largest."""
+    wanted = (100 * relevance / relevance.abs().max()).tolist()
+    assert found == pytest.approx(wanted, abs=1e-3)
 
 
 def test_an_example_as_captum_insights_shows_it():
     model, images, labels = cnn(), torch.rand(3, 3, 6, 6), torch.tensor([4, 0, 2])
-    visualizer = photos(model, [Batch(images, labels)])
-    shown = visualizer.visualize()
+    shown = photos(model, [Batch(images, labels)]).visualize()
     assert len(shown) == 3
     for i, (output,) in enumerate(shown):
         scores = model((images[i : i + 1] - 0.5) / 0.5).detach().softmax(-1)[0]
         assert output.active_index == output.predicted[0].index == int(scores.argmax())
         assert output.predicted[0].score == pytest.approx(float(scores.max()))
         assert (output.actual.index, output.actual.label) == (labels[i], CLASSES[labels[i]])
-        assert output.model_index == 0
         (feature,) = output.feature_outputs
-        assert (feature.name, feature.type) == ("photo", "image")
+        assert (feature.name, feature.type, output.model_index) == ("photo", "image", 0)
         assert abs(feature.contribution) == 1.0
-
-
-def test_several_inputs_share_the_relevance():
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image, self.numbers = cnn(), table_model()
-
-        def forward(self, image, values):
-            return self.image(image) + self.numbers(values)
-
-    model, image, values = Both(), torch.rand(2, 3, 6, 6), torch.rand(2, 3)
-    features = [ImageFeature("photo", None, None), GeneralFeature("size", ["a", "b", "c"])]
-    visualizer = AttributionVisualizer(model, CLASSES, features, [Batch((image, values), None)])
-    for i, (output,) in enumerate(visualizer.visualize()):
-        inputs = (image[i : i + 1], values[i : i + 1])
-        found = IntegratedGradients(model).attribute(inputs, target=output.active_index, n_steps=25)
-        sums = [float(f.double().sum()) for f in found]
-        total = sum(abs(s) for s in sums)
-        shares = [feature.contribution for feature in output.feature_outputs]
-        assert shares == pytest.approx([s / total for s in sums], abs=1e-5)
-        assert sum(abs(share) for share in shares) == pytest.approx(1)
 
 
 @pytest.mark.slow
@@ -80,15 +77,7 @@ def test_a_language_model_begins_with_the_method_that_is_recommended():
         wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
         assert output.active_index == target and output.method == "LatimFlow, rule centred"
         assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-        percent = 100 * wanted / wanted.abs().max()
-        assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
-
-
-def prompts(model, ids):
-    """A visualizer of texts."""
-    words = [f"w{i}" for i in range(VOCABULARY)]
-    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    return AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+        check_percents(output.feature_outputs[0].modified, wanted)
 
 
 @pytest.mark.slow
@@ -106,8 +95,7 @@ def test_the_words_of_a_text_by_role(word, baselines):
         for role, percents in output.roles.items():
             wanted = 100 * found.roles[role][0] / end
             assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
-        percent = (100 * found.tokens[0] / found.tokens.abs().max()).tolist()
-        assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+        check_percents(output.feature_outputs[0].modified, found.tokens[0])
 
 
 def test_a_model_whose_output_is_no_class():
@@ -128,13 +116,11 @@ def test_under_no_grad_and_with_a_model_in_training(seed):
 
 
 def test_a_method_may_fit_one_model_and_not_the_other():
-    ids = token_ids(1, 5)
-    words = [f"w{i}" for i in range(VOCABULARY)]
     plain = torch.nn.Sequential(
         torch.nn.Embedding(VOCABULARY, 4), torch.nn.Flatten(), torch.nn.Linear(20, VOCABULARY)
     )
-    models = [mamba_lm(), plain]
-    visualizer = AttributionVisualizer(models, words, EmptyFeature(), [Batch(ids, None)])
+    visualizer = prompts([mamba_lm(), plain], token_ids(1, 5))
+    visualizer.config = FilterConfig("LatimFlow")
     obstacles = visualizer.obstacles()
     assert obstacles["LatimFlow"][0] is None and "No token mixer" in obstacles["LatimFlow"][1]
     assert obstacles["Feature Ablation"] == [None, None]
@@ -168,17 +154,10 @@ def test_a_class_is_held_against_another_by_its_name():
     ((output,),) = visualizer.visualize()
     target = (-1, output.active_index)
     wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, 4))[0]
-    percent = (100 * wanted / wanted.abs().max()).tolist()
-    assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+    check_percents(output.feature_outputs[0].modified, wanted)
     visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
     with pytest.raises(OptionError, match="contrast='none such' is no class"):
         visualizer.search(visualizer.view, again=True)
-
-
-def test_pages_follow_each_other():
-    visualizer = table(Always(1), [numbers(0, 1, 2), numbers(3, 4, 0)])
-    pages = [[o.actual.index for (o,) in visualizer.visualize()] for _ in range(3)]
-    assert pages == [[0, 1, 2, 3], [4, 0], [0, 1, 2, 3]]
 
 
 def test_the_filter_is_by_prediction_and_by_class():
@@ -209,23 +188,169 @@ def test_a_filter_that_nothing_of_an_endless_dataset_passes_ends():
     assert found.examples == [] and found.searched == MOST_SEARCHED and not found.ended
 
 
-def test_a_config_that_is_not_known_is_refused_and_the_old_one_stays():
+def reader(size):
+    return SimpleNamespace(config=SimpleNamespace(vocab_size=size))
+
+
+def test_models_of_one_tokenizer():
+    for sizes in ((50280, 50304), (50280, 50257)):  # large embeddings may be filled up
+        check_sizes([reader(size) for size in sizes])
+    for sizes in ((50280, 50560), (60, 64)):
+        with pytest.raises(OptionError, match="Show models of one tokenizer"):
+            check_sizes([reader(size) for size in sizes])
+    first, same, other, short = (SimpleNamespace(vocab=[*w]) for w in ("abc", "abc", "abd", "ab"))
+    listed = SimpleNamespace(get_vocab=lambda: {word: i for i, word in enumerate("abc")})
+    for alike in (same, listed, SimpleNamespace()):  # the last one does not say
+        check_tokenizers(["one", "two"], [first, alike])
+    with pytest.raises(OptionError, match="one and two have different vocabularies: '"):
+        check_tokenizers(["one", "two"], [first, other])
+    with pytest.raises(OptionError, match=r"'c' is token .* to the one and no token to the"):
+        check_tokenizers(["a", "b"], [first, short])
+
+
+def test_refusals():
+    numbers_, batch = torch.rand(1, 3), [(torch.rand(1, 3), torch.tensor([1]))]
+    of, few = calculation(table_model()), calculation(None, classes=["a", "b"])
+    readers = [mamba_lm(vocab_size=size) for size in (17, 17, 18)]
+    for kept in (readers[:1], readers[:2], [readers[0], lambda ids: ids]):
+        AttributionVisualizer(kept, ["a"], EmptyFeature(), [])
     visualizer = table(table_model(), [numbers(1)])
     before = visualizer.config
-    with pytest.raises(OptionError, match="prediction='right'"):
-        visualizer.config = FilterConfig(prediction="right")
+
+    def asked(name, **arguments):
+        of.relevance(table_model(), (numbers_,), (), 1, name, arguments)
+
+    for said, ask in {
+        "models is empty": lambda: AttributionVisualizer([], CLASSES, [EmptyFeature()], []),
+        "features is empty": lambda: AttributionVisualizer([cnn()], CLASSES, [], []),
+        "wrap inputs and labels": lambda: table(table_model(), batch).visualize(),
+        "label is 9": lambda: table(table_model(), [numbers(9)]).visualize(),
+        r"\(models\[0\]\).* 17 .*\(models\[2\]\) one of 18": lambda: AttributionVisualizer(
+            readers, ["a"], EmptyFeature(), []
+        ),
+        "5 scores, but classes has 2 names": lambda: few.predict(table_model(), (numbers_,), ()),
+        "label is 7, but classes has 5": lambda: of.score(1.0, 7),
+        "features has 1 entries.*2 inputs": lambda: of.transformed(example(numbers_, numbers_)),
+        "LatimFlow does not fit this model: it explains token": lambda: asked("LatimFlow"),
+        "Saliency has no argument 'steps'": lambda: asked("Saliency", steps=1),
+        "Saliency has no argument 'target'": lambda: asked("Saliency", target=1),
+        "Saliency has no argument 'inputs'": lambda: asked("Saliency", inputs=1),
+        "n_steps=0: use a number of at least 2": lambda: asked("Integrated Gradients", n_steps=0),
+        "prediction='right'": lambda: setattr(
+            visualizer, "config", FilterConfig(prediction="right")
+        ),
+    }.items():
+        with pytest.raises((OptionError, InputError), match=said):
+            ask()
     assert visualizer.config == before
 
 
-def test_nothing_to_show_is_an_error():
-    with pytest.raises(OptionError, match="models is empty"):
-        AttributionVisualizer([], CLASSES, [EmptyFeature()], [])
-    with pytest.raises(OptionError, match="features is empty"):
-        AttributionVisualizer([cnn()], CLASSES, [], [])
+def calculation(model, *features, classes=CLASSES, **options):
+    features = features or (EmptyFeature(),)
+    return AttributionCalculation([model], classes, features, **options)
 
 
-def test_errors_of_data_are_named():
-    with pytest.raises(InputError, match="wrap inputs and labels"):
-        table(table_model(), [(torch.rand(1, 3), torch.tensor([1]))]).visualize()
-    with pytest.raises(InputError, match="label is 9"):
-        table(table_model(), [numbers(9)]).visualize()
+def example(*inputs, additional=()):
+    return Example(inputs, additional, None)
+
+
+def test_transforms_see_one_example_without_its_batch():
+    shapes = []
+
+    def noted(change):
+        return lambda image: (shapes.append(tuple(image.shape)), change(image))[1]
+
+    halved, floor = noted(lambda x: x / 2), noted(torch.floor)
+    feature = ImageFeature("photo", [lambda x: x + 3, floor], [halved, floor])
+    of = calculation(cnn(), feature, EmptyFeature())
+    image, numbers = 9 * torch.rand(1, 3, 6, 6), torch.rand(1, 3)
+    inputs = of.transformed(example(image, numbers))
+    assert shapes == [(3, 6, 6)] * 2
+    assert torch.equal(inputs[0], (image / 2).floor()) and torch.equal(inputs[1], numbers)
+    baselines = of.baselines(inputs)
+    assert torch.equal(baselines[0], inputs[0] + 3) and not baselines[1].any()
+    assert baselines[1].shape == numbers.shape
+
+
+def test_the_likeliest_classes():
+    for dtype, score_func in ((torch.float64, None), (torch.bfloat16, softmax)):
+        model, numbers = table_model().to(dtype), torch.randn(1, 3).to(dtype)
+        found = calculation(model, score_func=score_func).predict(model, (numbers,), ())
+        scores = model(numbers).detach()[0]
+        scores = scores if score_func is None else score_func(scores)
+        best = sorted(range(5), key=lambda i: -float(scores[i]))[:4]
+        assert [tuple(s) for s in found.scores] == [(float(scores[i]), i, CLASSES[i]) for i in best]
+        assert found.target(3) == 3 and not found.output.requires_grad
+
+
+def test_one_number_is_the_nearest_of_the_classes():
+    numbers, rows = torch.rand(1, 3), {0.2: [0], 0.8: [1], 1.7: [], -0.6: [], math.nan: []}
+    for output, indices in rows.items():
+        model = lambda numbers: torch.full((1, 1), output)  # noqa: B023, E731
+        found = calculation(model, classes=["no", "yes"]).predict(model, (numbers,), ())
+        assert [s.index for s in found.scores] == indices and found.target(1) is None
+    model = table_model(classes=1)
+    of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
+    (found,) = of.relevance(model, (numbers,), (), 1, "Saliency", {})
+    torch.testing.assert_close(found, Saliency(model).attribute(numbers))
+
+
+OURS = [
+    (mamba_lm, token_ids(1, 6), (-1, 3)),
+    (lambda: classifier("mean"), token_ids(1, 6), 3),
+    (vision, torch.randn(1, 3, 12, 12), 3),
+]
+
+
+def test_our_methods_say_what_they_say_alone():
+    for make, inputs, target in OURS:
+        model = make()
+        of = calculation(model)
+        for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
+            (found,) = of.relevance(model, (inputs,), (), target, name, {})
+            by_patch = inputs.dim() == 4 and method is MambaAttribution
+            alone = method(model).attribute(inputs, target=target, per_token=by_patch)
+            torch.testing.assert_close(found, alone)
+
+
+def test_an_image_by_its_patches_and_by_its_pixels():
+    model, image = vision("middle", (3, 4)), torch.randn(1, 3, 12, 12)
+    feature = ImageFeature("photo", None, None)
+    visualizer = AttributionVisualizer(model, CLASSES, feature, [Batch(image, None)])
+    for method in [LatimFlow, ImplicitAttentionRollout]:
+        visualizer.config = FilterConfig(method.get_name(), num_examples=1)
+        ((output,),) = visualizer.visualize()
+        target = output.active_index
+        (rasters,) = output.rasters
+        asked = {"target": target} if method is LatimFlow else {}
+        patches = method(model).attribute(image, **asked, per_token=True)[0]
+        pixels = method(model).attribute(image, **asked)
+        steps = np.frombuffer(base64.b64decode(rasters["patches"].steps), "i1").reshape(3, 4)
+        assert rasters["patches"].largest == pytest.approx(float(patches.abs().max()), rel=1e-5)
+        wanted = (patches / patches.abs().max() * 127).numpy()
+        assert np.abs(steps - wanted).max() <= 0.51
+        assert ("pixels" in rasters) == (method is LatimFlow)
+        assert output.feature_outputs[0].modified == heat(pixels)
+
+
+def test_captums_methods_read_the_logits_of_transformers():
+    model, ids = mamba_lm().double(), token_ids(1, 5)
+    (found,) = calculation(model).relevance(model, (ids,), (), (-1, 4), "Feature Ablation", {})
+    with torch.no_grad():
+        whole = model(ids).logits[0, -1, 4]
+        for i in range(5):
+            without = ids.clone()
+            without[0, i] = 0
+            lost = whole - model(without).logits[0, -1, 4]
+            torch.testing.assert_close(found[0, i], lost, rtol=1e-5, atol=1e-5)
+
+
+def test_captums_methods_get_baselines_targets_and_arguments():
+    model, image = cnn(), torch.rand(1, 3, 6, 6)
+    of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
+    options = {"n_steps": 7, "method": "riemann_left"}
+    (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
+    baselines = torch.full_like(image, 0.3)
+    wanted = IntegratedGradients(model).attribute(image, baselines, target=2, **options)
+    torch.testing.assert_close(found, wanted)
+    assert not found.requires_grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import sources
+from faults import ROOT, sources
 from faults.table import FAULTS
 
 
@@ -11,6 +11,7 @@ def test_every_fault_can_be_planted() -> None:
     for fault in FAULTS:
         path, text = fault.planted(package)
         assert text != package[path], fault.name
+        assert all((ROOT / "tests" / name).exists() for name in fault.tests), fault.name
 
 
 def test_faults_are_told_apart_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Arcs of edges, and curves of windows: where they are drawn, and what is said beside them."""
+"""Arcs of edges, curves of windows and graphs over words: where they are drawn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
 
-from captum_ssm import EdgeEffects
+from captum_ssm import attribution_graph
 from captum_ssm.edges import Edge, KnockoutWindows
-from captum_ssm.errors import InputError
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.inside import Graph, Node
 from captum_ssm.models import load_bundled
-from captum_ssm.viz import plot_edges, plot_windows
+from captum_ssm.viz import plot_edges, plot_graph, plot_windows
 
 WORDS = ["anna", "owns", "the", "lamp", "."]
 
@@ -74,7 +75,7 @@ def test_a_row_for_each_layer() -> None:
     figure, (first, second) = plot_edges(WORDS, edges, by_layer=True)
     draw(figure)
     assert [axis.get_title(loc="left") for axis in (first, second)] == ["layer 3", "layer 7"]
-    assert len(first.patches), len(second.patches) == (2, 1)
+    assert (len(first.patches), len(second.patches)) == (2, 1)
     # one scale for all rows
     assert first.patches[0].get_linewidth() < second.patches[0].get_linewidth()
     _, (alone,) = plot_edges(WORDS, edges)
@@ -88,30 +89,17 @@ def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
     draw(figure)
     labels = [label.get_text() for label in axis.get_xticklabels()]
     assert {"w20", "w100", "w250", "w19", "w251", "⋮"} <= set(labels)
-    assert "w60" not in labels
-    assert len(labels) < 60
-    assert [label for label in labels if label != "⋮"] == sorted(
-        (label for label in labels if label != "⋮"), key=lambda label: int(label[1:])
-    )
+    assert "w60" not in labels and len(labels) < 60
+    numbers = [int(label[1:]) for label in labels if label != "⋮"]
+    assert numbers == sorted(numbers)
     at = dict(zip(labels, axis.get_xticks(), strict=True))
     for begins, stops in arcs(axis):
         assert min(abs(begins - at["w20"]), abs(begins - at["w100"])) < 1
         assert abs(stops - at["w250"]) < 1
 
 
-@pytest.mark.slow
-def test_awkward_tokens_and_the_edges_of_a_real_model() -> None:
-    figure, _ = plot_edges(AWKWARD, [edge(0, len(AWKWARD) - 1, 0.0)])
-    draw(figure)
-    model, vocabulary = load_bundled()
-    ids = torch.tensor([vocabulary.encode("anna owns the lamp . ? anna owns the")])
-    edges = EdgeEffects(model).attribute(ids, (-1, 3)).top(12)[0]
-    figure, axes = plot_edges(vocabulary.tokens(ids[0]), edges, by_layer=True)
-    draw(figure)
-    assert sum(len(axis.patches) for axis in axes) == 12
-
-
-def test_it_refuses_what_it_cannot_draw() -> None:
+def test_awkward_tokens_and_refusals() -> None:
+    draw(plot_edges(AWKWARD, [edge(0, len(AWKWARD) - 1, 0.0)])[0])
     with pytest.raises(InputError, match="edges is empty"):
         plot_edges(WORDS, [])
     for ends in ((5, 1), (1, -1)):
@@ -142,13 +130,111 @@ def test_a_curve_for_each_kind() -> None:
     assert said == r"\$Mamba – probability of the answer: 0.38 (mean of 2 examples)"
     assert axis.get_xlabel() == "layer in the middle of a window of 3"
     assert len(axis.collections) == 2
-
-
-def test_one_example_has_no_band_and_one_layer_is_no_window() -> None:
+    # one example has no band, and one layer is no window
     found = windows(1, plain=torch.tensor([0.5]), probabilities=torch.rand(2, 4, 1))
     figure, axis = plot_windows(found)
     draw(figure)
-    assert not axis.collections
-    assert axis.get_xlabel() == "layer"
+    assert not axis.collections and axis.get_xlabel() == "layer"
     with pytest.raises(InputError, match="NaN"):
         plot_windows(windows(plain=torch.zeros(2), probabilities=torch.zeros(2, 4, 2)))
+
+
+FOUR = ("anna", "owns", "the", "lamp")
+
+
+def graph(words: tuple[str, ...] = FOUR, **changes: Any) -> Graph:
+    """Two features of two tokens, an error, and the target at the last token."""
+    last = len(words) - 1
+    nodes = [Node("token", "", 0, i, i, 0.0, 0.1 * (i + 1), word) for i, word in enumerate(words)]
+    nodes += [
+        Node("feature", "backbone.layers.0", 1, last, 7, 2.0, 0.6, "a thing"),
+        Node("feature", "backbone.layers.0", 1, 0, 3, 1.0, 0.3, "a name"),
+        Node("error", "backbone.layers.0", 1, last, None, 0.5, 0.1, "error"),
+        Node("constants", "", 0, None, None, 0.0, 0.0, "constants"),
+        Node("target", "", 2, last, 9, 3.0, 0.0, "kite"),
+    ]
+    edges = torch.zeros(len(nodes), len(nodes))
+    thing, name, error, constants, target = range(len(words), len(nodes))
+    edges[thing, last], edges[name, 0] = 2.0, 1.0
+    edges[target, thing], edges[target, name], edges[target, error] = 2.0, -1.0, 0.5
+    edges[target, constants], edges[target, 1] = 1.5, 0.05
+    return Graph(tuple(nodes), changes.get("edges", edges), words, {})
+
+
+def dots(axis: Any) -> list[tuple[float, float]]:
+    return [tuple(c.get_offsets()[0].tolist()) for c in axis.collections]
+
+
+def test_nodes_stand_over_their_words_in_rows_of_layers():
+    figure, axis = plot_graph(graph(), title="$t$")
+    draw(figure)
+    columns = axis.get_xticks()
+    rows = [label.get_text() for label in axis.get_yticklabels()]
+    assert rows == ["tokens", "layers.0", "target"]
+    places = dots(axis)  # four tokens, two features, the error, the target: no constants
+    assert len(places) == 8
+    assert [y for _, y in places[:4]] == [0] * 4
+    assert [x for x, _ in places[:4]] == pytest.approx(list(columns))
+    (thing, name, error), target = places[4:7], places[7]
+    assert name == pytest.approx((columns[0], 1)) and target == pytest.approx((columns[3], 2))
+    assert thing[1] > 1 > error[1]  # the one of more influence above
+    assert abs(thing[0] - columns[3]) < abs(thing[0] - columns[2])
+    assert {"a thing", "a name", "kite"} <= {text.get_text() for text in axis.texts}
+    _, axis = plot_graph(graph(), most=1)  # the least influential are left out
+    assert len(dots(axis)) == 3  # a token, a feature, the target
+    assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
+
+
+def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
+    figure, axis = plot_graph(graph())
+    draw(figure)
+    places = dots(axis)
+
+    def line(source: int, target: int) -> Any:
+        ends = [places[source], places[target]]
+        found = [x for x in axis.lines if np.allclose(x.get_xydata(), ends)]
+        return found[0] if found else None
+
+    thing, name, error, owns = (line(i, 7) for i in (4, 5, 6, 1))
+    assert owns is None  # a hundredth of what enters
+    assert thing.get_linewidth() > name.get_linewidth() > error.get_linewidth()
+    assert thing.get_color() == error.get_color() != name.get_color()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["adds", "takes off"]
+
+
+@pytest.mark.slow
+def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
+    """What whole activations of a small trained model pass on, all of them."""
+    model, vocabulary = load_bundled("recall-mamba")
+    words = ["anna", "owns", "the", "lamp", ".", "?", "anna", "owns", "the"]
+    ids, target = torch.tensor([vocabulary.encode(" ".join(words))]), vocabulary.encode("lamp")[0]
+    blocks = ["backbone.layers.0", "backbone.layers.1"]
+    asked: dict[str, Any] = {"nodes": blocks, "keep": None, "tokens": words}
+    found = attribution_graph(model.double(), ids, (-1, target), **asked)
+    figure, axis = plot_graph(found, most=99, by="relevance")
+    draw(figure)
+    # constants are not drawn, nor lines of less than three hundredths of the widest
+    sizes = found.edges[:, :-2].abs().flatten()
+    wanted = sorted(x for x in (sizes / sizes.max()).tolist() if x > 0.03)
+    widths = sorted((line.get_linewidth() - 0.6) / 4.5 for line in axis.lines)
+    assert widths == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_long_and_awkward_texts_and_refusals():
+    draw(plot_graph(graph(tuple(AWKWARD)))[0])
+    figure, axis = plot_graph(graph(tuple(f"word{i}" for i in range(300))), most=4)
+    draw(figure)
+    assert len(axis.get_xticks()) < 300
+    for most in (0, -1, True, 1.5, None):
+        with pytest.raises(OptionError, match="most="):
+            plot_graph(graph(), most=most)
+    with pytest.raises(OptionError, match="by='relevance' is for graphs of whole activations"):
+        plot_graph(graph(), by="relevance")
+    with pytest.raises(OptionError, match="by='weight' must be"):
+        plot_graph(graph(), by="weight")
+    edges = graph().edges.clone()
+    edges[-1, 0] = float("nan")
+    with pytest.raises(InputError, match="graph holds 1 numbers"):
+        plot_graph(graph(edges=edges))

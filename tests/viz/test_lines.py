@@ -1,6 +1,9 @@
-"""Lines: layer profiles, decomposition errors, perturbation curves."""
+"""Lines, and tables as dots with bars: each number at its place."""
 
 from __future__ import annotations
+
+import math
+import random
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from captum_ssm import LatimNorm
 from captum_ssm.errors import InputError
 from captum_ssm.metrics import Curve, Perturbed
 from captum_ssm.viz import plot_curves, plot_decomposition_errors, plot_layers, plot_perturbed
+from captum_ssm.viz.intervals import Interval, plot_intervals
 
 
 def curve(examples: int = 5) -> Curve:
@@ -33,19 +37,15 @@ def test_profiles_are_drawn_by_layer() -> None:
 
 @pytest.mark.slow
 def test_decomposition_errors_of_a_real_model() -> None:
-    model, ids = mamba_lm(), token_ids()
-    errors = {
-        kind: LatimNorm(model, activation=kind).decomposition_error(ids)
-        for kind in ("linearized", "silu")
-    }
+    model, ids, kinds = mamba_lm(), token_ids(), ("linearized", "silu")
+    errors = {kind: LatimNorm(model, activation=kind).decomposition_error(ids) for kind in kinds}
     figure, axis = plot_decomposition_errors(errors)
     draw(figure)
     drawn = [line.get_ydata() for line in axis.lines]
     np.testing.assert_allclose(drawn[0], np.maximum(errors["linearized"], 1e-8))
     np.testing.assert_allclose(drawn[1], errors["silu"])
-    assert axis.get_yscale() == "log"
     low, high = axis.get_ylim()
-    assert all(low < y < high for ys in drawn for y in ys)
+    assert axis.get_yscale() == "log" and all(low < y < high for ys in drawn for y in ys)
     _, axis = plot_decomposition_errors([0.0, 0.5])
     assert axis.lines[0].get_ydata().tolist() == [1e-8, 0.5]
 
@@ -56,28 +56,72 @@ def test_curves_are_means_with_standard_errors_and_areas() -> None:
     draw(figure)
     for (name, found), line, band in zip(curves.items(), axis.lines, axis.collections, strict=True):
         np.testing.assert_allclose(line.get_ydata(), found.values.mean(0))
-        area = float(found.area().mean())
-        assert line.get_label() == f"{name}  area {area:.3g}"
+        assert line.get_label() == f"{name}  area {float(found.area().mean()):.3g}"
         heights = band.get_paths()[0].vertices[:, 1]
         error = found.values.std(0) / 5**0.5
         assert heights.max() == pytest.approx(float((found.values.mean(0) + error).max()))
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("pixels masked", "accuracy")
+    both = Perturbed(curve(), curve(), curve())  # which has a panel each
+    figure, axes = plot_perturbed({"flow": both, "rollout": Perturbed(*both)}, title="$")
+    draw(figure)
+    for axis, part in zip(axes, both, strict=True):
+        np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
+    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
 
 
 def test_one_example_has_no_band_and_one_share_no_area() -> None:
-    _, axis = plot_curves({"a": curve(1)})
-    assert not axis.collections
+    assert not plot_curves({"a": curve(1)})[1].collections
     figure, axis = plot_curves(Curve(torch.tensor([0.5]), torch.rand(3, 1)))
     assert "area" not in axis.lines[0].get_label()
     draw(figure)
 
 
-@pytest.mark.slow
-def test_perturbed_has_a_panel_each() -> None:
-    found = Perturbed(curve(), curve(), curve())
-    figure, axes = plot_perturbed({"flow": found, "rollout": Perturbed(*found)}, title="$")
-    draw(figure)
-    for axis, part in zip(axes, found, strict=True):
-        np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
-    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
-    assert len(plot_perturbed(found)[1]) == 3
+pytest.importorskip("matplotlib")
+
+
+def interval() -> Interval:
+    low, value, high = sorted(random.random() for _ in range(3))
+    return low, value, high
+
+
+def test_dots_and_bars_stand_beside_their_labels() -> None:
+    table = {
+        "$one$": {f"row {i}": [interval(), interval()] for i in range(3)},
+        "two": {f"row {i}": [interval(), interval()] for i in range(2)},
+    }
+    _, axes = plot_intervals(table, ["a", "b"], title="A title")
+    labels = [text.get_text() for text in axes[0].get_yticklabels()]
+    ticks = list(axes[0].get_yticks())
+    assert labels == ["", r"\$one\$", "row 0", "row 1", "row 2", "", "two", "row 0", "row 1", ""]
+    places = {"$one$": 2, "two": 7}
+    for column, axis in enumerate(axes):
+        assert axis.get_title() == "ab"[column]
+        dotted = [line for line in axis.lines if line.get_marker() == "o"]
+        for heading, dots, bars in zip(table, dotted, axis.collections, strict=True):
+            rows = list(table[heading].values())
+            where = [ticks[places[heading] + i] for i in range(len(rows))]
+            np.testing.assert_array_equal(dots.get_ydata(), where)
+            np.testing.assert_array_equal(dots.get_xdata(), [row[column][1] for row in rows])
+            for segment, row, y in zip(bars.get_segments(), rows, where, strict=True):
+                low, _, high = row[column]
+                np.testing.assert_allclose(segment, [[low, y], [high, y]])
+
+
+def test_odd_tables() -> None:
+    none = (math.nan, math.nan, math.nan)
+    figure, axes = plot_intervals({"m": {"x": [none], "y": [(0.1, 0.2, 0.3)]}}, ["a"])
+    bottom, top = axes[0].get_ylim()
+    assert bottom > top  # the first row is at the top
+    (dots,) = (line for line in axes[0].lines if line.get_marker() == "o")
+    assert list(dots.get_xdata()) == [0.2]
+    title = "words that say much " * 9  # is wrapped within the figure
+    figure, _ = plot_intervals({"m": {"x": [interval()]}}, ["a"], title=title)
+    figure.draw_without_rendering()
+    (text,) = figure.texts
+    assert text.get_text().split() == title.split()
+    assert text.get_window_extent().width <= figure.bbox.width
+    for groups, columns in (({}, ["a"]), ({"m": {}}, ["a"]), ({"m": {}}, [])):
+        with pytest.raises(InputError, match="nothing to draw"):
+            plot_intervals(groups, columns)
+    with pytest.raises(InputError, match="row 'x' of 'm' has 1 intervals for 2 columns"):
+        plot_intervals({"m": {"x": [interval()]}}, ["a", "b"])

@@ -1,15 +1,20 @@
-"""Relevance laid over images."""
+"""Relevance laid over images, by our pictures and by Captum's own."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.pictures import draw
+from captum.attr import visualization
+from helpers.pictures import AWKWARD, draw
+from zoo.small import images, mamba_lm, token_ids, vision
 
+from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.viz import plot_image
+from captum_ssm.viz import captum_image, captum_text, image_arrays, plot_image
 from captum_ssm.viz.overlay import MANNERS, pixels_of
 
 
@@ -84,16 +89,75 @@ def test_images_are_brought_into_range() -> None:
 
 
 def test_refusals() -> None:
-    image = torch.rand(3, 4, 4)
-    with pytest.raises(OptionError, match="how='glow'"):
-        plot_image(image, torch.rand(4, 4), how="glow")
-    with pytest.raises(OptionError, match="how is empty"):
-        plot_image(image, torch.rand(4, 4), how=[])
-    with pytest.raises(InputError, match=r"image has shape \(2, 4, 4\)"):
-        plot_image(image[:2], torch.rand(4, 4))
-    with pytest.raises(InputError, match=r"relevance has shape \(16,\)"):
-        plot_image(image, torch.rand(16))
-    with pytest.raises(InputError, match="NaN"):
-        plot_image(image, torch.full((4, 4), torch.nan))
-    with pytest.raises(InputError, match="empty"):
-        plot_image(image, torch.zeros(0, 4))
+    for error, said, channels, relevance, how in (
+        (OptionError, "how='glow'", 3, torch.rand(4, 4), "glow"),
+        (OptionError, "how is empty", 3, torch.rand(4, 4), []),
+        (InputError, r"image has shape \(2, 4, 4\)", 2, torch.rand(4, 4), "blend"),
+        (InputError, r"relevance has shape \(16,\)", 3, torch.rand(16), "blend"),
+        (InputError, "NaN", 3, torch.full((4, 4), torch.nan), "blend"),
+        (InputError, "empty", 3, torch.zeros(0, 4), "blend"),
+    ):
+        with pytest.raises(error, match=said):
+            plot_image(torch.rand(channels, 4, 4), relevance, how=how)
+
+
+METHODS = ["heat_map", "blended_heat_map", "original_image", "masked_image", "alpha_scaling"]
+SIGNS = [None, "all", "positive", "negative", "absolute_value"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_sign_of_every_map(method: str) -> None:
+    image = torch.randn(3, 12, 12)
+    for sign in SIGNS:
+        if sign == "all" and method in ("masked_image", "alpha_scaling"):
+            with pytest.raises(OptionError, match="both signs at once"):
+                captum_image(image, torch.randn(4, 3), method=method, sign=sign)
+            continue
+        for relevance in (torch.zeros(4, 3), torch.rand(4, 3), -torch.rand(3, 12, 12)):
+            figure, axis = captum_image(image, relevance, method=method, sign=sign, title="$x$")
+            draw_into_png(figure)
+            empty = not relevance.any() or (sign == "negative" and float(relevance.min()) >= 0)
+            empty |= sign == "positive" and float(relevance.max()) <= 0
+            if sign is not None:
+                assert ("no relevance" in axis.get_title()) == empty
+    with pytest.raises(OptionError, match="sign='both'"):
+        captum_image(torch.rand(3, 4, 4), torch.rand(4, 4), method=method, sign="both")
+
+
+def draw_into_png(figure: object) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)  # type: ignore[arg-type]
+    draw(figure)
+
+
+def test_arrays_are_captums_layout() -> None:
+    model, pictures = vision(), images(1)
+    relevance = ImplicitAttentionRollout(model).attribute(pictures, per_token=True)
+    pixels, picture = image_arrays(relevance, pictures)
+    assert (pixels.shape, picture.shape, picture.dtype) == ((12, 12, 1), (12, 12, 3), np.uint8)
+    assert (picture.min(), picture.max()) == (0, 255)
+    kinds, signs = ["original_image", "heat_map"], ["all", "absolute_value"]
+    figure, _ = visualization.visualize_image_attr_multiple(
+        pixels, picture, kinds, signs, use_pyplot=False
+    )
+    draw_into_png(figure)
+
+
+def test_text_reaches_captum_escaped_and_in_range() -> None:
+    model, ids = mamba_lm(), token_ids(1, len(AWKWARD))
+    relevance = 40 * MambaAttribution(model).attribute(ids, target=(-1, 3))[0]
+    record = captum_text(
+        AWKWARD, relevance, predicted="<i>", probability=0.5, true=0, explained="&"
+    )
+    assert float(record.word_attributions.abs().max()) == 1
+    assert record.attr_score == pytest.approx(float(relevance.sum()), rel=1e-5)
+    page = visualization.visualize_text([record]).data
+    assert "&lt;script&gt;" in page
+    assert "&lt;i&gt; (0.50)" in page
+    assert "<b>0</b>" in page
+    tags = set(re.findall(r"<\s*/?\s*(\w+)", page))
+    assert tags <= {"table", "tr", "th", "td", "text", "b", "mark", "font", "div", "span"}
+    words = re.findall(r'<font color="black"> (.*?)\s*</font>', page)
+    assert words == [w.rstrip() for w in record.raw_input_ids]

@@ -1,19 +1,37 @@
-"""Pictures of text and of matrices: what is drawn is what was given."""
+"""Pictures of text, of roles and of matrices: what is drawn is what was given."""
 
 from __future__ import annotations
 
+import sys
+import unicodedata
+from collections.abc import Callable
 from itertools import pairwise
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
+from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.viz import plot_channels, plot_contributions, plot_depths, plot_matrices, plot_text
+from captum_ssm.models import load_bundled
+from captum_ssm.viz import (
+    Tokens,
+    plot_channels,
+    plot_contributions,
+    plot_depths,
+    plot_matrices,
+    plot_roles,
+    plot_text,
+)
+from captum_ssm.viz.figure import new_figure
+from captum_ssm.viz.labels import FAMILIES, as_words, shown, spelled
 
 
 def boxes(axis: object) -> list[Rectangle]:
@@ -26,7 +44,8 @@ def labels(ticks: object) -> list[str]:
 
 def test_text_colours_follow_the_relevance() -> None:
     relevance = torch.tensor([0.0, 0.5, 1.0, -1.0])
-    _, axes = plot_text(["a", "b", "c", "d"], {"signed": relevance}, marked=[2])
+    for kind in (relevance.bfloat16().requires_grad_(), relevance.numpy(), list(relevance)):
+        _, axes = plot_text(["a", "b", "c", "d"], {"signed": kind}, marked=[2])
     colours = [np.array(to_rgb(b.get_facecolor())) for b in boxes(axes[0])]
     wanted = [np.array(matplotlib.colormaps["PuOr"](x)[:3]) for x in (0.5, 0.75, 1.0, 0.0)]
     for colour, expected in zip(colours, wanted, strict=True):
@@ -55,20 +74,35 @@ def test_text_of_many_rows_and_awkward_tokens() -> None:
         assert text.get_window_extent(canvas).width <= box.get_window_extent(canvas).width
 
 
+NAN, SQUARE = float("nan"), torch.rand(3, 3)
+REFUSED: dict[str, Callable[[], object]] = {
+    "3 numbers for 2 tokens": lambda: plot_text(["a", "b"], torch.rand(3)),
+    "1 numbers that are NaN or infinite": lambda: plot_text(["a", "b"], torch.tensor([0.1, NAN])),
+    "empty mapping": lambda: plot_text(["a"], {}),
+    "tokens has 2 labels": lambda: plot_matrices([SQUARE], ["a", "b"]),
+    "titles has 1 labels": lambda: plot_matrices([SQUARE] * 2, titles=["a"]),
+    r"shape \(2, 3\).* cannot be drawn": lambda: plot_matrices([torch.rand(2, 3)]),
+    r"shape \(2, 4, 4\).* cannot be drawn": lambda: plot_matrices([torch.rand(2, 4, 4)]),
+    r"shape \(4,\).* cannot be drawn": lambda: plot_matrices([torch.rand(4)]),
+    "depths": lambda: plot_depths([SQUARE], depths=[1.2]),
+    "matrices is empty": lambda: plot_depths([]),
+    "channels names 7": lambda: plot_channels(torch.rand(7, 4, 4), channels=[7]),
+    "no channels": lambda: plot_channels(SQUARE),
+    "targets has 2 labels for 3": lambda: plot_contributions(SQUARE, targets=["x", "y"]),
+    r"pass \(targets, sources\)": lambda: plot_contributions(torch.rand(4)),
+    "roles must be a mapping": lambda: plot_roles(["a"], {}),
+    "role 'key' has 3 numbers for 2": lambda: plot_roles(["a", "b"], {"key": torch.rand(3)}),
+    "does not consist of real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
+    r"of shape \(2, 0\) is empty": lambda: plot_text(["a", "b"], torch.zeros(2, 0)),
+    "is complex": lambda: plot_text(["a", "b"], torch.zeros(2, dtype=torch.complex64)),
+    "which is no name of a token": lambda: plot_text([3, 4], torch.rand(2)),
+}
+
+
 def test_refusals() -> None:
-    with pytest.raises(InputError, match="3 numbers for 2 tokens"):
-        plot_text(["a", "b"], torch.rand(3))
-    with pytest.raises(InputError, match="1 numbers that are NaN or infinite"):
-        plot_text(["a", "b"], torch.tensor([0.1, float("nan")]))
-    with pytest.raises(InputError, match="empty mapping"):
-        plot_text(["a"], {})
-    for shape in ((2, 3), (2, 4, 4), (4,)):
-        with pytest.raises(InputError, match="cannot be drawn"):
-            plot_matrices([torch.rand(shape)])
-    with pytest.raises(InputError, match="tokens has 2 labels"):
-        plot_matrices([torch.rand(3, 3)], ["a", "b"])
-    with pytest.raises(InputError, match="titles has 1 labels"):
-        plot_matrices([torch.rand(3, 3)] * 2, titles=["a"])
+    for said, draw_it in REFUSED.items():
+        with pytest.raises((InputError, OptionError), match=said):
+            draw_it()
 
 
 def test_matrices_show_their_values() -> None:
@@ -79,6 +113,11 @@ def test_matrices_show_their_values() -> None:
     assert high == -low == pytest.approx(2 * float(matrix.abs().max()))
     assert labels(axes[0].get_xticklabels()) == labels(axes[0].get_yticklabels()) == list("abcde")
     draw(figure)
+    matrices = [torch.full((3, 3), float(i)) for i in range(9)]  # depths are shares of the layers
+    _, axes = plot_depths(matrices, depths=[0, 0.25, 0.5, 1], absolute=False)
+    assert [float(axis.images[0].get_array()[0, 0]) for axis in axes] == [0, 2, 4, 8]
+    assert axes[1].get_title() == "layer 2  (25%)"
+    assert len(plot_depths(matrices)[1]) == 3
 
 
 @pytest.mark.slow
@@ -89,12 +128,14 @@ def test_matrices_say_what_they_are() -> None:
     assert [axis.get_ylabel() for axis in axes] == ["taking token", ""] * 2 + ["taking token"]
     assert [axis.get_xlabel() for axis in axes] == ["", "", "", *["source token"] * 2]
     draw(figure)
-    for drawn, _ in (
-        plot_depths(matrices, title="some"),
-        plot_channels(torch.rand(3, 4, 4), title="some"),
-    ):
-        assert drawn.get_suptitle() == "some"
+    assert plot_depths(matrices, title="some")[0].get_suptitle() == "some"
     assert not plot_matrices(matrices)[0].get_suptitle()
+    # absolute ones are stretched like the papers'
+    size = matrices[0].abs()
+    _, axes = plot_matrices([-size, torch.zeros(3, 3)], absolute=True)
+    expected = (size - size.min()) / (size.max() - size.min())
+    np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
+    assert not axes[1].images[0].get_array().any()
 
 
 @pytest.mark.slow
@@ -111,19 +152,6 @@ def test_labels_of_long_texts_do_not_collide() -> None:
             assert after >= before - 1  # a pixel's rounding
 
 
-def test_depths_are_shares_of_the_layers() -> None:
-    matrices = [torch.full((3, 3), float(i)) for i in range(9)]
-    _, axes = plot_depths(matrices, depths=[0, 0.25, 0.5, 1], absolute=False)
-    shown = [float(axis.images[0].get_array()[0, 0]) for axis in axes]
-    assert shown == [0, 2, 4, 8]
-    assert axes[1].get_title() == "layer 2  (25%)"
-    assert len(plot_depths(matrices)[1]) == 3
-    with pytest.raises(OptionError, match="depths"):
-        plot_depths(matrices, depths=[1.2])
-    with pytest.raises(InputError, match="matrices is empty"):
-        plot_depths([])
-
-
 @pytest.mark.slow
 def test_channels_are_laid_out_in_a_grid() -> None:
     matrix = torch.randn(1, 7, 4, 4)
@@ -135,10 +163,6 @@ def test_channels_are_laid_out_in_a_grid() -> None:
     draw(figure)
     _, axes = plot_channels(matrix[0], channels=[-1, 2])
     assert [axis.get_title() for axis in axes] == ["channel 6", "channel 2"]
-    with pytest.raises(OptionError, match="channels names 7"):
-        plot_channels(matrix, channels=[7])
-    with pytest.raises(InputError, match="no channels"):
-        plot_channels(matrix[0, 0])
 
 
 @pytest.mark.slow
@@ -153,17 +177,147 @@ def test_contributions_have_a_row_for_each_target() -> None:
     _, axis = plot_contributions(found, xlabel="$word$", ylabel="")
     assert (axis.get_xlabel(), axis.get_ylabel()) == (r"\$word\$", "")
     assert not plot_contributions(torch.rand(30, 30))[1].texts
-    with pytest.raises(InputError, match="targets has 2 labels for 3"):
-        plot_contributions(found, targets=["x", "y"])
-    with pytest.raises(InputError, match="pass \\(targets, sources\\)"):
-        plot_contributions(torch.rand(4))
+
+
+def test_colours_of_a_text_are_explained() -> None:
+    """By the colours themselves: purple adds, and brown takes off."""
+    before = plt.get_fignums()
+    for rows, said in (
+        ({"a": [1.0, -2.0], "b": [1.0, 2.0]}, {"adds": "PuOr", "takes off": "PuOr"}),
+        ({"a": [1.0, 2.0]}, {"more": "Purples"}),
+    ):
+        figure, _ = plot_text(["one", "two"], {k: torch.tensor(v) for k, v in rows.items()})
+        (legend,) = figure.legends
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True):
+            colours = plt.colormaps[said[text.get_text()]](np.linspace(0, 1, 256))
+            red, _, blue, _ = patch.get_facecolor()
+            assert (red > blue) == (text.get_text() == "takes off")
+            assert np.abs(colours - patch.get_facecolor()).sum(-1).min() < 0.02
+        assert {text.get_text() for text in legend.get_texts()} == set(said)
+    assert plt.get_fignums() == before  # figures belong to nobody
+
+
+ROLES = {
+    "content": torch.tensor([0.0, 2.0, -1.0]),
+    "key": torch.tensor([1.0, 0.5, -2.0]),
+    "query": torch.tensor([-0.5, 0.25, 3.0]),
+}
+
+
+def test_what_is_negative_is_stacked_below() -> None:
+    _, (axis,) = plot_roles(["a", "b", "c"], ROLES)
+    spans = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axis.patches]
+    assert spans == [
+        *[(0, 0), (0, 2), (0, -1)],
+        *[(0, 1), (2, 2.5), (-1, -3)],
+        *[(0, -0.5), (2.5, 2.75), (0, 3)],
+    ]
+    low, high = axis.get_ylim()
+    assert low < -3 and high > 3
+    roles = {role: [1.0] for role in ("content", "key", "query", "gate", "step")}
+    _, (axis,) = plot_roles(["a"], roles)  # no two of which look alike
+    assert len({bar.get_facecolor() for bar in axis.patches}) == 5
+    assert len({bar.get_hatch() for bar in axis.patches}) == 5
+
+
+def test_a_bar_stands_over_its_word_and_roles_are_named_at_their_largest_part() -> None:
+    figure, (axis,) = plot_roles(["a", "b", "longer"], ROLES, marked=[1], title="$t$")
+    draw(figure)
+    words = axis.get_xticklabels()
+    assert [word.get_text() for word in words] == ["a", "b", "longer"]
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in axis.patches]
+    np.testing.assert_allclose(middles, [word.get_position()[0] for word in words] * 3)
+    named = {text.get_text(): text.get_position() for text in axis.texts}
+    beside = {role: min(middles, key=lambda m: abs(m - x)) for role, (x, _) in named.items()}
+    assert beside == {"content": middles[1], "key": middles[0], "query": middles[2]}
+    assert [word.get_bbox_patch() is not None for word in words] == [False, True, False]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(ROLES)
 
 
 @pytest.mark.slow
-def test_absolute_matrices_are_stretched_like_the_papers() -> None:
-    matrix = torch.randn(6, 6)
-    _, axes = plot_matrices([matrix, torch.zeros(3, 3)], absolute=True)
-    size = matrix.abs()
-    expected = (size - size.min()) / (size.max() - size.min())
-    np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
-    assert not axes[1].images[0].get_array().any()
+def test_lines_of_a_long_text_have_one_scale_and_hold_every_token_once() -> None:
+    tokens = AWKWARD * 6
+    roles = {"content": torch.arange(len(tokens)) - 5.0, "key": torch.rand(len(tokens))}
+    figure, axes = plot_roles(tokens, roles)
+    draw(figure)
+    assert len(axes) > 1
+    assert len({axis.get_ylim() for axis in axes}) == 1
+    assert sum(len(axis.patches) for axis in axes) == 2 * len(tokens)
+    total = sum(bar.get_height() for axis in axes for bar in axis.patches)
+    assert total == pytest.approx(sum(float(x.sum()) for x in roles.values()))
+
+
+def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:
+    model, vocabulary = load_bundled()
+    text = "anna owns the lamp . ? anna owns the"
+    words, ids = text.split(), torch.tensor([vocabulary.encode(text)])
+    found = LatimFlow(model).decompose(ids, (-1, 3), rule="centred")
+    assert found.roles is not None
+    _, (axis,) = plot_roles(words, {role: x[0] for role, x in found.roles.items()})
+    heights = np.array([bar.get_height() for bar in axis.patches]).reshape(5, len(words))
+    np.testing.assert_allclose(heights.sum(0), found.tokens[0].numpy(), atol=1e-5)
+
+
+def test_texts_may_share_a_scale() -> None:
+    rows = {"strong": torch.tensor([0.0, 4.0]), "weak": torch.tensor([1.0, 0.0])}
+
+    def colour(one_scale: bool) -> tuple[float, ...]:
+        _, axes = plot_text(["a", "b"], rows, one_scale=one_scale)
+        boxes = [[box.get_facecolor() for box in axis.patches] for axis in axes]
+        assert (boxes[0][1] == boxes[1][0]) is not one_scale
+        return boxes[1][0]
+
+    # a quarter of the scale is paler than all of it
+    assert sum(colour(one_scale=True)[:3]) > sum(colour(one_scale=False)[:3])
+
+
+SPELLED = {
+    "lamp": "lamp", " owns": " owns", "": "∅", "  ": "␣␣", "a\nb\t": r"a\nb\t",
+    "\x07\x9f": r"\x07\x9f", "a\u200bb\u200f\u2066": r"a\u200bb\u200f\u2066",
+    "\xad\u3164\u2800": r"\xad\u3164\u2800", "❤\ufe0f": "❤\\ufe0f", "e\u0301": "e\u0301",
+    " \u0301": r" \u0301", "\ud800": r"\ud800", "שלום": "שלום", "<b>$x$\\": "<b>$x$\\",
+}  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=8))
+def test_whatever_is_spelled_is_seen(token: str) -> None:
+    text = spelled(token)
+    assert text.isprintable() and text.strip(" ")
+    categories = [unicodedata.category(c) for c in text]
+    assert categories[0] not in ("Mn", "Me")
+    assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
+    assert {token: spelled(token) for token in SPELLED} == SPELLED
+
+
+@pytest.mark.slow
+def test_every_character_can_be_drawn() -> None:
+    """matplotlib warns of glyphs that are missing, and warnings are errors here."""
+    figure, axis = new_figure(4, 4)
+    some = [chr(c) for c in range(32, sys.maxunicode, 9973)]
+    for i, token in enumerate([*AWKWARD, *("x" + c for c in some)]):
+        axis.text(0.5, i / 200, shown(token), family=list(FAMILIES))
+    draw(figure)
+
+
+def test_what_the_font_lacks_is_named_and_dollars_are_no_mathematics() -> None:
+    assert shown("日") == r"\u65e5"
+    assert shown("\U00013000") == r"\U00013000"
+    _, axis = new_figure(2, 2)
+    text = axis.text(0, 0, shown("$x_1$"))
+    assert text._preprocess_math(text.get_text()) == ("$x_1$", False)
+
+
+def test_words_are_set_as_in_their_text() -> None:
+    pieces = [None, "Go", "ing", " home", ".\n", "你", "", "", " \n", "再", None, "见", "a\n\nb"]
+    names = ["<s>", "Go", "ing", "home", ".", "x", "y", "z", " \n", "再", "<e>", "见", "a b"]
+    found = as_words(Tokens(names, pieces))
+    shown = ["<s>", "Go", "ing", "home", r".", "你", "₂", "₃", r" \n", "再", "<e>", "见", r"a\n\nb"]
+    assert found.labels == shown
+    assert found.joined == [2, 4, 6, 7, 12]
+    assert (found.breaks, found.marks) == ([4, 8], [0, 10])
+    # they stand apart where the text is not known
+    assert as_words(["a", "b\n", "", " c"]) == (["a", r"b\n", "∅", " c"], [], [1], [])
+    assert as_words(Tokens(["a"], [""])).labels == ["∅"]
+    assert as_words(Tokens(["a", "b"], ["x", "\n y"])).breaks == [0]

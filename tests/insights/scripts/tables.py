@@ -34,11 +34,7 @@ flowers = [
 visualizer = AttributionVisualizer(
     [Multimodal(), Multimodal()],
     ["setosa", "versicolor", "virginica"],
-    [
-        ImageFeature("Flower", None, None),
-        GeneralFeature("Measures", CATEGORIES),
-        EmptyFeature(),
-    ],
+    [ImageFeature("Flower", None, None), GeneralFeature("Measures", CATEGORIES), EmptyFeature()],
     flowers,
     lambda output: output.softmax(1),
 )

@@ -51,12 +51,7 @@ def review_iter():
 visualizer = AttributionVisualizer(
     models=model,
     classes=["negative", "positive"],
-    features=TextFeature(
-        "Review",
-        baseline_transforms=[pad],
-        input_transforms=[embed],
-        visualization_transform=itos,
-    ),
+    features=TextFeature("Review", [pad], [embed], visualization_transform=itos),
     dataset=review_iter(),
     score_func=score_func,
     use_label_for_attr=False,

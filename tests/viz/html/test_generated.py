@@ -1,18 +1,32 @@
-"""Pages of answers: what they hold is what the method says of each word."""
+"""Pages of answers and of results: what they hold is what methods say."""
 
 from __future__ import annotations
 
 import base64
+import html
+import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.pages import ReadPage, read_page
-from zoo.small import mamba_lm
+from helpers.pages import ReadPage, addresses, read_page
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
-from captum_ssm import LatimFlow, MambaAttribution, MambaLRP, SSMLLMAttribution, report
+from captum_ssm import (
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LatimLogit,
+    MambaAttribution,
+    MambaLRP,
+    SSMLLMAttribution,
+    compare,
+    report,
+)
+from captum_ssm.attr import Comparison
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.models import load_bundled
 
@@ -99,3 +113,179 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no generate"):
         report(other, **given)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "report.html"
+
+
+def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
+    """What enters each layer, as the page's script reads it."""
+    data = base64.b64decode(page.by_id(block))
+    layers = len(data) // (4 + 2 * tokens)
+    scales = np.frombuffer(data, "<f4", layers)
+    steps = np.frombuffer(data, "<i2", layers * tokens, 4 * layers).reshape(layers, tokens)
+    return steps / 32767 * scales[:, None]
+
+
+@pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.slow)])
+def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
+    model, ids = mamba_lm(), token_ids(1, 9)
+    methods, options = {"flow": LatimFlow, "other": MambaAttribution}, {"flow": {"rule": rule}}
+    report(model, ids, methods, options=options, target=(5, 7), matrices=False, path=path)
+    page = read_page(path)
+    (example,) = page.facts["examples"]
+    flow, other = example["methods"]
+    assert other["answers"] == []
+    logits = model(ids).logits[0, 5].detach()
+    best = list(dict.fromkeys([*logits.topk(5).indices.tolist(), 7]))
+    assert example["asked"] == best.index(7)
+    assert len(flow["answers"]) == len(best)
+    for token, answer in [*zip(best, flow["answers"], strict=True)][::2]:
+        found = LatimFlow(model).decompose(ids, (5, token), rule=rule)
+        size = float(found.tokens.abs().max())
+        np.testing.assert_allclose(answer["values"], found.tokens[0], atol=1e-4 * size)
+        assert answer["output"] == pytest.approx(float(logits[token]), abs=1e-4)
+        assert answer["bias"] == pytest.approx(float(found.bias[0]), abs=1e-4)
+        told = streams(page, answer["streams"], 9)
+        for row, exact in zip(told, found.streams, strict=True):
+            np.testing.assert_allclose(row, exact[0], atol=1e-4 * float(exact.abs().max()))
+        assert set(answer["roles"]) == (set() if rule == "frozen" else set(found.roles or {}))
+    # the page takes differences, which are what the method says of a contrast
+    one, rival = flow["answers"][0], flow["answers"][1]
+    pair = {"target": (5, best[0]), "contrast": (5, best[1]), "rule": rule}
+    exact = LatimFlow(model).attribute(ids, **pair)[0]
+    difference = np.array(one["values"]) - np.array(rival["values"])
+    np.testing.assert_allclose(difference, exact, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.slow
+def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> None:
+    options = {LatimFlow.get_name(): {"contrast": "mean"}}
+    methods = [LatimFlow, MambaLRP]
+    report(mamba_lm(), token_ids(1, 6), methods, options=options, matrices=False, path=path)
+    flow, lrp = read_page(path).facts["examples"][0]["methods"]
+    assert flow["answers"] == []
+    assert len(lrp["answers"]) == 5
+
+
+@pytest.mark.slow
+def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
+    model, ids, mask = classifier("mean"), token_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    report(model, ids, [LatimFlow], target=1, additional_forward_args=mask, path=path)
+    page = read_page(path)
+    example = page.facts["examples"][1]
+    found = LatimFlow(model).decompose(ids[1:, 3:], 1)
+    answer = example["methods"][0]["answers"][example["asked"]]
+    told = streams(page, answer["streams"], 5)
+    for row, exact in zip(told, found.streams, strict=True):
+        np.testing.assert_allclose(row, exact[0], atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.slow
+def test_patches_of_an_image_switch_too(path: Path) -> None:
+    model, pictures = vision("middle", (3, 5)), images(1, (3, 5))
+    report(model, pictures, [LatimFlow], target=1, path=path)
+    (example,) = read_page(path).facts["examples"]
+    answers = example["methods"][0]["answers"]
+    best = model(pictures)[0].topk(5).indices.tolist()
+    for label, answer in zip(best, answers, strict=False):
+        exact = LatimFlow(model).attribute(pictures, label, per_token=True).flatten()
+        values = np.array([answer["values"][token] for token in example["image"]["cells"]])
+        np.testing.assert_allclose(values, exact, atol=1e-4 * float(exact.abs().max()))
+
+
+WORDS = ["anna", "owns", "<script>", "lamp", "."]
+
+
+def written(found: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """The facts of a result's page."""
+    path = tmp_path / "new" / "found.html"
+    assert found.to_html(path, **options) == path
+    page = read_page(path)
+    assert addresses(page) == []
+    return page.facts
+
+
+def test_methods_side_by_side(tmp_path: Path) -> None:
+    found = compare(
+        mamba_lm(), [LatimFlow, ImplicitAttentionRollout], token_ids(2, 5), target=(-1, 3)
+    )
+    facts = written(found.named([WORDS, WORDS[::-1]]), tmp_path, title="T & U")
+    assert read_page(tmp_path / "new" / "found.html").texts("h1") == ["T & U"]
+    assert [e["words"]["labels"] for e in facts["examples"]] == [WORDS, WORDS[::-1]]
+    for number, example in enumerate(facts["examples"]):
+        assert [row["name"] for row in example["rows"]] == list(found)
+        for row, relevance in zip(example["rows"], found.values(), strict=True):
+            np.testing.assert_allclose(row["values"], relevance[number], rtol=1e-4, atol=1e-9)
+            assert row["scale"] == max(map(abs, row["values"]))
+        assert "identity" not in example["rows"][0]["note"]
+        assert "identity" in example["rows"][1]["note"]
+
+
+def test_a_decomposition_is_written_out(tmp_path: Path) -> None:
+    found = LatimFlow(mamba_lm()).decompose(token_ids(1, 5), (-1, 3), rule="centred")
+    (example,) = written(found, tmp_path)["examples"]
+    assert example["words"]["labels"] == list("01234")
+    assert [row["name"] for row in example["rows"]][:2] == ["relevance", "as content"]
+    np.testing.assert_allclose(example["rows"][0]["values"], found.tokens[0], rtol=1e-4)
+    np.testing.assert_allclose(example["rows"][1]["values"], found.roles["content"][0], rtol=1e-4)
+    assert len({row["scale"] for row in example["rows"]}) == 1
+    parts = dict(example["sum"]["parts"])
+    assert sum(parts.values()) == pytest.approx(example["sum"]["output"], abs=1e-4)
+    np.testing.assert_allclose(example["layers"][1], found.streams[1][0], rtol=1e-4, atol=1e-9)
+    assert len(example["layers"]) == 3
+
+
+@pytest.mark.slow
+def test_decompositions_of_logits_and_of_images(tmp_path: Path) -> None:
+    logits = LatimLogit(mamba_lm()).decompose(token_ids(1, 5), (-1, 3))
+    (example,) = written(logits, tmp_path)["examples"]
+    np.testing.assert_allclose(example["rows"][0]["values"], logits.tokens[0], rtol=1e-4)
+    pixels = LatimFlow(vision("middle", (3, 4))).decompose(images(1), 0)
+    (example,) = written(pixels, tmp_path)["examples"]
+    (shown,), wanted = example["maps"], pixels.inputs[0].sum(0)
+    assert example["rows"] == [] and shown["size"] == list(wanted.shape)
+    np.testing.assert_allclose(shown["values"], wanted.flatten(), rtol=1e-3, atol=1e-7)
+
+
+def test_what_says_nothing_says_so(tmp_path: Path) -> None:
+    rows = {
+        MambaAttribution.get_name(): torch.tensor([[1e-5, 2e-5, 1.0]]),
+        ImplicitAttentionRollout.get_name(): torch.tensor([[0.2, 0.0, 1.0]]),
+        "zero": torch.zeros(1, 3),
+    }
+    (example,) = written(Comparison(rows), tmp_path)["examples"]
+    silent = ["says nothing" in row["note"] for row in example["rows"]]
+    assert silent == [True, False, True]
+
+
+def test_notebooks_show_a_frame_that_is_whole_by_itself() -> None:
+    shown = Comparison({"one": torch.tensor([[0.5, -1.0]])}).named(["</iframe>", "b"])._repr_html_()
+    (frame,) = re.findall(r"<iframe ([^>]*)></iframe>", shown)
+    assert 'sandbox="allow-scripts"' in frame
+    page = html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1])
+    assert page.startswith("<!doctype html>") and "default-src" in page
+    assert not re.search(r"https?://", page)
+
+
+def test_show_is_below_the_cell_or_in_a_browser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, opened = Comparison({"one": torch.tensor([[0.5]])}), []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found.show()
+    (file,) = tmp_path.iterdir()
+    assert opened == [file.as_uri()] and f"wrote {file}" in capsys.readouterr().out
+    assert "<!doctype html>" in file.read_text()
+    displayed: list[Comparison] = []
+    shell = types.SimpleNamespace(kernel=object())
+    python = types.SimpleNamespace(get_ipython=lambda: shell)
+    display = types.SimpleNamespace(display=displayed.append)
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    found.show()
+    assert displayed[0] is found and len(opened) == 1

@@ -1,8 +1,10 @@
-"""The HTML file: what comes from outside stays data."""
+"""The HTML file: what comes from outside stays data, and maps and images fit in few bytes."""
 
 from __future__ import annotations
 
+import base64
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,23 +13,15 @@ import torch
 from helpers.pages import addresses, digest, read_page
 from helpers.pictures import AWKWARD
 from matplotlib.image import imread
+from torch import Tensor
 
+from captum_ssm.errors import OptionError
+from captum_ssm.viz.html.packing import PackedMap, entries_kept, pack
 from captum_ssm.viz.html.page import page
-from captum_ssm.viz.html.pictures import png
+from captum_ssm.viz.html.pictures import Raster, png, raster
 
-HOSTILE = [
-    *AWKWARD,
-    "</script><script>alert(1)</script>",
-    "<!--",
-    "<!--data-->",
-    "<!--script-->",
-    "-->",
-    "]]>",
-    "\u2028",
-    "\ud800",
-    '" onload="alert(1)',
-    "{{title}}",
-]
+HOSTILE = [*AWKWARD, "</script><script>alert(1)</script>", "<!--", "<!--data-->", "<!--script-->"]
+HOSTILE += ["-->", "]]>", "\u2028", "\ud800", '" onload="alert(1)', "{{title}}"]
 
 
 @pytest.fixture
@@ -66,10 +60,8 @@ def test_the_policy_allows_the_pages_own_script_and_style_alone(hostile: Path) -
         "form-action": "'none'",
     }
     assert not addresses(read)
-    assert "innerHTML" not in script
-    assert "insertAdjacentHTML" not in script
-    assert "document.write" not in script
-    assert "eval(" not in script
+    for unwanted in ("innerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unwanted not in script
 
 
 def test_numbers_that_are_none_are_refused() -> None:
@@ -83,3 +75,63 @@ def test_png() -> None:
         read = imread(io.BytesIO(png(picture)))
         assert read.shape == (*size, 3)
         np.testing.assert_allclose(read, picture.numpy(), atol=0.5 / 255 + 1e-6)
+
+
+def steps(made: Raster) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(made.steps), "i1").reshape(made.rows, made.columns)
+
+
+def test_maps_over_images() -> None:
+    """A few extremes leave the others their steps, and numbers that are none have no step."""
+    values = torch.ones(10, 10)
+    values[3, 4] = -50.0
+    made = raster(values, extremes=False)
+    assert made.largest == 1.0
+    assert steps(made)[3, 4] == -127 and steps(made)[0, 0] == 127
+    assert raster(values, extremes=True).largest == 50.0
+    for extremes in (True, False):
+        made = raster(torch.tensor([[math.nan, 1.0, math.inf]]), extremes=extremes)
+        np.testing.assert_array_equal(steps(made), [[-128, 127, -128]])
+        nothing = raster(torch.zeros(2, 2), extremes=extremes)
+        assert nothing.largest == 0.0 and not steps(nothing).any()
+
+
+def parts(packed: PackedMap) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Scales, shares, columns, overview and values, as packing.py says they lie."""
+    size, kept, side = packed.size, packed.kept, packed.overview_side
+    whole = kept == size
+    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, side * side, size * kept]
+    assert len(packed.data) == sum(counts)
+    ends = np.cumsum(counts)
+    kinds = ["<f4", "<f4", "<u2", "i1", "i1"]
+    raw = [packed.data[e - n : e] for e, n in zip(ends, counts, strict=True)]
+    scales, shares, columns, overview, values = map(np.frombuffer, raw, kinds)
+    every = np.tile(np.arange(size), (size, 1))
+    columns = every if whole else columns.reshape(size, kept)
+    return scales, shares, columns, overview.reshape(side, side), values.reshape(size, kept)
+
+
+def random_map(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    rows = torch.randn(size, 1).mul(4).exp()  # of very different sizes
+    return (torch.randn(size, size) * rows).tril().to(dtype)
+
+
+def test_the_overview_shows_the_strongest_entry_of_each_cell() -> None:
+    for size in (128, 129, 300):
+        matrix = random_map(size)
+        packed = pack(matrix, 8)
+        overview, cell = parts(packed)[3], packed.overview_cell
+        assert packed.overview_side == -(-size // cell) <= 128
+        exact = matrix.numpy()
+        for row in range(packed.overview_side):
+            for column in range(0, packed.overview_side, 7):
+                inside = exact[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
+                strongest = inside.flat[np.abs(inside).argmax()]
+                assert overview[row, column] == np.round(strongest / packed.largest * 127)
+
+
+def test_too_much_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"96 maps .* do not fit into 9.0 MB"):
+        entries_kept([9000] * 96, 9_000_000)
+    with pytest.raises(OptionError, match="at most 65536"):
+        entries_kept([70_000], 10**12)

@@ -1,19 +1,22 @@
-"""Reports: what the page holds is what methods, matrices and the model say."""
+"""Reports and their graphs: what the page holds is what methods, matrices and the model say."""
 
 from __future__ import annotations
 
 import base64
 import inspect
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from captum.attr import Saliency
-from helpers.pages import read_page
+from helpers.pages import ReadPage, read_page
 from helpers.pictures import AWKWARD
+from torch import nn
 from zoo.language import word_tokenizer
-from zoo.small import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     EdgeEffects,
@@ -23,9 +26,11 @@ from captum_ssm import (
     LatimNorm,
     MambaAttribution,
     MambaLRP,
+    attribution_graph,
     report,
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
+from captum_ssm.inside import Graph
 from captum_ssm.models import load_bundled
 
 METHODS = [LatimFlow, MambaAttribution]
@@ -40,20 +45,35 @@ def values(method: dict, missing: float = float("nan")) -> np.ndarray:
     return np.array([missing if v is None else v for v in method["values"]])
 
 
+def check_values(method: dict, found: torch.Tensor, size: float = 0.0) -> None:
+    """A method's numbers on a page are those."""
+    np.testing.assert_allclose(values(method), found.numpy(), rtol=1e-4, atol=size or 1e-12)
+
+
+def check_map(page: ReadPage, layer: dict, exact: torch.Tensor) -> None:
+    """A layer's map on a page is that, in 127 steps of each row's largest."""
+    limit = exact.abs().amax(-1, keepdim=True).numpy() / 254
+    assert (np.abs(page.matrix(layer)[0] - exact.numpy()) <= limit * 1.01).all()
+
+
+def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
+    """A mask of which later examples hide some tokens."""
+    mask = torch.ones(examples, tokens, dtype=torch.long)
+    for row, part in zip(mask[1:], hidden, strict=True):
+        row[part] = 0
+    return mask
+
+
 def test_a_language_model(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 13)
-    names = [[f"a{i}" for i in range(13)], [f"b{i}" for i in range(13)]]
+    names = [[f"{letter}{i}" for i in range(13)] for letter in "ab"]
     assert report(model, ids, METHODS, tokens=names, path=path, title="T & U") == path
     page = read_page(path)
-    facts = page.facts
     assert page.texts("title") == page.texts("h1") == ["T & U"]
-    assert (facts["model"], facts["layers"], facts["families"]) == (
-        "MambaForCausalLM",
-        3,
-        ["Mamba"],
-    )
+    told = [page.facts[name] for name in ("model", "layers", "families")]
+    assert told == ["MambaForCausalLM", 3, ["Mamba"]]
     logits = model(ids).logits[:, -1].detach().double()
-    for b, example in enumerate(facts["examples"]):
+    for b, example in enumerate(page.facts["examples"]):
         answer = int(logits[b].argmax())
         assert example["name"] == f"Example {b + 1}"
         assert example["explained"] == f"the logit of “{answer}”, predicted after token 12"
@@ -63,32 +83,27 @@ def test_a_language_model(path: Path) -> None:
         assert best[0]["logit"] == pytest.approx(float(logits[b].max()), rel=1e-4)
         assert example["tokens"] == names[b]
         for method, kind in zip(example["methods"], METHODS, strict=True):
-            found = kind(model).attribute(ids[b : b + 1], target=(-1, answer), per_token=True)[0]
             assert method["name"] == kind.name
-            np.testing.assert_allclose(values(method), found.numpy(), rtol=1e-4, atol=1e-12)
+            check_values(method, kind(model).attribute(ids[b : b + 1], (-1, answer))[0])
         (attention,) = example["maps"]
         for index, layer in enumerate(attention["layers"]):
-            (exact,) = ImplicitAttention(model).matrices(ids[b : b + 1], layers=[index])
-            matrix, known = page.matrix(layer)
-            assert known.all()
-            limit = exact[0].abs().amax(-1, keepdim=True).numpy() / 254
-            assert (np.abs(matrix - exact[0].numpy()) <= limit * 1.001).all()
+            assert page.matrix(layer)[1].all()
+            check_map(page, layer, ImplicitAttention(model).matrices(ids[b : b + 1])[index][0])
             assert (layer["index"], layer["family"]) == (index, "Mamba")
             assert layer["module"] == f"backbone.layers.{index}.mixer"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["last", "mean"])
-def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
+def test_the_identity_is_told_from_sources(path: Path) -> None:
     """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
-    model, ids = classifier(pool), token_ids(2, 11)
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, :4] = 0
-    methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
-    report(model, ids, methods, additional_forward_args=mask, path=path)
-    for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
-        wanted = length - 1 if pool == "last" else None
-        assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
+    ids, mask = token_ids(2, 11), padded(2, 11, slice(4))
+    for pool in ("last", "mean"):
+        model = classifier(pool)
+        methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
+        report(model, ids, methods, additional_forward_args=mask, path=path)
+        for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
+            wanted = length - 1 if pool == "last" else None
+            assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
     report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], target=(4, 2), path=path)
     (example,) = read_page(path).facts["examples"]
     assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
@@ -96,9 +111,8 @@ def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
 
 @pytest.mark.slow
 def test_padding_is_left_out_on_either_side(path: Path) -> None:
-    model = classifier("mean")
-    ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
-    mask[1, 7:], mask[2, :4] = 0, 0
+    model, ids = classifier("mean"), token_ids(3, 11)
+    mask = padded(3, 11, slice(7, None), slice(4))
     names = [[f"t{i}" for i in range(11)]] * 3
     report(model, ids, METHODS, tokens=names, additional_forward_args=mask, path=path)
     page = read_page(path)
@@ -110,38 +124,34 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
         assert answer == int(model(alone).argmax())
         for method, kind in zip(example["methods"], METHODS, strict=True):
             found = kind(model).attribute(alone, target=answer)[0]
-            scale = float(found.abs().max())
-            np.testing.assert_allclose(values(method), found.numpy(), atol=1e-4 * scale)
-        layer = example["maps"][0]["layers"][1]
+            check_values(method, found, 1e-4 * float(found.abs().max()))
         exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
-        error = np.abs(page.matrix(layer)[0] - exact.numpy())
-        assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
+        check_map(page, example["maps"][0]["layers"][1], exact)
 
 
-@pytest.mark.parametrize("cls", ["middle", None])
-def test_images_have_patches(path: Path, cls: str | None) -> None:
-    model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
-    methods = [MambaAttribution, ImplicitAttentionRollout]
-    labels = [f"class {i}" for i in range(CLASSES)]
-    report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
-    facts = read_page(path).facts
-    for b, example in enumerate(facts["examples"]):
+def test_images_have_patches(path: Path) -> None:
+    methods, labels = [MambaAttribution, ImplicitAttentionRollout], [*"abcde"]
+    for cls in ("middle", None):
+        model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
+        report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
         tokens = model.patch_tokens()
-        image = example["image"]
-        assert image["grid"] == [3, 5]
-        assert image["cells"] == tokens
-        assert (image["height"], image["width"]) == (12, 15)
-        assert image["source"].startswith("data:image/png;base64,")
-        assert example["explained"] == f"the logit of “class {[1, 4][b]}”"
-        assert example["tokens"][tokens[7]] == "row 1, column 2"
-        if cls is not None:
-            assert example["tokens"][model.cls_position] == "class token"
-        for method, kind in zip(example["methods"], methods, strict=True):
-            found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
-            np.testing.assert_allclose(values(method)[tokens], found.flatten().numpy(), rtol=1e-4)
-            others = set(range(len(example["tokens"]))) - set(tokens)
-            assert all(method["values"][token] is None for token in others)
-        assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
+        for b, example in enumerate(read_page(path).facts["examples"]):
+            image = example["image"]
+            assert (image["grid"], image["cells"]) == ([3, 5], tokens)
+            assert (image["height"], image["width"]) == (12, 15)
+            assert image["source"].startswith("data:image/png;base64,")
+            assert example["explained"] == f"the logit of “{labels[[1, 4][b]]}”"
+            assert example["tokens"][tokens[7]] == "row 1, column 2"
+            if cls is not None:
+                assert example["tokens"][model.cls_position] == "class token"
+            for method, kind in zip(example["methods"], methods, strict=True):
+                found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
+                np.testing.assert_allclose(
+                    values(method)[tokens], found.flatten().numpy(), rtol=1e-4
+                )
+                others = set(range(len(example["tokens"]))) - set(tokens)
+                assert all(method["values"][token] is None for token in others)
+            assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
 
 
 @pytest.mark.slow
@@ -206,36 +216,27 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     chances = model(ids).logits[0, 3].detach().double().softmax(-1)
     found = {p["label"]: p["probability"] for p in example["predictions"]}
     assert found["$5"] == pytest.approx(float(chances[7]), rel=1e-4)
+    for tokens, spelled, direction in (
+        (AWKWARD, ["$x_1$", "<script>", r"a\nb", "∅"], "ltr"),
+        (["שלום", "a", "סוף"], ["שלום", "a", "סוף"], "rtl"),
+    ):
+        report(model, token_ids(1, len(tokens)), [LatimFlow], tokens=tokens, path=path)
+        (example,) = read_page(path).facts["examples"]
+        assert example["tokens"][:4] == spelled and example["direction"] == direction
+        assert example["breaks"] == ([2] if tokens is AWKWARD else [])
 
 
 @pytest.mark.slow
-def test_awkward_tokens_are_spelled(path: Path) -> None:
-    report(mamba_lm(), token_ids(1, len(AWKWARD)), [LatimFlow], tokens=AWKWARD, path=path)
-    (example,) = read_page(path).facts["examples"]
-    assert example["tokens"][:4] == ["$x_1$", "<script>", r"a\nb", "∅"]
-    assert example["breaks"] == [2]
-    assert example["direction"] == "ltr"
-    report(mamba_lm(), token_ids(1, 3), [LatimFlow], tokens=["שלום", "a", "סוף"], path=path)
-    assert read_page(path).facts["examples"][0]["direction"] == "rtl"
-
-
-@pytest.mark.slow
-def test_contributions_and_chosen_layers(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 9)
-    kinds = ["contributions", "attention"]
-    report(model, ids, [LatimFlow], matrices=kinds, shown_layers=[-1, 0], path=path)
+def test_chosen_layers_and_little_room(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 150)
+    chosen = {"matrices": ["contributions", "attention"], "shown_layers": [-1, 0]}
+    report(model, ids[:, :9], [LatimFlow], **chosen, path=path)
     page = read_page(path)
     maps = page.facts["examples"][0]["maps"]
     assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
     assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
-    exact = LatimNorm(model).maps(ids, layers=[2])[0][0]
-    error = np.abs(page.matrix(maps[0]["layers"][0])[0] - exact.numpy())
-    assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
-
-
-@pytest.mark.slow
-def test_little_room_keeps_the_strongest(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 150)
+    check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids[:, :9], layers=[2])[0][0])
+    # the strongest are kept
     report(model, ids, [LatimFlow], path=path, megabytes=0.1)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
@@ -245,23 +246,19 @@ def test_little_room_keeps_the_strongest(path: Path) -> None:
     assert 8 <= layer["kept"] < 50
     for row in (20, 149):
         strongest = np.abs(exact[row]).argsort()[::-1][: layer["kept"]]
-        np.testing.assert_allclose(
-            matrix[row, strongest],
-            exact[row, strongest],
-            atol=np.abs(exact[row]).max() / 254 * 1.01,
-        )
+        limit = np.abs(exact[row]).max() / 254 * 1.01
+        np.testing.assert_allclose(matrix[row, strongest], exact[row, strongest], atol=limit)
 
 
 @pytest.mark.slow
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
+    model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
+    names = list(inspect.signature(model.forward).parameters)
+    further = (*[None] * (names.index("attention_mask") - 1), mask)
     for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
-        report(model, ids, METHODS, additional_forward_args=_masking(mask), path=path, **given)
+        report(model, ids, METHODS, additional_forward_args=further, path=path, **given)
         for b, example in enumerate(read_page(path).facts["examples"]):
-            real = mask[b].bool()
-            alone = EdgeEffects(model).attribute(ids[b : b + 1, real], (-1, 4))
+            alone = EdgeEffects(model).attribute(ids[b : b + 1, mask[b].bool()], (-1, 4))
             expected = alone.top(given.get("edges", 10))[0]
             found = example["edges"]["rows"]
             assert example["edges"]["obstacle"] is None
@@ -269,57 +266,167 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
             np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
             at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
             assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
-
-
-def _masking(mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Further arguments of a transformers Mamba up to its attention mask."""
-    names = list(inspect.signature(mamba_lm().forward).parameters)
-    return (*[None] * (names.index("attention_mask") - 1), mask)
-
-
-@pytest.mark.slow
-def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 6)
-    for options in ({"matrices": False}, {"edges": 0}):
-        report(model, ids, METHODS, path=path, **options)
+    # and the list may be left out, or be impossible
+    for options, rows in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
+        report(model, ids[:1], METHODS, path=path, **options)
         (example,) = read_page(path).facts["examples"]
-        assert example["edges"] == {"rows": [], "obstacle": None}
-    report(model, ids, METHODS, matrices=False, edges=2, path=path)
-    assert len(read_page(path).facts["examples"][0]["edges"]["rows"]) == 2
+        assert len(example["edges"]["rows"]) == rows and example["edges"]["obstacle"] is None
     run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
+    report(run, ids[:1], [ImplicitAttentionRollout], model=model, path=path)
     (example,) = read_page(path).facts["examples"]
     assert example["edges"]["rows"] == []
     assert "records no gradients" in example["edges"]["obstacle"]
-    with pytest.raises(OptionError, match="edges=-1"):
-        report(model, ids, METHODS, edges=-1, path=path)
+
+
+REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (OptionError, "matrices='all'", {"matrices": "all"}),
+    (OptionError, "layers names 7", {"shown_layers": [7]}),
+    (OptionError, "shown_layers is empty", {"shown_layers": []}),
+    (OptionError, "edges=-1", {"edges": -1}),
+    (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
+    (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
+    (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
+    (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
+    (InputError, "names has 1 labels for 2", {"names": ["a"]}),
+    (TargetError, "target", {"target": 3}),
+    (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
+    *(
+        (OptionError, r"ends in \.html", {"path": f"other/report{suffix}"})
+        for suffix in (".json", ".png", ".csv", ".pdf", "")
+    ),
+]
 
 
 @pytest.mark.slow
-def test_refusals(path: Path) -> None:
+def test_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent.parent)
     model, ids = mamba_lm(), token_ids(2, 5)
-    with pytest.raises(OptionError, match="matrices='all'"):
-        report(model, ids, METHODS, matrices="all", path=path)
-    with pytest.raises(OptionError, match="layers names 7"):
-        report(model, ids, METHODS, shown_layers=[7], path=path)
-    with pytest.raises(OptionError, match="shown_layers is empty"):
-        report(model, ids, METHODS, shown_layers=[], path=path)
-    with pytest.raises(InputError, match="pass the model's tokenizer"):
-        report(model, "a text", METHODS, path=path)
-    with pytest.raises(InputError, match="inputs is an empty list"):
-        report(model, [], METHODS, tokenizer=word_tokenizer(), path=path)
-    with pytest.raises(InputError, match="tokens names one sequence, but inputs holds 2"):
-        report(model, ids, METHODS, tokens=["a"] * 5, path=path)
-    with pytest.raises(InputError, match="3 names for a sequence of 5"):
-        report(model, ids[:1], METHODS, tokens=["a"] * 3, path=path)
-    with pytest.raises(InputError, match="names has 1 labels for 2"):
-        report(model, ids, METHODS, names=["a"], path=path)
-    with pytest.raises(TargetError):
-        report(model, ids, METHODS, target=3, path=path)
-    with pytest.raises(TargetError, match="out of range"):
-        report(model, ids, METHODS, target=(-1, VOCABULARY), path=path)
-    assert not path.exists()
+    for error, said, changed in REFUSED:
+        with pytest.raises(error, match=said):
+            report(model, **{"inputs": ids, "methods": METHODS, "path": path, **changed})
+    assert not path.exists() and not Path("other").exists()
     path.parent.parent.joinpath("file").write_text("")
     unusable = path.parent.parent / "file" / "r.html"
     with pytest.raises(OSError, match="file"):  # before the work
         report(lambda x: 1 / 0, ids, METHODS, model=model, path=unusable)
+
+
+BLOCKS = [f"backbone.layers.{i}" for i in range(3)]
+EVERYTHING = 1000
+EMPTY = {"rows": [], "kind": "blocks", "places": 0, "nodes": [], "links": [], "path": []}
+EMPTY |= {"obstacle": None}
+
+
+def drawn(path: Path, model: Any, inputs: torch.Tensor, **options: Any) -> list[dict]:
+    """The graphs that a report of each example holds."""
+    report(model, inputs, [LatimFlow], path=path, **({"matrices": False} | options))
+    return [example["graph"] for example in read_page(path).facts["examples"]]
+
+
+def numbers_of(found: dict, graph: Graph, rows: list[str]) -> list[int]:
+    """Which nodes of a graph a page's nodes are."""
+    kept = ((i, node) for i, node in enumerate(graph.nodes) if node.kind != "constants")
+    places = {(node.kind, node.layer, node.position): i for i, node in kept}
+
+    def layer(node: dict) -> str:
+        return "" if node["kind"] in ("token", "target") else rows[node["row"] - 1]
+
+    return [places[node["kind"], layer(node), node["position"]] for node in found["nodes"]]
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(EVERYTHING, marks=pytest.mark.slow)])
+def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
+    model, ids, mask = classifier("last"), token_ids(2, 9), padded(2, 9, slice(3))
+    given = {"additional_forward_args": mask, "target": 2, "graph": count}
+    for b, found in enumerate(drawn(path, model, ids, **given)):
+        alone = ids[b : b + 1, mask[b].bool()]
+        graph = attribution_graph(model, alone, 2, nodes=BLOCKS, top=count, keep=None)
+        assert (found["rows"], found["kind"], found["places"]) == (BLOCKS, "blocks", 3)
+        assert found["obstacle"] is None
+        which = numbers_of(found, graph, BLOCKS)
+        for i, node in zip(which, found["nodes"], strict=True):
+            expected = graph.nodes[i]
+            assert node["row"] == expected.depth
+            followed = expected.kind in ("whole", "target")
+            value = expected.activation if followed else float(graph.edges[:, i].sum())
+            assert node["value"] == pytest.approx(value, rel=1e-3, abs=1e-6)
+        assert found["nodes"][-1]["kind"] == "target"
+        assert sum(node["kind"] == "whole" for node in found["nodes"]) <= count
+        for link in found["links"]:
+            edge = graph.edges[which[link["target"]], which[link["source"]]]
+            assert link["weight"] == pytest.approx(float(edge), rel=1e-3, abs=1e-6)
+        walked = [graph.nodes[which[step["node"]]] for step in found["path"]]
+        assert [*walked, graph.nodes[-1]] == graph.path()
+        pairs = {(link["source"], link["target"]): link["weight"] for link in found["links"]}
+        steps = [step["node"] for step in found["path"]] + [len(which) - 1]
+        adds = [pairs[pair] for pair in pairwise(steps)]
+        assert adds == [step["adds"] for step in found["path"]]
+
+
+class OneMixer(nn.Module):
+    """A language model that holds its mixer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = mamba_lm()
+        self.embedding, self.head = model.backbone.embeddings, model.lm_head
+        self.mixer = model.backbone.layers[0].mixer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.mixer(x))
+
+
+@pytest.mark.slow
+def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
+    model, ids, name = OneMixer(), token_ids(1, 7), "mixer"
+    (found,) = drawn(path, model, ids, target=(-1, 4), graph=EVERYTHING)
+    assert (found["kind"], found["rows"], found["places"]) == ("mixers", [name], 1)
+    graph = attribution_graph(model, ids, (-1, 4), nodes=[name], keep=None)
+    which = numbers_of(found, graph, [name])
+    kinds = [node["kind"] for node in found["nodes"]]
+    ends = [
+        (link["source"], link["weight"])
+        for link in found["links"]
+        if link["target"] == len(which) - 1
+    ]
+    ((source, weight),) = (end for end in ends if kinds[end[0]] == "token")
+    assert found["nodes"][source]["position"] == 6
+    assert weight == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 6)
+    run = torch.no_grad()(lambda x: model(x).logits)
+    methods = [ImplicitAttentionRollout]
+    report(run, ids, methods, model=model, graph=3, matrices=False, path=path)
+    assert "runs under no_grad" in read_page(path).facts["examples"][0]["graph"]["obstacle"]
+    model.config.use_cache = False  # both layers would write to one place of the cache
+    model.backbone.layers[1] = model.backbone.layers[0]
+    (found,) = drawn(path, model, ids, graph=3)
+    assert "'backbone.layers.0' runs several times" in found["obstacle"]
+    assert found == EMPTY | {"obstacle": found["obstacle"]}
+    (found,) = drawn(path, vision("head", (3, 5)), images(1, (3, 5)), target=1, graph=3)
+    assert found == EMPTY | {"obstacle": "Patches of an image are no tokens of the model's input."}
+
+
+@pytest.mark.slow
+def test_how_many_nodes(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 40)
+    assert drawn(path, model, ids) == [EMPTY]
+    assert drawn(path, model, ids, matrices=True, graph=0) == [EMPTY]
+    (beside_maps,) = drawn(path, model, ids, matrices=True)
+    (of_24,) = drawn(path, model, ids, graph=24)
+    (of_4,) = drawn(path, model, ids, graph=4)
+    assert beside_maps == of_24
+    assert len(of_4["nodes"]) < len(of_24["nodes"])
+    links, nodes = of_4["links"], of_4["nodes"]  # every link leads on to the target
+    assert {link["source"] for link in links} == set(range(len(nodes) - 1))
+    assert {nodes[link["target"]]["kind"] for link in links} <= {"whole", "target"}
+    (deep,) = drawn(path, mamba_lm(num_hidden_layers=14), token_ids(1, 6), graph=3)
+    numbers = [int(row.removeprefix("backbone.layers.")) for row in deep["rows"]]
+    assert deep["places"] == 14 and len(numbers) == 12 and numbers[-1] == 13
+    for wrong in (-1, 2.5, True):
+        with pytest.raises(OptionError, match=f"graph={wrong}"):
+            drawn(path, model, ids, graph=wrong)
