@@ -146,8 +146,9 @@ def _whole_of(out: Tensor) -> Tensor:
     A view that is changed in place later gets its gradient past its own hooks, by its base.
     """
     base = out._base
-    is_it = base is not None and base.requires_grad and base.numel() == out.numel()
-    return base if is_it and base.is_contiguous() and out.is_contiguous() else out
+    if base is None or not base.requires_grad or base.numel() != out.numel():
+        return out
+    return base if base.is_contiguous() and out.is_contiguous() else out
 
 
 def _droppable(constant: Tensor) -> Tensor:
