@@ -78,6 +78,7 @@ class LatimLogit(LatimMethod, LinearMethod):
     """
 
     needs_streams = True
+    sums_pixels = False
 
     def attribute(
         self,
