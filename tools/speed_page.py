@@ -163,33 +163,27 @@ a model of theirs that runs on a CPU.
 
 
 def main(results: Path, docs: Path = DOCS) -> None:
-    speed, deep, short, long = (
-        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("speed", "deep/speed", "short/speed", "long_context")
-    )
+    names = "speed", "deep/speed", "short/speed", "long_context"
+    found = [json.loads((results / f"{name}.json").read_text(encoding="utf-8")) for name in names]
+    speed = found[0]
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     draw_calls(calls(speed["rows"], "of f+b"), docs / FIRST_PICTURE)
     draw(speed["rows"], docs / PICTURE, dpi=55)
-    (docs / PAGE).write_text(page(speed, deep, short, long), encoding="utf-8")
+    (docs / PAGE).write_text(page(*found), encoding="utf-8")
     (docs / OWN).mkdir(exist_ok=True)
     for name, title in PARTS.items():
         own = own_page(title, name == FIRST, speed)
         (docs / OWN / f"{name}.md").write_text(own, encoding="utf-8")
 
 
-def page(
-    speed: Mapping[str, Any],
-    deep: Mapping[str, Any],
-    short: Mapping[str, Any],
-    long: Mapping[str, Any],
-) -> str:
-    """The page, from the records of the benchmarks."""
+def page(*found: Mapping[str, Any]) -> str:
+    """The page, from the records of the benchmarks: speed, deep, short and long ones."""
+    speed, deep, short, long = found
     facts, rows = speed["facts"], speed["rows"]
-    packages = ("torch", "transformers")
     return _TEXT.format(
         layers=facts["layers"],
         date=facts["date"],
-        versions=", ".join(f"{name} {facts[name]}" for name in packages),
+        versions=", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers")),
         length=LENGTH,
         calls=markdown(calls(rows, "of f+b")),
         memory=markdown(calls(rows, "peak MiB")),
@@ -198,9 +192,7 @@ def page(
         deep=markdown(calls(deep["rows"], "of f+b", OF_DEEP)),
         scans=scans_as_they_are(short["rows"]),
         long=markdown(long["rows"]),
-        parts=" and ".join(
-            f"[{title[0].lower()}{title[1:]}]({OWN}/{name}.md)" for name, title in PARTS.items()
-        ),
+        parts=" and ".join(f"[{t[0].lower()}{t[1:]}]({OWN}/{n}.md)" for n, t in PARTS.items()),
         first_picture=FIRST_PICTURE,
         tree="\n".join(f"{OWN}/{name}" for name in PARTS),
         picture=PICTURE,
@@ -238,29 +230,15 @@ def on_a_gpu(table: Mapping[str, Any]) -> str:
         for at in [lengths[many]]
         for call in at
     ]
-    return _ON_A_GPU.format(
-        layers=budgets.LAYERS,
-        counts=markdown(rows),
-    )
+    return _ON_A_GPU.format(layers=budgets.LAYERS, counts=markdown(rows))
 
 
 def own_page(title: str, first: bool, speed: Mapping[str, Any]) -> str:
-    """The page of what the operators of some kinds take alone.
-
-    Args:
-        title: its title.
-        first: whether it is that of :data:`IN_MODELS`, or of all others.
-        speed: the records of the benchmarks.
-    """
+    """The page of what operators take alone: those of :data:`IN_MODELS`, or of all others."""
     rows = speed["rows"]
-    families = [
-        f for f in dict.fromkeys(row["family"] for row in rows) if (f in IN_MODELS) == first
-    ]
-    return _PARTS.format(
-        title=title,
-        layers=speed["facts"]["layers"],
-        parts="\n\n".join(f"## {family}\n\n{markdown(parts(rows, family))}" for family in families),
-    )
+    named = [f for f in dict.fromkeys(row["family"] for row in rows) if (f in IN_MODELS) == first]
+    tables = "\n\n".join(f"## {family}\n\n{markdown(parts(rows, family))}" for family in named)
+    return _PARTS.format(title=title, layers=speed["facts"]["layers"], parts=tables)
 
 
 def calls(rows: Sequence[Row], column: str, wanted: Sequence[str] = CALLS) -> list[Row]:
@@ -285,9 +263,8 @@ def draw_calls(table: Sequence[Row], path: Path) -> None:
         axis.plot(*zip(*points, strict=True), **style)
     axis.axvline(1, color="0.6", linewidth=0.8)
     axis.set_yticks(range(len(table)), [row["model"] for row in table])
-    axis.set(
-        xlim=(0, None), xlabel="passes forward and backward of the model", ylim=(len(table), -1)
-    )
+    label = "passes forward and backward of the model"
+    axis.set(xlim=(0, None), xlabel=label, ylim=(len(table), -1))
     axis.grid(alpha=0.3)
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
@@ -302,10 +279,8 @@ def all_rows(rows: Sequence[Row], layers: int) -> str:
 
 def parts(rows: Sequence[Row], family: str) -> list[Row]:
     """A family's rows without its name, and without columns that hold nothing."""
-    its = [row for row in rows if row["family"] == family]
-    kept = [
-        name for name in its[0] if name != "family" and any(row[name] is not None for row in its)
-    ]
+    its = [{**row, "family": None} for row in rows if row["family"] == family]
+    kept = [name for name in its[0] if any(row[name] is not None for row in its)]
     return [{name: row[name] for name in kept} for row in its]
 
 
