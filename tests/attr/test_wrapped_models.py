@@ -107,7 +107,7 @@ def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:
     assert explain(case.model, case).difference(expected) > 1e-2, "the adapters do nothing"
 
 
-@pytest.mark.parametrize("case", ["mamba", "recurrent_gemma", "mamba_ssm"], indirect=True)
+@pytest.mark.parametrize("case", ["mamba", "recurrent_gemma", "rwkv"], indirect=True)
 def test_an_adapter_for_each_example_is_explained_or_refused(case: Case) -> None:
     """What reads one output projection for all examples is refused, whether it is verified."""
     names = ["first", "second"]
