@@ -27,8 +27,15 @@ def results(models: list[str]) -> dict[tuple[str, str], Any]:
     import torch
     from zoo.adapters import ADAPTERS
 
+    import captum_ssm
     from captum_ssm.attr.catalogue import METHODS
+    from captum_ssm.linear import FAMILY
 
+    assert Path(captum_ssm.__file__).is_relative_to(Path.cwd()), "another tree's package"
+    calls: dict[str, tuple[Any, dict[str, Any]]] = {
+        **{each.method.__name__: (each.method, {}) for each in METHODS},
+        **{f"LatimFlow, {rule}": (captum_ssm.LatimFlow, {"rule": rule}) for rule in FAMILY},
+    }
     found: dict[tuple[str, str], Any] = {}
     for name in models or ADAPTERS:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -36,16 +43,15 @@ def results(models: list[str]) -> dict[tuple[str, str], Any]:
             torch.manual_seed(0)
             try:
                 case = ADAPTERS[name](patch)
-                case.model.double()
-                x = case.inputs.double() if case.inputs.is_floating_point() else case.inputs
             except (Exception, pytest.skip.Exception) as error:
                 found[name, "model"] = type(error).__name__
                 continue
-            for method in METHODS:
-                title = method.method.__name__
+            case.model.double()
+            x = case.inputs.double() if case.inputs.is_floating_point() else case.inputs
+            for title, (method, options) in calls.items():
                 try:
-                    explained = method.method(case.model).attribute(x, **case.target)
-                    found[name, title] = explained.detach().double()
+                    relevance = method(case.model).attribute(x, **case.target, **options)
+                    found[name, title] = relevance.detach().double()
                 except Exception as error:
                     found[name, title] = type(error).__name__
     return found
@@ -66,17 +72,13 @@ def run_in(tree: Path, models: list[str], out: Path) -> dict[tuple[str, str], An
 
 
 def difference(one: Any, other: Any) -> float | str:
-    """The largest difference per largest number, or what was raised."""
-    if isinstance(one, str) or isinstance(other, str):
-        same = isinstance(one, str) and isinstance(other, str) and one == other
-        return 0.0 if same else f"{_told(one)} -> {_told(other)}"
-    if one.shape != other.shape:
-        return f"{tuple(one.shape)} -> {tuple(other.shape)}"
+    """The largest difference per largest number, or what became what."""
+    told = [x if isinstance(x, str) else tuple(x.shape) for x in (one, other)]
+    if told[0] != told[1]:
+        return f"{told[0]} -> {told[1]}"
+    if isinstance(one, str):
+        return 0.0
     return float((one - other).abs().max() / one.abs().max().clamp_min(1e-300))
-
-
-def _told(result: Any) -> str:
-    return result if isinstance(result, str) else "numbers"
 
 
 def main(commit: str, models: list[str]) -> int:
@@ -96,9 +98,11 @@ def main(commit: str, models: list[str]) -> int:
             old, new = run_in(before, models, out), run_in(ROOT, models, out)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(before)], cwd=ROOT)
-    found = {key: difference(old[key], new[key]) for key in old.keys() & new.keys()}
-    numbers = [x for x in found.values() if not isinstance(x, str)]
-    print(f"{len(found)} results, largest difference {max(numbers, default=0.0):.1e}")
+    keys = old.keys() | new.keys()
+    found = {key: difference(old.get(key, "none"), new.get(key, "none")) for key in keys}
+    refused = sum(isinstance(result, str) for result in new.values())
+    largest = max((x for x in found.values() if not isinstance(x, str)), default=0.0)
+    print(f"{len(found)} results ({refused} refusals), largest difference {largest:.1e}")
     changed = {k: x for k, x in found.items() if isinstance(x, str) or not x <= LIMIT}
     for (model, method), size in sorted(changed.items()):
         print(f"{model}, {method}: {size if isinstance(size, str) else f'{size:.1e}'}")

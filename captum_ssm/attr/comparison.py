@@ -29,6 +29,7 @@ from .call.targets import logits_of
 from .engine.method import ImplicitMethod, SSMAttribution
 from .engine.result import NamedTokens, Names
 from .engine.sharing import shared_forward
+from .engine.sums import Sums, attribute_with_sums, joined
 
 #: A method, a class of methods to be made on the compared model, or such a class by its name.
 Method: TypeAlias = Attribution | type[Attribution] | str
@@ -44,6 +45,8 @@ class Comparison(dict[str, Tensor], NamedTokens):
     Args:
         relevance: by each method.
         names: of the tokens of each example, which its page shows. Default: None, positions.
+        sums: of methods whose relevance is to add up, by their names: the number that each sum
+            should be, and the sum. Default: None, of none.
 
     Example:
         >>> import torch
@@ -53,23 +56,29 @@ class Comparison(dict[str, Tensor], NamedTokens):
         (['one'], (('anna', 'owns'),))
     """
 
-    def __init__(self, relevance: Mapping[str, Tensor], names: Names | None = None) -> None:
+    def __init__(
+        self,
+        relevance: Mapping[str, Tensor],
+        names: Names | None = None,
+        sums: Mapping[str, Sums] | None = None,
+    ) -> None:
         super().__init__(relevance)
         self.names = names
+        self.sums = dict(sums or {})
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in self.items())
         return f"Comparison({shapes})"
 
     def _state(self) -> dict[str, Any]:
-        return {"relevance": dict(self), "names": self.names}
+        return {"relevance": dict(self), "names": self.names, "sums": self.sums}
 
     def _tokens(self) -> tuple[int, int]:
         first = next(iter(self.values()))
         return first.shape[0], first.shape[1]
 
     def _with_names(self, names: Names) -> Comparison:
-        return Comparison(self, names)
+        return Comparison(self, names, self.sums)
 
 
 def compare(
@@ -155,6 +164,7 @@ def compare(
     if foreign and tensor.dim() == 4:
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
+    sums: dict[str, list[Sums]] = {}
     for cut in batch_parts(len(tensor), internal_batch_size):
         with _sharing(ours), cut.counting():
             further = cut.target(target), tuple(cut(a) for a in additional)
@@ -162,14 +172,17 @@ def compare(
                 own = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
                 given = (cut(embedded.get(name, tensor)), *further)
                 summed = per_token or name in embedded
-                found = _relevance(method, given, own, summed, grid)
+                found, its_sums = _relevance(method, given, own, summed, grid)
                 if not isinstance(found, Tensor):
                     raise OptionError(
                         f"{name} returned {type(found).__name__} in place of one tensor. Leave out "
                         "options such as return_convergence_delta, and methods of several inputs."
                     )
                 parts[name].append(found.detach().to(tensor.device))
-    return Comparison({name: torch.cat(found) for name, found in parts.items()})
+                if its_sums is not None:
+                    sums.setdefault(name, []).append(its_sums)
+    relevance = {name: torch.cat(found) for name, found in parts.items()}
+    return Comparison(relevance, sums={name: joined(each) for name, each in sums.items()})
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
@@ -319,17 +332,14 @@ def _relevance(
     options: Mapping[str, Any],
     per_token: bool,
     grid: PatchGrid | None,
-) -> Any:
-    """What the method says, by token if asked for; Captum's own know no tokens."""
+) -> tuple[Any, Sums | None]:
+    """What the method says, by token if asked for, and its sums; Captum's own know no tokens."""
     inputs, target, additional = given
+    asked = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):
-        return method.attribute(
-            inputs, target, additional or None, **{"per_token": per_token, **options}
-        )
+        return attribute_with_sums(method, inputs, **asked, **{"per_token": per_token, **options})
     with nullcontext() if grid is None else grid.watch():
-        found = method.attribute(
-            inputs, target=target, additional_forward_args=additional or None, **options
-        )
+        found, sums = attribute_with_sums(method, inputs, **asked, **options)
     if not per_token or not isinstance(found, Tensor) or found.dim() == 2:
-        return found
-    return found.sum(-1) if grid is None else grid.sums(found)
+        return found, sums
+    return found.sum(-1) if grid is None else grid.sums(found), sums

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..attr.call import checks
 from ..attr.call.inputs import BatchPart, as_tuple, single_input
 from ..attr.call.targets import Against, contrasted, require_real_target, target_index
+from ..attr.engine.alone import require_alone
 from ..attr.engine.fold import verify_layer
 from ..attr.engine.linear_method import coefficients
 from ..attr.engine.method import Explainer
@@ -215,6 +216,7 @@ class EdgeEffects(Explainer):
             linear, gradient = layer.written, layer.in_order(gradient).to(layer.written.values)
             readers = Readers(layer, read_by) if read_by else None
             layers.append(LayerEffects(layer.mixer, linear, gradient, readers))
+        require_alone(run, verify, [(asked, number.detach())])
         if request.inputs.dim() == 4:
             tokens = layers[0].linear.operator.shape.tokens
         else:

@@ -50,7 +50,8 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
 
     Where a method decomposes the output, ``accounts`` says what it is: the sum of all relevance,
     ``bias``, what constants add, and ``delta``, what is missing; of ``bias``, ``references`` and
-    ``baselines`` are what a rule compares with. ``roles`` holds relevance by what tokens did, of
+    ``baselines`` are what a rule compares with. ``sums`` holds, of methods that promise a sum,
+    the wanted number, the sum and the delta. ``roles`` holds relevance by what tokens did, of
     methods whose rule tells it.
 
     Args:
@@ -76,6 +77,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
             "predictions": explanation.facts["predictions"],
             "tokens": list(explanation.tokens),
             "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
+            "sums": {m["name"]: m["sum"] for m in explanation.facts["methods"] if m.get("sum")},
             "roles": {m["name"]: m["roles"] for m in explanation.facts["methods"] if m["roles"]},
             "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},
         }
@@ -203,6 +205,7 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
     lines = [f"  {_caption(method)}: {first(_scores(method), count)}"]
     lines += [f"    {role}: {first(_filled(v), 1)}" for role, v in method["roles"].items()]
+    lines += [f"    {each['told']}" for each in [method.get("sum")] if each is not None]
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import CONTRASTS, logits_of
 from ..attr.engine.method import SSMAttribution
+from ..attr.engine.sums import Sums, attribute_with_sums
 from ..edges import EdgeEffects, Edges
 from ..errors import CaptumSSMError, InputError, OptionError
 from ..explain.knockout import Cut, cut_edges
@@ -78,6 +79,8 @@ class VisualizationOutput(NamedTuple):
             Default: empty.
         method: the method, with the arguments that are set. Default: ``""``.
         method_index: which of the methods that are shown. Default: 0.
+        sum: what the relevance should add up to, and does, of a method that promises a sum.
+            Default: None.
     """
 
     feature_outputs: list[FeatureOutput]
@@ -89,6 +92,7 @@ class VisualizationOutput(NamedTuple):
     rasters: Sequence[Mapping[str, Raster]] = ()
     method: str = ""
     method_index: int = 0
+    sum: Mapping[str, Any] | None = None
 
 
 class AttributionCalculation:
@@ -183,8 +187,8 @@ class AttributionCalculation:
         target: Any,
         name: str,
         arguments: Mapping[str, Any],
-    ) -> tuple[Tensor, ...]:
-        """What a method says of transformed inputs, one tensor for each.
+    ) -> tuple[tuple[Tensor, ...], Sums | None]:
+        """What a method says of transformed inputs, one tensor for each, and its sums.
 
         It is of the input's shape; by a method that tells no pixels of an image apart it is of the
         patches, (1, h, w).
@@ -204,7 +208,8 @@ class AttributionCalculation:
         options = self._options(name, inputs, arguments, target)
         if inputs[0].dim() == 4 and not tells_pixels(kind):
             options = {"per_token": True} | options
-        found = kind(explained).attribute(
+        found, sums = attribute_with_sums(
+            kind(explained),
             inputs,
             target=target if self.use_label_for_attr else None,
             additional_forward_args=additional or None,
@@ -216,7 +221,7 @@ class AttributionCalculation:
                 f"{name} tells the relevance of {relevance[0].shape[1]} tokens, which are no grid "
                 "of patches of the image. Use a method that tells pixels apart, such as LatimFlow."
             )
-        return relevance
+        return relevance, sums
 
     def roles(
         self,
@@ -374,7 +379,7 @@ def explanation(
         name,
         arguments,
     )
-    relevance = calculation.relevance(*asked)
+    relevance, sums = calculation.relevance(*asked)
     shares = shares_of(relevance)
     rasters = [rasters_of(found, prediction.grid) for found in relevance]
     outputs = [
@@ -394,6 +399,7 @@ def explanation(
         rasters,
         titled(name, arguments),
         method_index,
+        None if sums is None else sums[0].facts,
     )
 
 

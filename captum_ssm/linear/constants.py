@@ -97,9 +97,9 @@ class Ledger:
         """
         if not out.requires_grad:  # what the model computes under no_grad is a coefficient
             return
-        where = self._where()
-        out.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: self._write(gradient, constant, where)
+        where, shape = self._where(), out.shape
+        _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: self._write(gradient.reshape(shape), constant, where)
         )
 
     @contextmanager
@@ -138,6 +138,17 @@ def _in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
     offset = view.storage_offset() - base.storage_offset()
     whole.as_strided(view.size(), view.stride(), offset).copy_(constant)
     return base, whole
+
+
+def _whole_of(out: Tensor) -> Tensor:
+    """Return the tensor that ``out`` is another shape of, else ``out``.
+
+    A view that is changed in place later gets its gradient past its own hooks, by its base.
+    """
+    base = out._base
+    if base is None or not base.requires_grad or base.numel() != out.numel():
+        return out
+    return base if base.is_contiguous() and out.is_contiguous() else out
 
 
 def _droppable(constant: Tensor) -> Tensor:

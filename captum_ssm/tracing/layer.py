@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.parts.token_map import TokenMap
 from ..operators import Chain, Operator, Permute
 from ..operators.kernels.arithmetic import full_precision
 from ..operators.kernels.truths import are_noted, holds
 from .find import Mixer
-from .projection import Projection, scaled_output
+from .projection import Projection, projection_of, scaled_output
 from .verification import Errors, relative_error, require_same, tolerance_for
 from .way import Step, Way
 
@@ -345,7 +345,11 @@ class Layer:
         limit = self.tolerance if tolerance is None else tolerance
         known = self.checked if tolerance is None else None  # a user's is of the whole output
         error = self.reconstruction_error() if known is None else known.strict
-        require_same(self.name, self.mixer.architecture, error, limit)
+        try:
+            require_same(self.name, self.mixer.architecture, error, limit)
+        except ReconstructionError:
+            projection_of(self.linear)  # raises if it differs between examples
+            raise
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"

@@ -18,7 +18,7 @@ from ..errors import WeightsError
 from ..mixers.base import Call, LinearMixer
 from .adapter import check_operator, linear_form
 from .find import Mixer
-from .projection import Projection, projection_of
+from .projection import Projection, projection_of, refused_by_example
 
 #: What accelerate puts on a module: its hook, the forward it wraps, and the wrapper.
 _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
@@ -87,6 +87,9 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     hooked = _hooked(mixer)
     if hooked:
         return _loading(hooked, mixer, call, linear)
+    refuse = refused_by_example(mixer, linear)
+    if refuse is not None:
+        return replace(linear, project=refuse)
     shape = tuple(linear.operator.shape)
     projection = replace(projection_of(linear), check=partial(check_operator, mixer, shape))
     return replace(linear, project=projection)

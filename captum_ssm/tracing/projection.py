@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import InputError
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal
+from .find import Mixer
 
 #: Size of the unit vectors that find a weight, which keeps constants from rounding it.
 _PROBE = 2.0**10
@@ -76,6 +77,32 @@ def projection_of(linear: LinearMixer) -> Projection:
         found_here = linear.project(probe.view(values.shape)) - at_rest
         parts.append(found_here.flatten(0, 1)[:count] / _PROBE)
     return Projection(torch.cat(parts), at_rest)
+
+
+def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], Tensor] | None:
+    """Return what refuses an output projection that differs between examples; None for others.
+
+    It raises where the projection is used.  In the run PEFT would leave its hooks on the model.
+
+    Args:
+        mixer: the mixer, whose call has just returned.
+        linear: its linear form.
+    """
+    hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
+    chosen = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    names = next(filter(None, chosen), None)
+    if names is None or _read_off(linear) is not None:
+        return None
+
+    def refuse(y: Tensor) -> Tensor:
+        raise InputError(
+            f"Layer {mixer.name!r}: by PEFT's adapter_names={names} each example has an output "
+            "projection of its own, and this method reads one for all. Call model.set_adapter(), "
+            "leave adapter_names out, and explain the examples of each adapter by themselves. "
+            "LatimFlow and MambaLRP explain the batch as it is."
+        )
+
+    return refuse
 
 
 def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:

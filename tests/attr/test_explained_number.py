@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from zoo import networks
 from zoo.attention import attention_model
 from zoo.mamba import transformers_model
 
-from captum_ssm import LatimFlow, LatimLogit, MambaLRP
+from captum_ssm import EdgeEffects, LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.errors import CachedStateError, ReconstructionError
 from tests.oracles import relative_error
 
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.slow
 
 TARGET = (-1, 5)
 METHODS = (LatimFlow, MambaLRP, LatimLogit)
+#: Whatever compares the number that it explains.
+COMPARING: dict[str, Callable[..., Any]] = {
+    **{method.__name__: method for method in METHODS},
+    "EdgeEffects": EdgeEffects,
+    "EdgeEffects, frozen": functools.partial(EdgeEffects, rule="frozen"),
+}
 MODELS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str]] = {
     "llama": (lambda _: attention_model("llama"), "past_key_values"),
     "mamba": (lambda _: transformers_model("mamba"), "cache_params"),
@@ -122,11 +129,29 @@ def test_another_number_is_refused(method: type[LatimFlow], how: str) -> None:
     assert explain.attribute(embeddings, target=TARGET, verify=False).isfinite().all()
 
 
-def test_latim_logit_refuses_another_number() -> None:
+@pytest.mark.parametrize("explain", [x for x in COMPARING if "Flow" not in x and "LRP" not in x])
+def test_another_number_is_refused_without_rules(explain: str) -> None:
     function, model = CHANGED["gradients"](attention_model("llama"))
     _, embeddings = draw(model)
+    method = COMPARING[explain](function, model=model)
     with pytest.raises(ReconstructionError, match="when it runs by itself"):
-        LatimLogit(function, model=model).attribute(embeddings, target=TARGET)
+        method.attribute(embeddings, target=TARGET)
+    method.attribute(embeddings, target=TARGET, verify=False)
+
+
+@pytest.mark.parametrize("explain", COMPARING)
+def test_errors_of_the_function_alone_are_not_swallowed(explain: str) -> None:
+    model = attention_model("llama")
+    ids, _ = draw(model)
+
+    def function(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise KeyError("the user's own")
+        logits: Tensor = model(x).logits
+        return logits
+
+    with pytest.raises(KeyError, match="the user's own"):
+        COMPARING[explain](function, model=model).attribute(ids, target=TARGET)
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "float16", "autocast"])
@@ -142,6 +167,7 @@ def test_sound_functions_are_not_accused(
     context = torch.autocast("cpu", torch.bfloat16) if how == "autocast" else nullcontext()
     method = LatimFlow(lambda x: model(x), model=model)
     with context:
+        EdgeEffects(lambda x: model(x), model=model).attribute(case.inputs, **case.target)
         found = method.attribute(case.inputs, **case.target)
         wanted = LatimFlow(model).attribute(case.inputs, **case.target)
     assert torch.equal(found, wanted)

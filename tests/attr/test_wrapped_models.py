@@ -13,7 +13,18 @@ from oracles import relative_error
 from torch import Tensor, nn
 from zoo.architectures import ZOO, Case, explain, hook_count
 
-from captum_ssm import trace
+from captum_ssm import (
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaLRP,
+    TransformerAttribution,
+    trace,
+)
+from captum_ssm.attr.catalogue import METHODS
+from captum_ssm.errors import InputError
 from captum_ssm.tracing import find_mixers
 
 pytestmark = pytest.mark.slow
@@ -94,6 +105,38 @@ def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:
     expected = explain(merged, case)
     assert expected.difference(explain(wrapped, case)) <= SAME
     assert explain(case.model, case).difference(expected) > 1e-2, "the adapters do nothing"
+
+
+@pytest.mark.parametrize("case", ["mamba", "recurrent_gemma", "rwkv"], indirect=True)
+def test_an_adapter_for_each_example_is_explained_or_refused(case: Case) -> None:
+    """What reads one output projection for all examples is refused, whether it is verified."""
+    names = ["first", "second"]
+    wrapped = with_adapters(case.model, names)
+    before, by_example = hook_count(wrapped), {"adapter_names": names}
+
+    def chosen(x: Tensor) -> Tensor:
+        return logits(wrapped(x, **by_example))
+
+    refused = set()
+    for entry in METHODS:
+        method = entry.method
+        try:
+            found = method(chosen, model=wrapped).attribute(case.inputs[:2], **case.target)
+        except InputError as error:
+            assert "set_adapter" in str(error) and "please report" not in str(error)
+            with pytest.raises(InputError, match="set_adapter"):
+                unverified = {**case.target, "verify": False}
+                method(chosen, model=wrapped).attribute(case.inputs[:2], **unverified)
+            refused.add(method)
+        else:
+            for example, name in enumerate(names):
+                wrapped.set_adapter(name)
+                alone = case.inputs[example : example + 1]
+                wanted = method(wrapped).attribute(alone, **case.target)
+                assert relative_error(found[example], wanted[0]) <= SAME, method
+        assert hook_count(wrapped) == before
+    assert not refused & {LatimFlow, MambaLRP, ImplicitAttentionRollout}
+    assert refused <= {LatimNorm, LatimLogit, LatimALTI, TransformerAttribution}
 
 
 # --- gradient checkpointing ----------------------------------------------------------------------

@@ -141,6 +141,19 @@ def test_the_input_itself_may_be_changed_in_place():
     assert torch.equal(gradient, torch.full_like(root, 2))
 
 
+def test_a_product_with_a_bias_may_be_changed_in_place_row_by_row():
+    """As PEFT does for adapters of each example; the product of three dimensions is a view."""
+    weight, bias = torch.randn(6, 6).double(), torch.randn(6).double()
+
+    def function(x: Tensor) -> Tensor:
+        out = F.linear(x, weight, bias)
+        for row in range(len(x)):
+            out[[row]] += 2 * x[[row]]
+        return out
+
+    assert check(function, [draw()]).is_live
+
+
 def test_unknown_functions_are_named():
     for function, name in (
         (lambda x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product_attention"),

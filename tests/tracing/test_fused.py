@@ -15,7 +15,7 @@ from zoo import fla_cpu, fla_torch
 from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow
-from captum_ssm.errors import NotLinearError
+from captum_ssm.errors import NotLinearError, ReconstructionError
 from captum_ssm.tracing.repair.fused import unfused
 
 ORIGINALS: dict[str, tuple[str, ...]] = {
@@ -76,6 +76,25 @@ def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: b
     ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
     found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
     assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+def test_the_number_is_compared_where_no_kernel_runs(
+    fla: fla_cpu.FLA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU, where packages bring none: torch's functions run when nobody looks on, too."""
+    model, ids = fla.model("KDA", norm_eps=fla_checks.EPS), torch.randint(19, (1, 9))
+
+    def no_driver(*_: Any, **__: Any) -> None:
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr("fla.modules.norm.layernorm.layer_norm_fwd", no_driver)
+    with pytest.raises(RuntimeError, match="drivers"):
+        model(ids)
+    method = LatimFlow(lambda x: model(x).logits, model=model)
+    assert method.attribute(ids, target=(-1, 3)).any()
+    other = LatimFlow(lambda x: model(x).logits * (1 + torch.is_grad_enabled()), model=model)
+    with pytest.raises(ReconstructionError, match="when it runs by itself"):
+        other.attribute(ids, target=(-1, 3))
 
 
 @pytest.mark.parametrize("family", ["RWKV6", "RWKV7"])

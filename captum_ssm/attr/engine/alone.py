@@ -6,19 +6,22 @@ None of that changes what a model computes, but a function of the user's may dep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CaptumSSMError, ReconstructionError
+from ...errors import ReconstructionError
 from ...operators.kernels.arithmetic import unseen
 from ...operators.kernels.truths import at_most
 from ...tracing import repaired_scans, runnable
+from ...tracing.repair.fused import unfused
 from ..call.targets import Against, contrasted
-from .run import Request
+from .run import Request, Run
 
 #: How many times the errors granted to all operators together a number may be off, and how far it
 #: may be off at most, each in proportion to the largest output.
@@ -47,8 +50,6 @@ class Alone:
             ReconstructionError: naming both numbers.
         """
         output = self._output()
-        if output is None:
-            return
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
             given, contrast = question.target, question.contrast
@@ -66,18 +67,12 @@ class Alone:
                     "as it is."
                 )
 
-    def _output(self) -> Tensor | None:
-        """What forward_func returns; None where it runs only while it is explained.
-
-        Such as a model whose kernels are those of another device.
-        """
-        try:
-            with torch.no_grad(), repaired_scans():
-                return self.request.output(self.request.inputs)
-        except CaptumSSMError:
-            raise
-        except Exception:
-            return None
+    def _output(self) -> Tensor:
+        """Return the output of forward_func alone; errors that it raises pass through."""
+        # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
+        on_cpu = self.request.inputs.device.type == "cpu"
+        with torch.no_grad(), repaired_scans(), unfused() if on_cpu else nullcontext():
+            return self.request.output(self.request.inputs)
 
 
 def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
@@ -95,3 +90,21 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
     if owner is request.model and isinstance(owner, nn.Module) and max(calls.values()) == 1:
         return None
     return Alone(request, min(_TIMES * len(calls) * granted, _MOST))
+
+
+def require_alone(
+    run: Run, verify: bool | float, explained: Sequence[tuple[Against, Tensor]]
+) -> None:
+    """Raise unless the numbers that a traced run explains are those that forward_func returns.
+
+    Args:
+        run: the run.
+        verify: as ``attribute`` takes it; False compares nothing.
+        explained: the questions, and the numbers of the run (B,).
+    """
+    if verify is False:
+        return
+    granted = max(layer.tolerance if verify is True else verify for layer in run.layers)
+    by_itself = alone(run.request, Counter(layer.mixer for layer in run.layers), granted)
+    if by_itself is not None:
+        by_itself.require(explained)

@@ -47,6 +47,8 @@ class LinearMethod(SSMAttribution):
 
     #: whether images beside a text, or other further inputs, are explained with it
     takes_others = False
+    #: whether relevance of pixels adds up, and not that of patches alone
+    sums_pixels = True
 
     @property
     def multiplies_by_inputs(self) -> bool:

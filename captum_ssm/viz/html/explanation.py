@@ -15,7 +15,7 @@ from torch import Tensor
 from ...attr import compare
 from ...attr.call.layout import patch_sums
 from ...attr.catalogue import holds_identity
-from ...attr.comparison import Method, Named
+from ...attr.comparison import Comparison, Method, Named
 from ...attr.text.tokens import Tokens
 from ...edges import EdgeEffects
 from ...edges.strongest import strongest_edges
@@ -281,7 +281,7 @@ def _names(example: Example, known: Outline) -> Sequence[str]:
 
 
 def _methods(
-    found: Mapping[str, Tensor],
+    found: Comparison,
     roles: Mapping[str, Mapping[str, list[float | None]]],
     methods: Named,
     known: Outline,
@@ -293,6 +293,7 @@ def _methods(
         own = known.asking if holds_identity(kind) else None
         said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
         said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        said["sum"] = found.sums[name][0].facts if name in found.sums else None
         facts.append({**said, "roles": roles.get(name, {})})
     return facts
 

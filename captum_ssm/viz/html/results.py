@@ -71,6 +71,8 @@ def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
         facts = _nothing_yet()
         for name, relevance in found.items():
             _place(facts, spelled(name), relevance[number], found.names, holds_identity(name))
+            if name in found.sums:
+                (facts["rows"] or facts["maps"])[-1]["sum"] = found.sums[name][number].facts
         yield facts
 
 

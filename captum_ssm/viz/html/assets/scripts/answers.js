@@ -49,13 +49,15 @@ function lessOf(values, others) {
 function saidBy(method, asked, answer, against) {
   const plain = answer === asked && against === null;
   const [one, other] = [method.answers[answer], method.answers[against]];
-  if (!one) return { ...method, astray: !plain };
-  if (against === null) return { ...method, ...one, ...(plain ? { values: method.values } : { pixels: null }), streams: [one.streams] };
+  const sum = plain ? method.sum : null; // it is of what the page was made for
+  if (!one) return { ...method, sum, astray: !plain };
+  if (against === null) return { ...method, ...one, sum, ...(plain ? { values: method.values } : { pixels: null }), streams: [one.streams] };
   const names = new Set([...Object.keys(one.roles), ...Object.keys(other.roles)]);
   const none = one.values.map(() => 0);
   const role = (name) => lessOf(one.roles[name] ?? none, other.roles[name] ?? none);
   return {
     ...method,
+    sum,
     pixels: null, // the page has those of what it was made for alone
     values: lessOf(one.values, other.values),
     roles: Object.fromEntries([...names].map((name) => [name, role(name)])),

@@ -11,6 +11,11 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Whether a method's relevance adds up, in a sentence, if the method promises a sum. */
+function sumToldOf({ sum }) {
+  return sum ? [make('span', { className: sum.adds_up ? 'sum' : 'sum off' }, sum.told)] : [];
+}
+
 /** A token of a text. */
 function makeToken(title, ...content) {
   return make('span', { className: 'token', title }, ...content);

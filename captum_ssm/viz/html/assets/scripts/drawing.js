@@ -251,7 +251,7 @@ function drawMethod(output) {
   }
   const features = output.feature_outputs.flatMap((feature, index) =>
     (feature.type === 'empty' ? [] : [drawFeature(feature, output.rasters[index])]));
-  return make('div', {}, ...title, ...shares(output.feature_outputs), ...features, ...drawRoles(output));
+  return make('div', {}, ...title, ...sumToldOf(output), ...shares(output.feature_outputs), ...features, ...drawRoles(output));
 }
 
 /** What a model says of an example, by each method; `answers` explains classes and cuts. */

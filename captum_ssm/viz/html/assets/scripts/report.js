@@ -294,6 +294,7 @@ function showMethods() {
       make('span', { className: 'name' }, view.name),
       gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
       most,
+      ...sumToldOf(view.whole ? {} : view),
     );
   });
   field.replaceChildren(legend, ...rows);

@@ -48,13 +48,13 @@ function makeRows() {
   const { rows, words } = example();
   panes = [];
   byId('rows').replaceChildren(
-    ...rows.map(({ name, values, note }, n) => {
+    ...rows.map(({ name, values, note, sum }, n) => {
       const holder = make('div', { className: 'pane' });
       holder.setAttribute('role', 'group');
       holder.setAttribute('aria-label', `${name}: arrow keys move, Enter keeps a token, Escape lets go`);
       panes.push(new Pane(holder, words, n, act));
       Pane.listen(holder, () => panes[n]);
-      return make('section', {}, headed(name, strongestOf(values), note), holder);
+      return make('section', {}, headed(name, strongestOf(values), note), ...sumToldOf({ sum }), holder);
     }),
   );
 }

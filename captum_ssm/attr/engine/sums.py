@@ -1,0 +1,112 @@
+"""Whether relevance adds up: the number that its sum should be, its sum, and the difference."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from captum.attr import Attribution
+from torch import Tensor
+
+from .method import SSMAttribution
+from .result import part
+
+#: A difference beyond this share of the larger number is marked.
+_SHARE = 0.05
+
+
+class Sum(NamedTuple):
+    """The sum of one example's relevance.
+
+    Attributes:
+        of: the number that it should be, in words.
+        wanted: that number.
+        total: the sum.
+        delta: by how much it is more.
+        adds_up: whether the difference is at most a twentieth of the larger number.
+    """
+
+    of: str
+    wanted: float
+    total: float
+    delta: float
+    adds_up: bool
+
+    @property
+    def told(self) -> str:
+        """The sum in a sentence.
+
+        Example:
+            >>> from captum_ssm.attr.engine.sums import Sum
+            >>> Sum("the output", 2.92, -111.0, -113.92, False).told
+            'Does not add up: sum -111; should be 2.92, the output; delta -1.1e+02.'
+        """
+        mark = "Sum" if self.adds_up else "Does not add up: sum"
+        wanted = f"should be {self.wanted:.3g}, {self.of}"
+        return f"{mark} {self.total:.3g}; {wanted}; delta {self.delta:.2g}."
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields and the sentence, as pages and files hold them."""
+        return {**self._asdict(), "told": self.told}
+
+
+@part
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """The sums of a batch.
+
+    Attributes:
+        of: the number that each sum should be, in words.
+        wanted: these numbers (B,).
+        total: the sums (B,).
+    """
+
+    of: str
+    wanted: Tensor
+    total: Tensor
+
+    def __getitem__(self, example: int) -> Sum:
+        """The sum of one example."""
+        wanted, total = float(self.wanted[example]), float(self.total[example])
+        delta = total - wanted
+        return Sum(
+            self.of, wanted, total, delta, abs(delta) <= _SHARE * max(map(abs, (wanted, total)))
+        )
+
+
+def attribute_with_sums(method: Attribution, inputs: Any, **given: Any) -> tuple[Any, Sums | None]:
+    """Return relevance, and its sums if the method promises one.
+
+    Args:
+        method: the method.
+        inputs: as its ``attribute`` takes them.
+        given: further arguments of ``attribute``.
+    """
+    asked = "return_convergence_delta"
+    parameters = inspect.signature(method.attribute).parameters
+    if asked not in parameters or asked in given or not method.has_convergence_delta():
+        return method.attribute(inputs, **given), None
+    relevance, delta = method.attribute(inputs, **given, return_convergence_delta=True)
+    parts: Sequence[Tensor] = relevance if isinstance(relevance, tuple) else (relevance,)
+    spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
+    if spread or delta.shape != parts[0].shape[:1]:
+        return relevance, None
+    total = torch.stack([x.detach().double().flatten(1).sum(1) for x in parts]).sum(0)
+    delta = delta.detach().to(total)
+    if isinstance(method, SSMAttribution):  # its delta is what the relevance lacks
+        return relevance, Sums("the output without constants", total + delta, total)
+    return relevance, Sums("the output less that for the baseline", total - delta, total)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The sums of parts of a batch as one.
+
+    Args:
+        parts: at least one.
+    """
+    wanted, total = (torch.cat([getattr(x, name) for x in parts]) for name in ("wanted", "total"))
+    return Sums(parts[0].of, wanted, total)
