@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from bench_helpers.tables import read_table
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -94,5 +94,5 @@ def test_who_names_blindly(seed: int) -> None:
 def test_a_quick_run(tmp_path: Path) -> None:
     arguments = ["evaluate", "answers", "--models", "chains-mamba2", "--quick"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
-    lines = json.loads((tmp_path / "answers.json").read_text())["lines"]
+    lines = read_table(tmp_path, "answers")
     assert {(line["method"], line["formulation"]) for line in lines} == set(ANSWERS.cells())
