@@ -24,7 +24,7 @@ from captum_ssm_bench.cli.evaluate import _plans
 from captum_ssm_bench.training.loop import recipe_of
 
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
-EXAMPLES = 6
+EXAMPLES = 3
 ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
 ARGUMENTS += ["--methods", *METHODS]
 ARGUMENTS += ["--formulations", "frozen", "silu", ""]
@@ -61,7 +61,7 @@ def kill_after(count: int, folder: Path, processes: list[subprocess.Popen[bytes]
 def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> None:
     assert start(tmp_path / "whole").wait(600) == 0
     parts = tmp_path / "parts"
-    for count in (5, 20):
+    for count in (5, 12):
         kill_after(count, parts, [start(parts, rank, 2) for rank in (0, 1)])
     last = [start(parts, rank, 2) for rank in (0, 1)]
     assert [process.wait(600) for process in last] == [0, 0]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_helpers.tables import read_table
 from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm import EdgeEffects, knock_out
-from captum_ssm.edges import Edge, Edges, parts_off
+from captum_ssm.edges import Edge, Edges
 from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
-from captum_ssm_bench.cli import main
 from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
-    BY_SHARE,
-    EXACT_NORMS,
     HELD,
-    RULES,
     Drawn,
 )
 from captum_ssm_bench.experiments.knockout.held import scale_of
@@ -243,41 +236,4 @@ def test_parts_of_a_hybrid_against_hooks(seed: int) -> None:
     assert PARTS.measure(model, batch, CHANCE)[""] == {"right": 1 / 16, "probability": 1 / 16}
 
 
-def test_parts_are_those_of_the_function_for_all_models(seed: int) -> None:
-    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
-    model, batch = subject.load(torch.device("cpu")), PARTS.example(subject, 1, seed)
-    (query,), (token,) = batch.targets.queries, batch.targets.tokens
-    off = parts_off(
-        model, lambda: model(batch.input_ids).logits[0, query].softmax(-1)[token], heads=True
-    )
-
-    def probabilities(cell: Cell) -> list[float]:
-        return [numbers["probability"] for numbers in PARTS.measure(model, batch, cell).values()]
-
-    assert probabilities(WHOLE) == pytest.approx([float(off.plain)], abs=1e-6)
-    for (kind, value), heads in zip(off.kinds.items(), reversed(off.heads.values()), strict=True):
-        assert probabilities(Cell("off", kind)) == pytest.approx([float(value)], abs=1e-6)
-        found = probabilities(Cell("one head off", kind))
-        assert found == pytest.approx(heads.tolist(), abs=1e-6)
-
-
 # --- the command -----------------------------------------------------------------------------
-
-
-def test_a_quick_run(tmp_path: Path) -> None:
-    arguments = ["knockout", "hybrid-parts", "--models", "pairs-bamba", "--examples", "2"]
-    assert main(["evaluate", *arguments, "--out", str(tmp_path)]) == 0
-    found = read_table(tmp_path, "knockout")
-    own = [line for line in found if line["model"] == "pairs-bamba"]
-    assert {(line["method"], line["formulation"]) for line in own} == set(KNOCKOUT.cells())
-    assert {"all", "large", "even"} <= {line["row"] for line in own}
-    assert all(not math.isnan(line["r"]) for line in own if line["row"] == "all")
-    assert all(
-        math.isnan(line["r, matched"])
-        == (Cell(line["method"], line["formulation"]) in (EXACT_NORMS, BY_SHARE, *RULES))
-        for line in own
-        if line["row"] == "all"
-    )
-    assert set(RULES) < {Cell(line["method"], line["formulation"]) for line in own}
-    parts = read_table(tmp_path, "hybrid-parts")
-    assert {(line["method"], line["formulation"]) for line in parts} == set(PARTS.cells())

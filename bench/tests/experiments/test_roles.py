@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bench_helpers.tables import read_table
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -18,9 +16,7 @@ pytest.importorskip("safetensors")
 
 from captum_ssm import LatimFlow
 from captum_ssm.models.recall import parse_prompt
-from captum_ssm.tracing import find_mixers
 from captum_ssm_bench import EXPERIMENTS, Cell
-from captum_ssm_bench.cli import main
 from captum_ssm_bench.experiments.roles import (
     CHANCE,
     LOST,
@@ -31,7 +27,6 @@ from captum_ssm_bench.experiments.roles import (
 )
 from captum_ssm_bench.tasks import PairsTask, PasskeyTask, RecallTask
 from captum_ssm_bench.tasks.linked import LinkedBatch
-from captum_ssm_bench.training.loop import RECIPES
 
 ROLES = EXPERIMENTS["roles"]
 
@@ -140,29 +135,3 @@ def test_numbers_are_those_of_the_method(seed: int) -> None:
     assert found[LOST]["content"] > 0.5, "a digit is copied, whatever it is"
     length = example.ids.shape[1]
     assert found[CHANCE]["content"] == pytest.approx((1 / (length - 2) + 1 / (length - 1)) / 2)
-
-
-def test_three_architectures_are_asked_of_each_task() -> None:
-    for group in ROLES.groups.values():
-        subjects = [each for each in ROLES.subjects() if each.name in group]
-        kinds = {
-            type(mixer.module).__name__
-            for subject in subjects
-            for mixer in find_mixers(subject.load(torch.device("cpu")))
-        }
-        assert len(kinds) >= 3, (group, kinds)
-    assert {each.name for each in ROLES.subjects()} <= set(RECIPES)
-
-
-def test_a_quick_run(tmp_path: Path) -> None:
-    arguments = ["evaluate", "roles", "--models", "pairs-mamba2", "--quick", "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    lines = read_table(tmp_path, "roles")
-    assert {line["model"] for line in lines} == {"recall (1 model)", "pairs-mamba2"}
-    own = [line for line in lines if line["model"] == "pairs-mamba2"]
-    assert {(line["method"], line["formulation"]) for line in own} == set(ROLES.cells())
-    for line in own:
-        assert line["examples"] == 4
-        for role in TOLD:
-            nothing = line["formulation"] == "frozen" and role != "content"
-            assert math.isnan(line[role]) == nothing, (line, role)

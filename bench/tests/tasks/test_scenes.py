@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("skimage")
 import skimage.data
 
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm_bench.tasks.outlines import SHAPES, random_lines, random_shapes
+from captum_ssm_bench.tasks.outlines import SHAPES, random_shapes
 from captum_ssm_bench.tasks.scenes import SCENES, SceneTask
 from captum_ssm_bench.tasks.textures import PHOTOGRAPHS, photographs
 
@@ -94,16 +93,6 @@ def test_training_sees_left_halves_and_tests_right_ones(
         assert changed.all() if held_out == seen else not changed.any()
 
 
-@pytest.mark.usefixtures("fresh_photographs")
-def test_photographs_are_those_of_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half that is resized to its own size is the half itself."""
-    monkeypatch.setattr("captum_ssm_bench.tasks.textures.PHOTOGRAPHS", ("brick",))
-    pixels = torch.as_tensor(skimage.data.brick()).float() / 255  # 512 x 512
-    for held_out, wanted in ((False, pixels[:, :256]), (True, pixels[:, 256:])):
-        half = photographs(128, held_out)
-        torch.testing.assert_close(half, wanted.expand(1, 3, -1, -1), rtol=0, atol=1e-5)
-
-
 def _polygon(*corners: tuple[float, float]) -> Any:
     from matplotlib.path import Path
 
@@ -166,27 +155,6 @@ def test_shapes_lie_beside_each_other(number: int, seed: int) -> None:
     assert (covered & border).sum((-2, -1)).max() <= 12
 
 
-def test_lines_cover_what_is_near_them(seed: int) -> None:
-    side, number = 19, 3
-    covered = random_lines(2, number, side, torch.Generator().manual_seed(seed))
-    replay = torch.Generator().manual_seed(seed)
-    ends = side * torch.rand(4, 2, number, generator=replay).double()
-    widths = side / 32 * (1 + torch.rand(2, number, generator=replay).double())
-    centres = [(j + 0.5, i + 0.5) for i in range(side) for j in range(side)]
-    for image in range(2):
-        for line in range(number):
-            x0, y0, x1, y1 = ends[:, image, line].tolist()
-            track = [(x0 + k / 999 * (x1 - x0), y0 + k / 999 * (y1 - y0)) for k in range(1000)]
-            distance = torch.cdist(
-                torch.tensor(centres, dtype=torch.float64),
-                torch.tensor(track, dtype=torch.float64),
-            ).amin(1)
-            half = float(widths[image, line]) / 2
-            found = covered[image, line].flatten()
-            assert found[distance < half - 0.01].all()
-            assert not found[distance > half + 0.01].any()
-
-
 def _patch_auc(maps: Tensor, masks: Tensor) -> float:
     """How well the means of a map over patches tell those of the object, on average over scenes."""
     scores = F.avg_pool2d(maps[:, None], PATCH).flatten(1)
@@ -214,15 +182,6 @@ def test_neither_brightness_nor_edges_give_objects_away(seed: int) -> None:
     assert _patch_auc(_edges(scenes.images), scenes.masks) <= 0.7
 
 
-def test_objects_are_as_often_darker_as_brighter_in_each_colour(seed: int) -> None:
-    scenes = SCENES.draw(600, seed)
-    inside = (scenes.masks > 0)[:, None]
-    objects = (scenes.images * inside).sum((2, 3)) / inside.sum((2, 3))
-    around = (scenes.images * ~inside).sum((2, 3)) / (~inside).sum((2, 3))
-    brighter = (objects > around).double().mean(0)
-    assert ((brighter - 0.5).abs() <= 5 * 0.5 / 600**0.5).all()
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -241,10 +200,3 @@ def test_unusable_options(option: Any, message: str) -> None:
 def test_at_least_one_scene() -> None:
     with pytest.raises(InputError, match="count=0"):
         SCENES.draw(0, 1)
-
-
-@pytest.mark.usefixtures("fresh_photographs")
-def test_scikit_image_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "skimage.data", None)
-    with pytest.raises(ImportError, match="pip install scikit-image"):
-        SCENES.draw(1, 1)

@@ -32,7 +32,6 @@ from captum_ssm_bench.training.image_recipes import (
     ImageModelSize,
     ImageRecipe,
     PixelReader,
-    image_accuracy,
     patch_tokens,
 )
 from captum_ssm_bench.training.language_recipes import LanguageRecipe, accuracy_by_length
@@ -42,7 +41,6 @@ from captum_ssm_bench.training.text_recipes import (
     ClassifierSize,
     RatedTexts,
     TextRecipe,
-    alike,
     bag_logits,
     class_accuracy,
     class_weights,
@@ -235,35 +233,6 @@ def test_the_cls_token_stands_where_it_is_told() -> None:
     assert (middle.cls_positions(10), first.cls_positions(10)) == ([5], [0])
 
 
-def test_positions_of_a_transformer_start_as_waves() -> None:
-    recipe = ImageRecipe(SceneTask(size=24), ImageModelSize("vit", 1, 24, patch=4), steps=(1,))
-    fresh: Any = recipe.new()
-    positions, side, count = fresh.vit.embeddings.position_embeddings, 6, 6
-    rates = [math.pi / side * side ** (k / count) for k in range(count)]
-    for row in range(side):
-        for column in range(side):
-            wanted = [
-                wave(place * rate) / 2
-                for place in (column, row)
-                for wave in (math.sin, math.cos)
-                for rate in rates
-            ]
-            found = positions[0, 1 + row * side + column]
-            assert torch.allclose(found, torch.tensor(wanted), atol=1e-6)
-
-
-def test_accuracy_counts_right_labels(seed: int) -> None:
-    scenes = TINY.draw(7, seed)
-    answers = torch.cat([scenes.labels[:3], (scenes.labels[3:] + 1) % 6])
-
-    class Answering(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            found = (images.flatten(1)[:, None] == scenes.images.flatten(1)).all(-1).int().argmax(1)
-            return nn.functional.one_hot(answers[found]).float()
-
-    assert image_accuracy(Answering(), scenes) == pytest.approx(3 / 7)
-
-
 @pytest.mark.parametrize("architecture", ["vim", "vit"])
 def test_pixels_are_read_off_their_own_patch(architecture: str) -> None:
     """A change of one patch's token changes the logits of its pixels alone."""
@@ -333,20 +302,6 @@ def test_the_loss_is_that_of_the_rated_chances() -> None:
         said = 1 / (1 + math.exp(row[0] - row[1]))
         expected -= chance * math.log(said) + (1 - chance) * math.log(1 - said)
     assert rating_loss(logits, some).item() == pytest.approx(expected / 5)
-
-
-def test_batches_hold_texts_of_nearly_one_length() -> None:
-    known = RatedTexts(least=2).texts("train")
-    drawn, all_lengths = alike(known, 5, random.Random(0)), [len(t.words) for t in known]
-    spans, seen = [], set()
-    for _ in range(len(known) // 5):
-        batch = next(drawn)
-        lengths = [len(text.words) for text in batch]
-        spans.append(max(lengths) - min(lengths))
-        seen |= {text.name for text in batch}
-        assert len(batch) == 5
-    assert sum(spans) / len(spans) < (max(all_lengths) - min(all_lengths)) / 2
-    assert len(seen) > len(known) / 2
 
 
 def test_hidden_words_are_words_and_the_second_round_leaves_all() -> None:
