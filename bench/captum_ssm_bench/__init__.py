@@ -5,8 +5,8 @@ from .experiments.every_experiment import EXPERIMENTS
 from .harness.experiment import Cell, Column, Experiment, Subject
 from .harness.records import Key, Numbers, Records, Rows
 from .harness.runner import Plan, Processes, run
-from .harness.tables import Entry, Line, lines, write_tables
-from .harness.verdicts import Comparison, Outcome, Side, Verdict, verdicts
+from .harness.tables import Entry, Line, Side, lines, write_tables
+from .harness.verdicts import Comparison, Verdict, verdicts
 
 __all__ = [
     "EXPERIMENTS",
@@ -18,7 +18,6 @@ __all__ = [
     "Key",
     "Line",
     "Numbers",
-    "Outcome",
     "Plan",
     "Processes",
     "Records",

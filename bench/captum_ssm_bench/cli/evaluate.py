@@ -91,9 +91,8 @@ def run(options: argparse.Namespace) -> None:
 
     from .. import EXPERIMENTS, Processes
     from .. import run as measure
-    from ..harness.excerpt import as_text
-    from ..harness.machine import note
-    from ..harness.tables import write_tables
+    from ..harness.runner import note_machine
+    from ..harness.tables import as_text, write_tables
 
     if options.list:
         _list(EXPERIMENTS)
@@ -113,23 +112,21 @@ def run(options: argparse.Namespace) -> None:
             if table is not None:
                 print(_beside(table, results, options.out))
     if processes.index == 0:
-        print(note(options.out, processes.device))
+        print(note_machine(options.out, processes.device))
 
 
 def _tables(
     plan: Plan, results: Sequence[Result], against: str | None
 ) -> Iterator[tuple[Experiment, Sequence[Line], Sequence[Line]]]:
     """The tables of a plan: of which experiment, the lines to print, and all lines."""
-    from ..harness.groups import differences, group_lines
-    from ..harness.tables import lines
-    from ..harness.verdicts import Side
+    from ..harness.tables import gain_lines, group_lines, lines
 
     experiment = plan.experiment
     groups, models = group_lines(experiment, results), lines(experiment, results)
     yield experiment, groups or models, [*groups, *models]
     held = _row(against) or experiment.against
     if held is not None and held in plan.cells:
-        gains, table = differences(experiment, results, Side(*held))
+        gains, table = gain_lines(experiment, results, held)
         named = {line.model for line in groups or models}
         yield gains, [line for line in table if line.model in named], table
 

@@ -33,8 +33,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from ..training.loop import train
-    from ..training.recipes import recipe_of
+    from ..training.loop import recipe_of, train
 
     recipe_of(options.name)
     check_new(options.out.glob("*.safetensors"), options)

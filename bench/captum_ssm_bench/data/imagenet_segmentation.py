@@ -6,19 +6,44 @@ first, so that arrays come transposed: an image as (3, W, H), a mask as (W, H).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from captum_ssm._files import Lazy, existing_file
 from captum_ssm._optional import optional
 from captum_ssm.errors import DataError
 from captum_ssm.models.image_files import check_pixels
 
-from .labelled_images import SegmentedImage
+
+@dataclass(frozen=True, eq=False)
+class SegmentedImage:
+    """An image and the class of each of its pixels.
+
+    Attributes:
+        name: which entry of a file it is from.
+        image: (3, H, W), uint8.
+        labels: (H, W), int64.
+
+    Raises:
+        DataError: when the two are not of one height and width.
+    """
+
+    name: str
+    image: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.image.shape[1:] != self.labels.shape:
+            raise DataError(
+                f"{self.name}: the image is of {tuple(self.image.shape[1:])} pixels, its labels of "
+                f"{tuple(self.labels.shape)}. Height and width must be the same."
+            )
 
 
 def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:

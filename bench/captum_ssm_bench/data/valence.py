@@ -1,4 +1,4 @@
-"""Sentences with the valence that people gave them, and a lexicon (Hutto & Gilbert 2014).
+"""Sentences with the valence that people gave them (Hutto & Gilbert 2014).
 
 VADER's ground truth: snippets of movie reviews, tweets, sentences of product reviews and of
 editorials, each rated from -4 to 4 by some twenty people.  The texts are others' and are not part
@@ -6,7 +6,7 @@ of this package; of vaderSentiment, the source distribution of version 0.5 alone
 
     pip download vaderSentiment==0.5 --no-deps --no-binary :all:
 
-Every function takes the file that this leaves, the archive inside it, or the folder that the
+The loader takes the file that this leaves, the archive inside it, or the folder that the
 archive unpacks to; the environment variable ``CAPTUM_SSM_VALENCE`` may name it once for all.
 """
 
@@ -19,7 +19,7 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,6 @@ SOURCES = {
     "products": "amazonReviewSnippets_GroundTruth.txt",
     "editorials": "nytEditorialSnippets_GroundTruth.txt",
 }
-LEXICON = "vader_sentiment_lexicon.txt"
 
 #: By the name of a split, which of every twenty sentences are in it.
 SPLITS = {"train": range(16), "validation": range(16, 17), "test": range(17, 20)}
@@ -129,33 +128,6 @@ def load_valence(
     ]
 
 
-def load_lexicon(path: str | Path | None = None) -> dict[str, float]:
-    r"""The valence of words and emoticons, from -4 to 4.
-
-    Args:
-        path: as in :func:`load_valence`. Default: None, as the environment variable says.
-
-    Returns:
-        The valence by word.
-
-    Raises:
-        DataNotFoundError: when no path is passed or set, or it does not exist.
-        DataError: when the file or folder does not hold the lexicon; it names the line.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from captum_ssm_bench.data import load_lexicon
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = Path(folder, "vader_sentiment_lexicon.txt")
-        ...     _ = file.write_text("good\t1.9\n:(\t-1.9\n")
-        ...     lexicon = load_lexicon(folder)
-        >>> lexicon
-        {'good': 1.9, ':(': -1.9}
-    """
-    return dict(_lexicon(_place(path)))
-
-
 def _place(path: str | Path | None) -> Path:
     """The file or folder that is named, which must exist."""
     named = os.environ.get(VARIABLE) if path is None else path
@@ -189,17 +161,6 @@ def _rated(place: Path, source: str) -> tuple[RatedText, ...]:
     return tuple(found)
 
 
-@cache
-def _lexicon(place: Path) -> Mapping[str, float]:
-    found = {}
-    for number, line in _lines(place, LEXICON, "cp1252"):
-        parts = line.split("\t")
-        if len(parts) < 2 or not parts[0]:
-            raise broken_line(place / LEXICON, number, "is not a word and its valence")
-        found[parts[0]] = _valence(parts[1], place / LEXICON, number)
-    return found
-
-
 def _valence(written: str, path: Path, number: int) -> float:
     try:
         valence = float(written)
@@ -210,13 +171,13 @@ def _valence(written: str, path: Path, number: int) -> float:
     return valence
 
 
-def _lines(place: Path, name: str, encoding: str = "utf-8-sig") -> list[tuple[int, str]]:
+def _lines(place: Path, name: str) -> list[tuple[int, str]]:
     """The lines of a file with their numbers from 1, empty ones left out."""
     try:
-        whole = _bytes(place, name).decode(encoding)
+        whole = _bytes(place, name).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place / name} is not {encoding}: byte {error.start} cannot be read."
+            f"{place / name} is not UTF-8: byte {error.start} cannot be read."
         ) from None
     found = [(n, line.rstrip("\r")) for n, line in enumerate(whole.split("\n"), 1) if line.strip()]
     if not found:

@@ -7,25 +7,18 @@ from dataclasses import replace
 from ..harness.experiment import Experiment
 from ..tasks.linked import LinkedTask
 from ..tasks.retrieval import ONE_PASSKEY
-from ..training.language_recipes import ANSWER_RECIPES, LANGUAGE_RECIPES
-from ..training.recipes import RECIPES
+from ..training.language_recipes import LANGUAGE_RECIPES as RECIPES
 from .answers.erasers import Erasers
 from .answers.forgetting import ForgottenPasskeys
 from .answers.hops import ChainedAnswers
 from .causal.experiment import Causal
-from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
 from .knockout.graphs import Graphs
 from .knockout.parts import HybridParts
-from .masks import PseudoMasks, Segmenting
-from .motifs import Motifs
-from .passkeys import Retrieval
-from .pixel_removal import ImagePerturbation
-from .repeated_words import RepeatedWords
 from .roles import CountedRoles
-from .vision_layers import ClsInfluence, Oversmoothing
+from .segmentation import Segmenting
 
 _TITLES = {
     "copying": "Sources of copied tokens (after LATIM, table 2)",
@@ -41,7 +34,7 @@ def _tasks(*names: str) -> dict[str, LinkedTask]:
     """By the name of a bundled model, what it was trained on."""
     return {
         each: recipe.task
-        for each, recipe in LANGUAGE_RECIPES.items()
+        for each, recipe in RECIPES.items()
         if each.rpartition("-mamba")[0] in names
     }
 
@@ -65,17 +58,7 @@ _ON_TEXTS: tuple[Experiment, ...] = (
     DecompositionErrors(
         "decomposition-error",
         "Shares that LATIM's decomposition misses of a mixer's output (after LATIM, figure 4)",
-        {name: recipe.task for name, recipe in LANGUAGE_RECIPES.items()},
-    ),
-    RepeatedWords(
-        "repeated-words",
-        "Relevance of a word each time it occurs again (after LATIM, figure 9)",
-        _tasks("frequent-word"),
-    ),
-    Retrieval(
-        "retrieval",
-        "Answers to texts with one or more passkeys (after LATIM, tables 5 and 6)",
-        _tasks("passkey", "two-passkeys"),
+        _tasks(*_TITLES),
     ),
     CountedRoles(
         "roles",
@@ -90,7 +73,7 @@ _ON_TEXTS: tuple[Experiment, ...] = (
     ChainedAnswers(
         "answers",
         "Facts that the last word of a chained answer is due to, by hops",
-        {name: recipe.task for name, recipe in ANSWER_RECIPES.items()},
+        {name: RECIPES[name].task for name in ("chains-mamba", "chains-mamba2")},
     ),
     Erasers(
         "erasers",
@@ -108,24 +91,8 @@ _ON_TEXTS: tuple[Experiment, ...] = (
     Graphs(),
 )
 
-_ON_SCENES: tuple[Experiment, ...] = (
-    ImagePerturbation(),
-    Segmenting(),
-    PseudoMasks(),
-    ClsInfluence(),
-    Oversmoothing(),
-)
-
-_ON_DNA: tuple[Experiment, ...] = (Motifs(),)
-
-#: On texts and on scenes.
-_ON_BOTH: tuple[Experiment, ...] = (Knockout(),)
-
-#: Last, since they ask for texts of others, without which a run of all experiments ends there; the
-#: first of them has other models, too, and comes to those that need the texts in the end.
-_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
-
-#: All experiments, by the names under which ``captum-ssm-bench evaluate`` knows them.
+#: All experiments, by the names under which ``captum-ssm-bench evaluate`` knows them.  The last
+#: asks for texts of others, without which a run of all ends there.
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_DNA, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
+    each.name: each for each in (*_ON_TEXTS, Segmenting(), Knockout(), Causal())
 }

@@ -23,7 +23,7 @@ from captum_ssm.metrics import (
 
 from ..harness.experiment import Cell, Column, Subject
 from ..harness.records import Numbers, Rows
-from ..tasks.copying import CopyBatch
+from ..tasks.copying import CopyingTask
 from ..tasks.linked import LinkedBatch
 from .linked_texts import LinkedTexts, device_of
 from .token_maps import TokenMap, token_maps
@@ -92,7 +92,7 @@ def of_text(batch: LinkedBatch) -> LinkedExample:
     """A batch of one text as an example."""
     queries = batch.targets.queries
     sure = batch.gold()[0, queries]
-    wide = batch.gold(DIAGONALS)[0, queries] if isinstance(batch, CopyBatch) else sure
+    wide = batch.gold(DIAGONALS)[0, queries] if isinstance(batch.task, CopyingTask) else sure
     return LinkedExample(
         ids=batch.input_ids,
         targets=list(zip(queries.tolist(), batch.targets.tokens.tolist(), strict=True)),

@@ -9,19 +9,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from captum.attr import FeatureAblation, InputXGradient, IntegratedGradients, Saliency
 from torch import Tensor, nn
 
+from captum_ssm.attr.call.layout import ImageProbe
 from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.tracing import find_mixers, repaired_scans, trace
 from captum_ssm.tracing.hooks import swap_first
 
 from ..harness.experiment import Cell
-from .patches import patches_of
 
 #: (model, image (1, C, H, W), classes) to maps (T, h, w).
 Explain = Callable[..., Tensor]
@@ -30,6 +30,29 @@ Explain = Callable[..., Tensor]
 STEPS = 20
 #: A signed map's formulation that tells where relevance lies, be it for a class or against it.
 ABSOLUTE = "patches, absolute"
+
+
+class Patches(NamedTuple):
+    """The patches among a model's tokens.
+
+    Attributes:
+        places: where the patches stand in the sequence, row by row, (h w,).
+        grid: how many there are down and across, (h, w).
+        tokens: L, all tokens.
+    """
+
+    places: Tensor
+    grid: tuple[int, int]
+    tokens: int
+
+
+def patches_of(model: nn.Module, image: Tensor) -> Patches:
+    """The patches that a model, whose first mixer gets all of them, makes of an image."""
+    probe = ImageProbe(model)
+    with torch.no_grad(), probe.watch(), trace(model) as record:
+        model(image)
+    tokens = record.layers[0].tokens
+    return Patches(*probe.patches(model, image, tokens), tokens)
 
 
 def absolute(explain: Explain) -> Explain:
@@ -145,7 +168,7 @@ def _cam(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor:
     patches = patches_of(model, image)
 
     def of_patches(stream: Tensor) -> Tensor:
-        return stream[0, patches.index, None].expand(-1, patches.tokens, -1)
+        return stream[0, patches.places, None].expand(-1, patches.tokens, -1)
 
     def swap(module: nn.Module, args: Any, output: Any) -> Any:
         return swap_first(output, of_patches)[0]
@@ -169,6 +192,6 @@ def _grad_cam(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor
         maps = []
         for target in classes:
             (gradient,) = torch.autograd.grad(logits[target], stream, retain_graph=True)
-            of_patches = gradient[0, patches.index].mean(0)  # (E,)
-            maps.append((stream.detach()[0, patches.index] @ of_patches).relu())
+            of_patches = gradient[0, patches.places].mean(0)  # (E,)
+            maps.append((stream.detach()[0, patches.places] @ of_patches).relu())
     return torch.stack(maps).view(-1, *patches.grid)

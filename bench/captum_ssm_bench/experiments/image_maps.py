@@ -54,8 +54,6 @@ CLAMPS = {"no clamp": "none", "absolute": "abs"}
 CODE = "published code"
 #: The published scripts leave out the first 15 of 24 layers.
 LEFT_OUT = 15 / 24
-#: Of raw attention, rollout and attribution: what is measured everywhere.
-PLAIN = (*COMPONENTS, *(f"{each}, {CODE}" for each in FORMULATIONS))
 
 
 @dataclass(frozen=True)
@@ -64,20 +62,14 @@ class ImageMap:
 
     Attributes:
         explain: gives the maps.
-        by_class: whether each class has a map of its own. Default: True.
         of_attention: whether it says of a model of softmax attention alone what no other
             formulation says. Default: True.
         of_stages: whether it explains models in stages, whose maps become coarser. Default: True.
-        variant: whether it is a choice to be compared with others of one method (HA tables 5 and
-            6, UN table 4, LATIM's activations, absolute values); such are measured on segmentation
-            alone. Default: False.
     """
 
     explain: Explain
-    by_class: bool = True
     of_attention: bool = True
     of_stages: bool = True
-    variant: bool = False
 
     def applies(self, model: nn.Module) -> bool:
         """Whether it has something of its own to say of this model."""
@@ -94,44 +86,27 @@ def attention_alone(model: nn.Module) -> bool:
 
 def image_maps() -> dict[Cell, ImageMap]:
     """Every method that explains image classifiers, in each formulation."""
-    maps = {**_attention_maps(), **_attribution_maps(), **_latim_maps(), **_flow_maps()}
-    for form in ("lrp", "gradient"):
-        kind = partial(TransformerAttribution, form=form)
-        maps[Cell("TransformerAttribution", form)] = ImageMap(partial(_each, kind=kind))
-    for cell, explain in captum_maps().items():
-        maps[cell] = ImageMap(explain, variant=cell.formulation == ABSOLUTE)
-    for cell, explain in activation_maps().items():
-        maps[cell] = ImageMap(explain, of_stages=False)
-    for cell, explain in picture_maps().items():
-        maps[cell] = ImageMap(explain, by_class=False)
-    return maps
-
-
-def _attention_maps() -> dict[Cell, ImageMap]:
-    """Raw attention and rollout."""
-    maps = {}
+    maps: dict[Cell, ImageMap] = {}
     for kind in (ImplicitAttention, ImplicitAttentionRollout):
         of = partial(_common, kind=kind)
         found = _by_components(of)
         if kind is ImplicitAttentionRollout:
             found |= _by_reduction(of)
         for name, explain in found.items():
-            maps[Cell(kind.__name__, name)] = ImageMap(
-                explain, by_class=False, of_attention=name == "unified", variant=name not in PLAIN
-            )
-    return maps
-
-
-def _attribution_maps() -> dict[Cell, ImageMap]:
-    """Mamba-Attribution, whose gradients' mean over channels LayerNorms make zero in a ViT."""
+            maps[Cell(kind.__name__, name)] = ImageMap(explain, of_attention=name == "unified")
+    # its gradients' mean over channels LayerNorms make zero in a ViT
     of = partial(_each, kind=MambaAttribution)
-    found = {**_by_components(of), **_by_reduction(of), **_by_clamp(of)}
-    return {
-        Cell("MambaAttribution", name): ImageMap(
-            explain, of_attention=False, variant=name not in PLAIN
-        )
-        for name, explain in found.items()
-    }
+    for name, explain in {**_by_components(of), **_by_reduction(of), **_by_clamp(of)}.items():
+        maps[Cell("MambaAttribution", name)] = ImageMap(explain, of_attention=False)
+    maps |= {**_latim_maps(), **_flow_maps()}
+    for form in ("lrp", "gradient"):
+        explain = partial(_each, kind=partial(TransformerAttribution, form=form))
+        maps[Cell("TransformerAttribution", form)] = ImageMap(explain)
+    for cell, explain in {**captum_maps(), **picture_maps()}.items():
+        maps[cell] = ImageMap(explain)
+    for cell, explain in activation_maps().items():
+        maps[cell] = ImageMap(explain, of_stages=False)
+    return maps
 
 
 def _by_components(of: Explain) -> dict[str, Explain]:
@@ -179,11 +154,9 @@ def _latim_maps() -> dict[Cell, ImageMap]:
         exact = activation == "linearized"  # attention has no activation to be divided
         for name, kind, options in kinds:
             explain = partial(_common, kind=partial(kind, activation=activation), **options)
-            maps[Cell(name, activation)] = ImageMap(explain, False, exact, variant=not exact)
+            maps[Cell(name, activation)] = ImageMap(explain, exact)
         logit = partial(_each, kind=partial(LatimLogit, activation=activation))
-        maps[Cell("LatimLogit", activation)] = ImageMap(
-            logit, of_attention=exact, of_stages=False, variant=not exact
-        )
+        maps[Cell("LatimLogit", activation)] = ImageMap(logit, exact, of_stages=False)
     return maps
 
 
@@ -198,7 +171,7 @@ def _flow_maps() -> dict[Cell, ImageMap]:
             ("pixels", pixels),
             (ABSOLUTE, absolute(pixels)),
         ):
-            maps[Cell(kind.__name__, name)] = ImageMap(explain, variant=name == ABSOLUTE)
+            maps[Cell(kind.__name__, name)] = ImageMap(explain)
     return maps
 
 

@@ -44,12 +44,6 @@ class Column:
         better: ``"high"`` or ``"low"``, or empty where neither is better. Default: ``"high"``.
         statistic: of the numbers' sums over examples; see :class:`~captum_ssm.metrics.Sample`.
             Default: their mean.
-
-    Example:
-        >>> from captum_ssm_bench import Column
-        >>> column = Column("AOPC", ("aopc",), "low")
-        >>> column.direction
-        'lower is better'
     """
 
     name: str
@@ -73,13 +67,6 @@ class Subject:
         fingerprint: of its weights, so that results of others are never mixed in.
         training: which of several models of this name, trained with other seeds; the one that
             ships with the package has none. Default: none.
-
-    Example:
-        >>> from torch import nn
-        >>> from captum_ssm_bench import Subject
-        >>> subject = Subject("m", lambda device: nn.Linear(2, 1, device=device), "1", training="7")
-        >>> subject.label
-        'm@7'
     """
 
     name: str
@@ -89,7 +76,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """What its results are recorded under; see :func:`name_of`."""
+        """The name that its results are recorded under; see :func:`name_of`."""
         return f"{self.name}@{self.training}" if self.training else self.name
 
 
@@ -103,12 +90,12 @@ class Experiment(ABC):
 
     Attributes:
         name: as the command line knows it.
-        title: what it shows, with the table of the paper that it is the counterpart of.
+        title: the head of its table, with the table of the paper that it is the counterpart of.
         columns: the columns of its table, the one that tells most first.
         examples: how many of each model and seed a full run takes. Default: 100.
         baselines: names of methods that look at no model, or that all others are held against;
             where the best rows are shown, theirs are too. Default: none.
-        note: what has to be known to read the table. Default: nothing.
+        note: how to read the table. Default: nothing.
         groups: by name, names of models whose numbers are taken together, too, each model's alike.
             Default: none.
         against: the row that the others are held against if nobody names one. Default: None, they
@@ -152,15 +139,9 @@ class Experiment(ABC):
 
     @abstractmethod
     def example(self, subject: Subject, index: int, seed: int) -> Any:
-        """One example; the same subject, index and seed give the same one.
+        """One example, as :meth:`measure` takes it.
 
-        Args:
-            subject: the model that is to explain it.
-            index: of the example, from 0.
-            seed: of what is random in it.
-
-        Returns:
-            What :meth:`measure` takes.
+        The same subject, index (from 0) and seed give the same one.
         """
 
     @abstractmethod
@@ -181,9 +162,9 @@ class Experiment(ABC):
         """
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside it the cells of one example are measured; what they share can be made once.
+        """A context for the cells of one example, whose common work can be done once.
 
-        Nothing is shared by default.  What is must not change a number, since cells that are
+        Nothing is shared by default.  Sharing must not change a number, since cells that are
         recorded already are left out.
         """
         return nullcontext()
@@ -191,15 +172,7 @@ class Experiment(ABC):
     def chosen(
         self, methods: Collection[str] | None = None, formulations: Collection[str] | None = None
     ) -> list[Cell]:
-        """The cells of some methods and formulations; names that it has not choose nothing.
-
-        Args:
-            methods: names of methods. Default: None, all.
-            formulations: names of formulations. Default: None, all.
-
-        Returns:
-            The cells in their order.
-        """
+        """The cells of some methods and formulations, in their order; None is all of them."""
         return [
             cell
             for cell in self.cells()
@@ -211,12 +184,8 @@ class Experiment(ABC):
 def file_name(experiment: Experiment) -> str:
     """The name of an experiment, which its folder and its tables are named after.
 
-    Args:
-        experiment: any.
-
     Raises:
-        OptionError: when the name holds more than letters, digits, dots, dashes and underscores, or
-            begins with a dot or dash: its files could lie anywhere.
+        OptionError: when the name is no name of a file: its files could lie anywhere.
     """
     if not _FILE_NAME.fullmatch(experiment.name):
         raise OptionError(

@@ -16,13 +16,7 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def placed(model: nn.Module, device_map: str) -> nn.Module:
-    """The model spread over devices by accelerate; blocks stay whole.
-
-    Args:
-        model: on the CPU.
-        device_map: ``"auto"`` or another strategy of accelerate, which fills GPUs and then the
-            CPU; or one device for all of it, such as ``"cuda:1"``.
-    """
+    """The model spread over devices by accelerate; blocks stay whole."""
     accelerate = optional("accelerate", "accelerate", "device_map")
     if device_map not in STRATEGIES:
         return _dispatched(accelerate, model, {"": _device(device_map)})

@@ -24,16 +24,7 @@ Rows = Mapping[str, Numbers]
 
 
 class Key(NamedTuple):
-    """What a line is about.
-
-    Attributes:
-        experiment: name of the experiment.
-        model: name of the model.
-        method: name of the method.
-        formulation: which variant of it.
-        seed: of the example.
-        example: its index.
-    """
+    """The experiment, model, method, formulation, seed and index of a result."""
 
     experiment: str
     model: str
@@ -54,16 +45,6 @@ class Records:
 
     Raises:
         InputError: on iteration, when a line is not a result; it names the line.
-
-    Example:
-        >>> import tempfile
-        >>> from captum_ssm_bench import Key, Records
-        >>> key = Key("copying", "copying-mamba", "LatimFlow", "frozen", seed=0, example=0)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Records(folder).append(key, {"": {"auc": 0.75}})
-        ...     found = list(Records(folder))
-        >>> found == [(key, {"": {"auc": 0.75}})]
-        True
     """
 
     def __init__(self, folder: str | Path, process: int = 0) -> None:
@@ -81,10 +62,6 @@ class Records:
 
     def append(self, key: Key, rows: Rows) -> None:
         """Write a result to this process's file; it is on the disk when the call returns.
-
-        Args:
-            key: what it is about.
-            rows: the numbers.
 
         Raises:
             WriteError: when it cannot be written; results written before are unharmed.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from captum_ssm import __version__
 from captum_ssm._files import write_whole
 from captum_ssm.errors import InputError, OptionError
 
@@ -18,8 +22,10 @@ from .experiment import Cell, Experiment, Subject, file_name
 from .placing import placed
 from .records import Key, Records, Rows
 
-#: Seconds between two looks at what other processes have done.
+#: Seconds between two looks at the records of other processes.
 _WAIT = 0.2
+#: Packages that results follow from.
+_PACKAGES = ("torch", "captum", "transformers", "numpy")
 
 Result = tuple[Key, Rows]
 
@@ -32,12 +38,6 @@ class Processes:
         index: from 0. Default: 0.
         count: how many there are. Default: 1.
         local: index among those of this machine, which picks the GPU. Default: 0.
-
-    Example:
-        >>> from captum_ssm_bench import Processes
-        >>> process = Processes(index=1, count=4)
-        >>> list(range(process.index, 10, process.count))  # which of ten examples it measures
-        [1, 5, 9]
     """
 
     index: int = 0
@@ -82,15 +82,6 @@ class Plan:
         subjects: the models. Default: None, those of the experiment.
         device_map: how accelerate spreads each model; see :func:`.placed`. Default: None, each
             process has the whole model on its own device.
-
-    Example:
-        >>> from captum_ssm_bench import EXPERIMENTS, Plan
-        >>> experiment = EXPERIMENTS["copying"]
-        >>> plan = Plan(experiment, experiment.chosen(["LatimFlow"]), examples=5, seeds=(0, 1))
-        >>> [subject.name for subject in plan.models], list(plan.cells)
-        (['copying-mamba', 'copying-mamba2'], [Cell(method='LatimFlow', formulation='frozen')])
-        >>> len(plan.keys())  # 2 models, 1 cell, 2 seeds, 5 examples
-        20
     """
 
     experiment: Experiment
@@ -106,21 +97,11 @@ class Plan:
         return self.experiment.subjects() if self.subjects is None else self.subjects
 
     def key(self, subject: Subject, cell: Cell, seed: int, index: int) -> Key:
-        """What one result is recorded under.
-
-        Args:
-            subject: the model.
-            cell: the row of the table.
-            seed: of the example.
-            index: of the example.
-
-        Returns:
-            The key.
-        """
+        """The key that one result is recorded under."""
         return Key(self.experiment.name, subject.label, *cell, seed, index)
 
     def keys(self) -> set[Key]:
-        """All that is to be measured."""
+        """The keys of all results of the plan."""
         return {
             self.key(subject, cell, seed, index)
             for subject in self.models
@@ -155,19 +136,6 @@ def run(
         InputError: when the folder holds results of other weights under the same names, or a line
             that is not a result.
         OptionError: when no folder can be named after the experiment.
-
-    Example:
-        >>> import tempfile
-        >>> from captum_ssm_bench import EXPERIMENTS, Plan, run
-        >>> experiment = EXPERIMENTS["copying"]
-        >>> plan = Plan(experiment, experiment.chosen(["LatimFlow"]), examples=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     results = run(plan, folder)
-        ...     again = run(plan, folder)  # all of it is recorded, nothing is measured anew
-        >>> [(key.model, key.example) for key, _ in results]
-        [('copying-mamba', 0), ('copying-mamba', 1), ('copying-mamba2', 0), ('copying-mamba2', 1)]
-        >>> again == results
-        True
     """
     processes = Processes.launched() if processes is None else processes
     experiment = plan.experiment
@@ -249,3 +217,25 @@ class _Progress:
         self._last = now
         left = (now - self._start) / self._done * (self._total - self._done)
         self._log(f"{self._name}: {self._done}/{self._total} examples, {left:.0f} s left")
+
+
+def note_machine(folder: Path, device: torch.device) -> Path:
+    """Write day, versions and kind of machine beside the results, without names of places."""
+    said = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "captum_ssm": __version__,
+        "Python": platform.python_version(),
+        **{name: found for name in _PACKAGES if (found := _version(name))},
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+    path = folder / "machine.json"
+    write_whole(path, json.dumps(said, indent=2) + "\n")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -26,12 +26,7 @@ def bundled(name: str) -> Subject:
 
 
 def retrained(name: str, folder: str | Path) -> Subject:
-    """A model that ``captum-ssm-bench train`` has made by the recipe of a bundled one.
-
-    Args:
-        name: of the bundled one.
-        folder: where it was written to.
-    """
+    """A model that ``captum-ssm-bench train`` has made by the recipe of a bundled one."""
     weights = Path(folder) / WEIGHTS
     if not weights.is_file():
         raise DataNotFoundError(
@@ -43,12 +38,9 @@ def retrained(name: str, folder: str | Path) -> Subject:
 
 
 def asked(experiment: Experiment, models: Sequence[str] | None) -> list[Subject]:
-    """The models of an experiment that are asked for; none, if it has none of them.
+    """The models that are asked for by ``NAME``, or ``NAME=FOLDER`` of one that was trained again.
 
-    Args:
-        experiment: the experiment.
-        models: each ``"NAME"``, for the model itself, or ``"NAME=FOLDER"``, for one that was
-            trained again by its recipe.  None for all of the experiment's own.
+    All of the experiment's own if None; none, if it has none of them.
     """
     known = {subject.name: subject for subject in experiment.subjects()}
     if models is None:

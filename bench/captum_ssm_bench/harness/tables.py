@@ -1,45 +1,56 @@
-"""Tables of results, with intervals over examples; and as files and pictures."""
+"""Tables of results, with intervals: of models, of groups of models, of gains over one row."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from captum_ssm._files import make_folder, replacing, write_whole
+from captum_ssm.errors import OptionError
+from captum_ssm.metrics.sample import Interval as Bounds
+from captum_ssm.metrics.sample import Statistic
 from captum_ssm.viz.intervals import Interval, plot_intervals
 
-from .experiment import Column, Experiment, file_name, name_of
+from .experiment import Cell, Column, Experiment, file_name, name_of
 from .records import Key, Numbers, Rows
-from .spread import CONFIDENCE, interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .statistics import CONFIDENCE, alike, interval
 
 _DOTS_PER_INCH = 110
-#: What a line says beside its entries.
+#: The heads of a line beside those of its entries; of these, the ones that tell lines apart.
 _KEYS = ("model", "method", "formulation", "row", "trainings", "examples")
-#: Of these, what tells the lines of one model apart.
 _LABELS = ("method", "formulation", "row")
+#: Rows of each model that are printed.
+SHOWN = 12
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One number of a table.
+class Side(NamedTuple):
+    """A row of a table.
 
     Attributes:
-        value: over all examples; NaN if no example has the number.
-        low: the interval's lower bound.
-        high: its upper bound.
+        method: name of the method.
+        formulation: which variant of it. Default: ``""``, it has one only.
+        row: which of its rows. Default: ``""``, it has one only.
+    """
+
+    method: str
+    formulation: str = ""
+    row: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+
+class Entry(NamedTuple):
+    """One number of a table with the bounds of its interval, NaN if no example has the number.
 
     Example:
         >>> from captum_ssm_bench import Entry
@@ -51,20 +62,19 @@ class Entry:
     low: float
     high: float
 
-    @property
-    def interval(self) -> Interval:
-        """As a picture is drawn of it: the bounds, and the value between them."""
-        return self.low, self.value, self.high
+    @classmethod
+    def of(cls, found: Bounds) -> Entry:
+        """The first of an interval's values."""
+        return cls(*(float(part[0]) for part in (found.value, found.low, found.high)))
 
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "-"
-        value, low, high = (f"{round(x, 3) + 0.0:.3f}" for x in (self.value, self.low, self.high))
-        return f"{value} [{low}, {high}]"  # without a sign of zero
+        value, low, high = (f"{round(x, 3) + 0.0:.3f}" for x in self)  # without a sign of zero
+        return f"{value} [{low}, {high}]"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One row of a table.
 
     Attributes:
@@ -87,8 +97,63 @@ class Line:
 
     @property
     def label(self) -> str:
-        """What tells it apart from the other lines of its model."""
-        return ", ".join(filter(None, (getattr(self, name) for name in _LABELS)))
+        """The method, formulation and row together."""
+        return str(Side(self.method, self.formulation, self.row))
+
+
+#: The numbers of one row of an example, or of two that are compared.
+Example = tuple[Numbers, ...]
+#: By model, by training, by seed and index.
+Models = Mapping[str, Mapping[str, Mapping[tuple[int, int], Example]]]
+
+
+def series_of(results: Iterable[tuple[Key, Rows]]) -> Mapping[Side, Models]:
+    """The results by row, model, training and example."""
+    found: dict[Side, dict[str, dict[str, dict[tuple[int, int], Example]]]] = {}
+    for key, rows in results:
+        for row, numbers in rows.items():
+            models = found.setdefault(Side(key.method, key.formulation, row), {})
+            trainings = models.setdefault(name_of(key.model), {})
+            trainings.setdefault(key.model, {})[key.seed, key.example] = (numbers,)
+    return found
+
+
+def paired(one: Models, other: Models) -> Models:
+    """The examples that two rows share, with the numbers of both."""
+    found: dict[str, dict[str, dict[tuple[int, int], Example]]] = {}
+    for name, trainings in one.items():
+        for label, examples in trainings.items():
+            others = other.get(name, {}).get(label, {})
+            both = {at: (*own, *others[at]) for at, own in examples.items() if at in others}
+            if both:
+                found.setdefault(name, {})[label] = both
+    return found
+
+
+def numbers_of(column: Column, examples: Iterable[Example]) -> Tensor:
+    """The numbers that a column is made of (n, k), or its gain (n, 2 k).
+
+    Of a gain no number counts where one of a pair's is missing.
+    """
+    rows = [[numbers[name] for numbers in one for name in column.numbers] for one in examples]
+    found = torch.tensor(rows, dtype=torch.float64)
+    if found.shape[1] == len(column.numbers):
+        return found
+    first, second = found.chunk(2, 1)
+    missing = first.isnan() | second.isnan()
+    return found.masked_fill(torch.cat([missing, missing], 1), float("nan"))
+
+
+def gain_of(column: Column) -> Statistic:
+    """By how much the first half of the numbers is better than the second."""
+    sign = -1 if column.better == "low" else 1
+
+    def gain(sums: Tensor, counts: Tensor) -> Tensor:
+        halves = zip(sums.chunk(2, -1), counts.chunk(2, -1), strict=True)
+        first, second = (column.statistic(s, c) for s, c in halves)
+        return sign * (first - second)
+
+    return gain
 
 
 def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
@@ -96,7 +161,7 @@ def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[L
 
     Args:
         experiment: whose columns are wanted.
-        results: what was measured, as of :func:`run`; trainings of one model share its lines.
+        results: the records, as of :func:`run`; trainings of one model share its lines.
 
     Returns:
         The lines, each entry with its 95 % bootstrap interval.
@@ -110,49 +175,135 @@ def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[L
         >>> line.examples, str(line.entries["error"])
         (2, '0.200 [0.100, 0.300]')
     """
-    grouped: dict[tuple[str, str, str, str], dict[str, list[Numbers]]] = {}
-    for key, rows in results:
-        for row, numbers in rows.items():
-            where = (name_of(key.model), key.method, key.formulation, row)
-            grouped.setdefault(where, {}).setdefault(key.model, []).append(numbers)
-    return [
-        Line(
-            *where,
-            len(models),
-            sum(map(len, models.values())),
-            {column.name: _entry(column, models.values()) for column in experiment.columns},
-        )
-        for where, models in sorted(grouped.items())
+    found = []
+    for side, models in series_of(results).items():
+        for model, trainings in models.items():
+            entries = {}
+            for column in experiment.columns:
+                numbers = [numbers_of(column, each.values()) for each in trainings.values()]
+                entries[column.name] = Entry.of(interval(column.statistic, numbers))
+            count = sum(map(len, trainings.values()))
+            found.append(Line(model, *side, len(trainings), count, entries))
+    return sorted(found, key=lambda line: line[:4])
+
+
+def group_lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
+    """The rows of each group of an experiment's models, in which each model counts alike.
+
+    A group is called by its name and the number of its models that were measured.  A row that one
+    of them lacks is left out.
+    """
+    return list(_of_groups(experiment.columns, experiment.groups, series_of(results)))
+
+
+def gain_lines(
+    experiment: Experiment, results: Iterable[tuple[Key, Rows]], against: Cell
+) -> tuple[Experiment, list[Line]]:
+    """By how much each row is better than one of them, on the same examples.
+
+    Args:
+        experiment: whose columns are wanted.
+        results: the records, as of :func:`.run`.
+        against: the row that the others are held against.
+
+    Returns:
+        An experiment whose columns are the gains, each the higher the better, and its lines: of
+        each group, then of each model.
+
+    Raises:
+        OptionError: when the row that is held against was not measured.
+    """
+    series, other = series_of(results), Side(*against)
+    if other not in series:
+        measured = "; ".join(map(str, sorted(series)))
+        raise OptionError(f"against={str(other)!r} was not measured. Use one of: {measured}.")
+    held = copy(experiment)
+    held.name = f"{experiment.name}-against"
+    held.title = f"{experiment.title}: gain over {other}"
+    held.columns = [replace(c, better="high" if c.better else "") for c in experiment.columns]
+    single = {name: [name] for name in sorted({name for own in series.values() for name in own})}
+    pairs = {side: paired(own, series[other]) for side, own in series.items() if side != other}
+    return held, [
+        *_of_groups(experiment.columns, experiment.groups, pairs),
+        *_of_groups(experiment.columns, single, pairs, counted=False),
     ]
 
 
-def numbers_of(column: Column, examples: Iterable[Numbers]) -> Tensor:
-    """What a column is made of, (n, k)."""
-    rows = [[one[name] for name in column.numbers] for one in examples]
-    return torch.tensor(rows, dtype=torch.float64)
+def _of_groups(
+    columns: Sequence[Column],
+    groups: Mapping[str, Sequence[str]],
+    series: Mapping[Side, Models],
+    counted: bool = True,
+) -> Iterator[Line]:
+    """The rows that all measured models of a group have."""
+    for group, names in groups.items():
+        measured = sorted({name for own in series.values() for name in own}.intersection(names))
+        count = f" ({len(measured)} model{'s' if len(measured) > 1 else ''})" if counted else ""
+        for side, models in sorted(series.items()):
+            if measured and models.keys() >= set(measured):
+                own = [list(models[name].values()) for name in measured]
+                entries = {column.name: _alike(column, own) for column in columns}
+                examples = sum(len(each) for trainings in own for each in trainings)
+                yield Line(f"{group}{count}", *side, max(map(len, own)), examples, entries)
 
 
-def _entry(column: Column, models: Iterable[Iterable[Numbers]]) -> Entry:
-    found = interval(column.statistic, [numbers_of(column, examples) for examples in models])
-    return Entry(*(float(part[0]) for part in (found.value, found.low, found.high)))
+def _alike(column: Column, models: Sequence[Sequence[Mapping[tuple[int, int], Example]]]) -> Entry:
+    numbers = [[numbers_of(column, each.values()) for each in trainings] for trainings in models]
+    compared = numbers[0][0].shape[1] > len(column.numbers)
+    return Entry.of(alike(gain_of(column) if compared else column.statistic, numbers))
+
+
+# --- what is printed and written --------------------------------------------------------------
+
+
+def shown(experiment: Experiment, table: Iterable[Line]) -> list[Line]:
+    """The best lines of one model, and those of baselines, wherever they are.
+
+    Of each method and formulation it is the row that is best by the first column.  Where neither
+    high nor low is better, it is the means over layers, or all rows if there are none.
+    """
+    column, found = experiment.columns[0], list(table)
+    if not column.better:
+        return [line for line in found if line.row.startswith("mean")] or found
+    sign = 1 if column.better == "low" else -1
+
+    def badness(line: Line) -> float:
+        value = line.entries[column.name].value
+        return math.inf if math.isnan(value) else sign * value
+
+    best: dict[tuple[str, str], Line] = {}
+    for line in sorted(found, key=badness):
+        best.setdefault((line.method, line.formulation), line)
+    rows = list(best.values())
+    return rows[:SHOWN] + [line for line in rows[SHOWN:] if line.method in experiment.baselines]
+
+
+def as_text(experiment: Experiment, table: Sequence[Line]) -> str:
+    """The lines of each model that are shown, without intervals, for a terminal."""
+    parts = [experiment.title]
+    for model, own in _by_model(table):
+        head, rows = _cells(experiment, shown(experiment, own))
+        rows = [head, *([cell.partition(" [")[0] for cell in row] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        parts += [f"{model}, {sample_size(own)}"]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            parts.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(parts)
 
 
 def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
-    """A section per model; the best value of each column is bold."""
+    """A section per model, and how to read them."""
     parts = [f"# {experiment.title}"]
-    for model in sorted({line.model for line in table}):
-        own = [line for line in table if line.model == model]
-        labels = labels_of(own)
-        head = [*labels, *(column.name for column in experiment.columns)]
-        best = {column.name: _best(column, own) for column in experiment.columns}
-        rows = []
-        for line in own:
-            rows.append([getattr(line, name) for name in labels])
-            for name, entry in line.entries.items():
-                rows[-1].append(f"**{entry}**" if entry.value == best[name] else str(entry))
-        parts += ["", f"## {model}, {sample_size(own)}", "", markdown(head, rows)]
-    parts += ["", legend(experiment)]
-    return "\n".join(parts) + "\n"
+    for model, own in _by_model(table):
+        parts += ["", f"## {model}, {sample_size(own)}", "", markdown(*_cells(experiment, own))]
+    brackets = (
+        f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
+        "there are several."
+    )
+    directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
+    legend = (brackets, f"{directions}." if directions else "", experiment.note)
+    return "\n".join([*parts, "", " ".join(filter(None, legend))]) + "\n"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -160,53 +311,19 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def legend(experiment: Experiment) -> str:
-    """What the brackets and columns of a table say, and what has to be known to read it."""
-    brackets = (
-        f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
-        "there are several."
-    )
-    directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
-    return " ".join(
-        filter(None, (brackets, f"{directions}." if directions else "", experiment.note))
-    )
-
-
-def labels_of(table: Iterable[Line]) -> list[str]:
-    """Those of method, formulation and row that some line of a table has."""
-    found = list(table)
-    return [name for name in _LABELS if any(getattr(line, name) for line in found)]
-
-
-def as_csv(experiment: Experiment, table: Sequence[Line]) -> str:
+def as_csv(experiment: Experiment, table: Iterable[Line]) -> str:
     """One row per line, with the bounds of the intervals."""
     out = io.StringIO()
-    names = [column.name for column in experiment.columns]
     writer = csv.writer(out, lineterminator="\n")
-    bounds = [f"{name}{end}" for name in names for end in ("", " low", " high")]
+    bounds = [f"{c.name}{end}" for c in experiment.columns for end in ("", " low", " high")]
     writer.writerow([*_KEYS, *bounds])
-    for line in table:
-        numbers = [x for e in line.entries.values() for x in (e.value, e.low, e.high)]
-        keys = (getattr(line, name) for name in _KEYS)
-        writer.writerow([*keys, *(f"{x:.6g}" for x in numbers)])
+    for *keys, entries in table:
+        writer.writerow([*keys, *(f"{x:.6g}" for entry in entries.values() for x in entry)])
     return out.getvalue()
 
 
-def as_json(experiment: Experiment, table: Sequence[Line]) -> str:
-    """All of it; null where there is no number."""
-    entries = [
-        {
-            **{name: getattr(line, name) for name in _KEYS},
-            **{name: _readable(entry) for name, entry in line.entries.items()},
-        }
-        for line in table
-    ]
-    whole = {"experiment": experiment.name, "title": experiment.title, "lines": entries}
-    return json.dumps(whole, indent=2) + "\n"
-
-
 def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Path) -> list[Path]:
-    """Write the table as markdown, csv and json, and as a picture where matplotlib is installed.
+    """Write the table as markdown and csv, and as a picture.
 
     Args:
         experiment: whose table it is.
@@ -219,40 +336,23 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
     Raises:
         WriteError: when a file cannot be written; it then holds what it held before.
         OptionError: when no file can be named after the experiment.
-
-    Example:
-        >>> import tempfile
-        >>> from captum_ssm_bench import EXPERIMENTS, Key, lines, write_tables
-        >>> experiment = EXPERIMENTS["decomposition-error"]
-        >>> key = Key(experiment.name, "m", "Latim", "silu", seed=0, example=0)
-        >>> table = lines(experiment, [(key, {"mean": {"error": 0.1}})])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     paths = write_tables(experiment, table, folder)
-        >>> [path.suffix for path in paths[:3]]  # with matplotlib, .png is the fourth
-        ['.md', '.csv', '.json']
     """
     place, name = Path(folder), file_name(experiment)
     make_folder(place)
-    paths = []
-    for ending, write in (("md", as_markdown), ("csv", as_csv), ("json", as_json)):
-        paths.append(place / f"{name}.{ending}")
-        write_whole(paths[-1], write(experiment, table))
-    if table and find_spec("matplotlib") is not None:
-        paths.append(place / f"{name}.png")
-        with replacing(paths[-1]) as file:
-            drawn = picture(experiment.columns, table, experiment.title)
+    paths = [place / f"{name}.{ending}" for ending in ("md", "csv", "png")[: 3 if table else 2]]
+    for path, write in zip(paths, (as_markdown, as_csv), strict=False):
+        write_whole(path, write(experiment, table))
+    if table:
+        columns = experiment.columns
+        groups: dict[str, dict[str, list[Interval]]] = {}
+        for line in table:
+            found = [(x.low, x.value, x.high) for x in line.entries.values()]
+            groups.setdefault(line.model, {})[line.label] = found
+        heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
+        with replacing(paths[2]) as file:
+            drawn = plot_intervals(groups, heads, title=experiment.title)[0]
             drawn.savefig(file, dpi=_DOTS_PER_INCH)
     return paths
-
-
-def picture(columns: Sequence[Column], table: Iterable[Line], title: str = "") -> Figure:
-    """Lines as dots with bars, a panel for each of some columns and a group for each model."""
-    groups: dict[str, dict[str, list[Interval]]] = {}
-    for line in table:
-        found = [line.entries[column.name].interval for column in columns]
-        groups.setdefault(line.model, {})[line.label] = found
-    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
-    return plot_intervals(groups, heads, title=title)[0]
 
 
 def sample_size(table: Sequence[Line]) -> str:
@@ -262,19 +362,16 @@ def sample_size(table: Sequence[Line]) -> str:
     return f"{max(line.examples for line in table)} examples{of}"
 
 
-def _best(column: Column, table: Sequence[Line]) -> float:
-    if not column.better:
-        return math.nan
-    known = [
-        line.entries[column.name].value
+def _by_model(table: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
+    for model in sorted({line.model for line in table}):
+        yield model, [line for line in table if line.model == model]
+
+
+def _cells(experiment: Experiment, table: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows, with those of method, formulation and row that some line has."""
+    labels = [name for name in _LABELS if any(getattr(line, name) for line in table)]
+    rows = [
+        [*(getattr(line, name) for name in labels), *map(str, line.entries.values())]
         for line in table
-        if not math.isnan(line.entries[column.name].value)
     ]
-    return (max if column.better == "high" else min)(known, default=math.nan)
-
-
-def _readable(entry: Entry) -> dict[str, float | None]:
-    return {
-        name: None if math.isnan(x) else x
-        for name, x in (("value", entry.value), ("low", entry.low), ("high", entry.high))
-    }
+    return [*labels, *(column.name for column in experiment.columns)], rows

@@ -8,53 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from captum_ssm.metrics.sample import Sample
 
-from captum_ssm.errors import OptionError
-from captum_ssm.metrics.sample import Sample, Statistic
-
-from .experiment import Column, Experiment, name_of
-from .records import Key, Numbers, Rows
-from .spread import interval
-from .tables import Entry, numbers_of
+from .experiment import Column, Experiment
+from .records import Key, Rows
+from .statistics import interval
+from .tables import Entry, Models, Side, gain_of, numbers_of, paired, series_of
 
 #: In place of a row: of the method's layers the one that is best in every second example; the
-#: comparison is then made on the other examples, so that the choice favours nobody.
+#: comparison is then made on the other examples, so that the choice favors nobody.
 BEST = "best layer"
 
 _LAYER = re.compile(r"layer \d+")
 
 
-class Side(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        method: name of the method.
-        formulation: which variant of it. Default: ``""``, it has one only.
-        row: which of its rows; or :data:`BEST`. Default: ``""``, it has one only.
-
-    Example:
-        >>> from captum_ssm_bench import Side
-        >>> str(Side("LatimNorm l2", "silu", "layer 1"))
-        'LatimNorm l2, silu, layer 1'
-    """
-
-    method: str
-    formulation: str = ""
-    row: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join(filter(None, self))
-
-
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A row that is said to be better than another.
 
     Attributes:
@@ -64,7 +35,7 @@ class Comparison:
         worse: the other one.
         source: who says so.
         published: the numbers there. Default: none.
-        models: what the names of the models end with that it is said of. Default: of all.
+        models: how the names of the models end that it is said of. Default: of all.
     """
 
     experiment: str
@@ -76,62 +47,14 @@ class Comparison:
     models: str = ""
 
 
-def stated(
-    experiment: str,
-    source: str,
-    columns: Sequence[str],
-    numbers: Mapping[Side, Sequence[float | str]],
-    pairs: Iterable[tuple[Side, Side]],
-    models: str = "",
-) -> Iterator[Comparison]:
-    """What a published table says in each of its columns.
-
-    Args:
-        experiment: name of the experiment.
-        source: the table.
-        columns: names of columns.
-        numbers: by row, its numbers in these columns.
-        pairs: rows that the table says are better, each with one that is worse.
-        models: see :class:`Comparison`. Default: all.
-    """
-    for better, worse in pairs:
-        for column, high, low in zip(columns, numbers[better], numbers[worse], strict=True):
-            said = f"{_written(high)} against {_written(low)}"
-            yield Comparison(experiment, column, better, worse, source, said, models)
-
-
-def _written(number: float | str) -> str:
-    return number if isinstance(number, str) else f"{number:.2f}"
-
-
-class Outcome(Enum):
-    """What becomes of a comparison; see :class:`Verdict`.
-
-    Example:
-        >>> from captum_ssm_bench import Outcome
-        >>> [outcome.value for outcome in Outcome]
-        ['confirmed', 'refuted here', 'not confirmed', 'not measured here']
-    """
-
-    #: The interval of the difference lies on the side of what is said.
-    CONFIRMED = "confirmed"
-    #: It lies on the other side.
-    REFUTED = "refuted here"
-    #: It contains 0.
-    OPEN = "not confirmed"
-    #: There are no results of one of the rows.
-    MISSING = "not measured here"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A comparison, and what was measured.
+class Verdict(NamedTuple):
+    """A comparison, and the result of measuring it.
 
     Attributes:
         comparison: the comparison.
         model: name of the model.
-        outcome: confirmed if the interval of the difference lies on the side of what is said,
-            refuted if on the other side, open if it contains 0.
+        outcome: ``"confirmed"`` if the interval of the difference lies on the side of the
+            statement, ``"refuted here"`` if on the other, ``"not confirmed"`` if it contains 0.
         gain: by how much the row said to be better is better, in the column's unit; a lower number
             is the better one where the column says so.
         examples: how many examples it is made of.
@@ -139,34 +62,22 @@ class Verdict:
 
     comparison: Comparison
     model: str
-    outcome: Outcome
+    outcome: str
     gain: Entry
     examples: int
-
-
-#: By model, with its training, and by example: the numbers of a row.
-_Series = Mapping[tuple[str, int, int], Numbers]
-
-_NOTHING = Entry(float("nan"), float("nan"), float("nan"))
 
 
 def verdicts(
     experiment: Experiment,
     results: Iterable[tuple[Key, Rows]],
-    comparisons: Sequence[Comparison],
-) -> list[Verdict]:
-    """What an experiment's results say of the comparisons that are about it, model by model.
+    comparisons: Iterable[Comparison],
+) -> Iterator[Verdict]:
+    """The verdict on each comparison of an experiment, for each model that both rows are known of.
 
     Args:
         experiment: the experiment.
-        results: what was measured, as of :func:`run`.
+        results: the records, as of :func:`run`.
         comparisons: of any experiments.
-
-    Returns:
-        A verdict for each comparison and model.
-
-    Raises:
-        OptionError: when a comparison names a column that the experiment does not have.
 
     Example:
         >>> from captum_ssm_bench import EXPERIMENTS, Comparison, Key, Side, verdicts
@@ -177,112 +88,49 @@ def verdicts(
         >>> better, worse = Side("Latim", "linearized", "mean"), Side("Latim", "silu", "mean")
         >>> said = Comparison(experiment.name, "error", better, worse, source="made up")
         >>> (verdict,) = verdicts(experiment, results, [said])
-        >>> verdict.outcome.value, verdict.examples, str(verdict.gain)
+        >>> verdict.outcome, verdict.examples, str(verdict.gain)
         ('confirmed', 4, '0.500 [0.500, 0.500]')
     """
-    series = _by_row(results)
-    models = sorted({name_of(model) for rows in series.values() for model, _, _ in rows})
-    names = models or [subject.name for subject in experiment.subjects()]
-    return [
-        _verdict(comparison, model, _column(experiment, comparison.column), series)
-        for comparison in comparisons
-        if comparison.experiment == experiment.name
-        for model in names
-        if model.endswith(comparison.models)
-    ]
+    series = series_of(results)
+    columns = {column.name: column for column in experiment.columns}
+    names = sorted({name for models in series.values() for name in models})
+    for said in comparisons:
+        if said.experiment == experiment.name:
+            column, sides = columns[said.column], (said.better, said.worse)
+            halved = any(side.row == BEST for side in sides)
+            for name in (name for name in names if name.endswith(said.models)):
+                both = paired(*(_of_side(side, column, name, series) for side in sides))
+                trainings = [
+                    {at: one for at, one in sorted(each.items()) if not halved or at[1] % 2}
+                    for _, each in sorted(both.get(name, {}).items())
+                ]
+                numbers = [numbers_of(column, each.values()) for each in trainings if each]
+                if numbers:
+                    gain = Entry.of(interval(gain_of(column), numbers))
+                    if not math.isnan(gain.value):
+                        yield Verdict(said, name, _outcome(gain), gain, sum(map(len, numbers)))
 
 
-def _column(experiment: Experiment, name: str) -> Column:
-    for column in experiment.columns:
-        if column.name == name:
-            return column
-    raise OptionError(
-        f"The experiment {experiment.name!r} has no column {name!r}. "
-        f"Use one of {[column.name for column in experiment.columns]}."
-    )
-
-
-def _by_row(results: Iterable[tuple[Key, Rows]]) -> Mapping[Side, _Series]:
-    found: dict[Side, dict[tuple[str, int, int], Numbers]] = {}
-    for key, rows in results:
-        for row, numbers in rows.items():
-            where = Side(key.method, key.formulation, row)
-            found.setdefault(where, {})[key.model, key.seed, key.example] = numbers
-    return found
-
-
-def _verdict(
-    comparison: Comparison, model: str, column: Column, series: Mapping[Side, _Series]
-) -> Verdict:
-    sides = comparison.better, comparison.worse
-    halved = any(side.row == BEST for side in sides)
-    rows = [_rows(side, column, model, series) for side in sides]
-    shared = sorted(at for at in rows[0].keys() & rows[1].keys() if not halved or at[2] % 2)
-    trainings = sorted({at[0] for at in shared})
-    if not trainings:
-        return Verdict(comparison, model, Outcome.MISSING, _NOTHING, 0)
-    pairs = [
-        torch.cat([numbers_of(column, [r[at] for at in shared if at[0] == one]) for r in rows], 1)
-        for one in trainings
-    ]
-    found = interval(gain_of(column), [both_known(pair) for pair in pairs])
-    gain = Entry(*(float(part[0]) for part in (found.value, found.low, found.high)))
-    return Verdict(comparison, model, _outcome(gain), gain, len(shared))
-
-
-def _rows(side: Side, column: Column, model: str, series: Mapping[Side, _Series]) -> _Series:
-    """What was measured of a row of all trainings of a model; nothing if it was not."""
-    found: dict[tuple[str, int, int], Numbers] = {}
-    labels = {at[0] for rows in series.values() for at in rows if name_of(at[0]) == model}
-    for label in labels:
-        own = {
-            each: {at: numbers for at, numbers in rows.items() if at[0] == label}
-            for each, rows in series.items()
-            if each[:2] == side[:2]
-        }
-        chosen = _best_layer(column, own) if side.row == BEST else side
-        found |= own.get(chosen, {}) if chosen is not None else {}
-    return found
-
-
-def _best_layer(column: Column, series: Mapping[Side, _Series]) -> Side | None:
-    """The layer of one training that is best in the examples of even number."""
-    values: dict[Side, float] = {}
-    for each, rows in series.items():
-        even = [numbers for at, numbers in rows.items() if at[2] % 2 == 0]
-        if even and _LAYER.fullmatch(each.row):
+def _of_side(side: Side, column: Column, name: str, series: Mapping[Side, Models]) -> Models:
+    """The examples of a row of one model; of each training those of its best layer, if asked."""
+    if side.row != BEST:
+        return {name: series.get(side, {}).get(name, {})}
+    own = {each: models[name] for each, models in series.items() if name in models}
+    layers = [each for each in own if each[:2] == side[:2] and _LAYER.fullmatch(each.row)]
+    found, pick = {}, min if column.better == "low" else max
+    for label in {label for each in layers for label in own[each]}:
+        values = {}
+        for layer in (each for each in layers if label in own[each]):
+            even = [one for at, one in own[layer][label].items() if at[1] % 2 == 0]
             sample = Sample(column.statistic)
-            sample.update(numbers_of(column, even))
-            values[each] = float(sample.value()[0])
-    known = {each: value for each, value in values.items() if not math.isnan(value)}
-    pick = min if column.better == "low" else max
-    return pick(known, key=known.__getitem__, default=None)
+            if even:
+                sample.update(numbers_of(column, even))
+                values[layer] = float(sample.value()[0])
+        known = [layer for layer, value in values.items() if not math.isnan(value)]
+        if known:
+            found[label] = own[pick(known, key=values.__getitem__)][label]
+    return {name: found}
 
 
-def both_known(pairs: Tensor) -> Tensor:
-    """Pairs (n, 2 k), none of whose numbers count where one of a pair's is missing."""
-    first, second = pairs.chunk(2, 1)
-    missing = first.isnan() | second.isnan()
-    return pairs.masked_fill(torch.cat([missing, missing], 1), float("nan"))
-
-
-def gain_of(column: Column) -> Statistic:
-    """By how much the first half of the numbers is better than the second."""
-    sign = -1 if column.better == "low" else 1
-
-    def gain(sums: Tensor, counts: Tensor) -> Tensor:
-        first, second = (
-            column.statistic(s, c)
-            for s, c in zip(sums.chunk(2, -1), counts.chunk(2, -1), strict=True)
-        )
-        return sign * (first - second)
-
-    return gain
-
-
-def _outcome(gain: Entry) -> Outcome:
-    if gain.low > 0:
-        return Outcome.CONFIRMED
-    if gain.high < 0:
-        return Outcome.REFUTED
-    return Outcome.MISSING if math.isnan(gain.value) else Outcome.OPEN
+def _outcome(gain: Entry) -> str:
+    return "confirmed" if gain.low > 0 else "refuted here" if gain.high < 0 else "not confirmed"

@@ -20,8 +20,8 @@ from captum_ssm.attr.engine.sharing import shared_forward
 from captum_ssm.errors import DataNotFoundError, OptionError
 
 from ..harness.experiment import Column, Experiment, Subject
-from ..harness.tables import Line, markdown
-from ..harness.verdicts import BEST, Side
+from ..harness.tables import Line, Side, markdown
+from ..harness.verdicts import BEST
 
 #: Weights of a folder that transformers has written; what else lies there may change.
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json")
@@ -113,12 +113,7 @@ class PaperTable(Experiment):
 
 
 def beside(table: PaperTable, lines: Iterable[Line]) -> str:
-    """The rows that a paper prints, too: its figure and the one measured, with its interval.
-
-    Args:
-        table: the published table.
-        lines: what was measured of it.
-    """
+    """The rows that a paper prints, too: its figure and the one measured, with its interval."""
     rows = []
     found = list(lines)
     for side, figures in table.published.items():

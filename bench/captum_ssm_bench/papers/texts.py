@@ -1,4 +1,4 @@
-"""The tables of texts: HA tables 3, 7 to 9 and figure 5, UN tables 2, 5 and figure 6, LATIM's.
+"""The tables of texts: HA tables 3, 8 and 9, UN table 2, LATIM tables 3, 5 and 6.
 
 Models are read with their tokenizers from folders that transformers has written.
 """
@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from captum_ssm.errors import DataError
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.metrics import (
-    Demonstration,
     Texts,
-    amplify_prompt,
     answers_found,
     best_links,
-    hardest_examples,
-    key_words,
     text_activation,
     text_pruning,
     words_of_tokens,
@@ -35,11 +31,8 @@ from ..data import (
     AlignedPair,
     ChoiceQuestion,
     LongPrompt,
-    Review,
     load_arc,
-    load_choices,
     load_gold_alignment,
-    load_imdb,
     load_ruler,
 )
 from ..experiments.finding_sources import error_rate
@@ -47,8 +40,8 @@ from ..experiments.linked_texts import device_of
 from ..experiments.token_maps import NO_CLAMP, REDUCTIONS, TokenMap, choice_maps, token_maps
 from ..harness.experiment import Cell, Column
 from ..harness.records import Numbers, Rows
-from ..harness.verdicts import Side
-from ..published.on_tokens import ALTI, ATTENTION, ATTRIBUTION, LOGIT, LRP, NORM
+from ..harness.tables import Side
+from ..published import ALTI, ATTENTION, ATTRIBUTION, LOGIT, LRP, NORM
 from .table import PaperTable, Published
 
 #: Of a transformer's and of a Mamba's tables of changed texts.
@@ -63,11 +56,6 @@ _ON_WORDS = (
     Cell("LatimFlow", "frozen"),
 )
 _CHANGED = (Column("AUAC", ("auac",)), Column("AU-MSE", ("au_mse",), "low"))
-#: Tokens of a review at most.
-LONGEST = 512
-#: Of AMPLIFY's prompts: demonstrations, words named in each, and the share of the questions that
-#: demonstrations are taken from.
-SHOWN, WORDS, KEPT = 4, 5, 0.25
 
 
 class OnTexts(PaperTable):
@@ -135,27 +123,6 @@ class ArcQuestions(OnTexts):
 
         texts = Texts(answers, ids, self.tokenizers[model].unk_token_id)
         return {row: areas(texts, each, example.answer) for row, each in found.items()}
-
-
-class ImdbReviews(OnTexts):
-    """Maps of the true class of reviews against what classifiers make of changed reviews."""
-
-    name = "imdb"
-    title = "Words that the class of IMDB's reviews follows from"
-    sources = "HA figure 5; UN figure 6"
-    files = ("aclImdb",)
-    weights = "the folder of a classifier of reviews and its tokenizer"
-    columns = _CHANGED
-    note = f"Of a review the first {LONGEST} tokens are read."
-
-    def read(self, *paths: Path) -> Sequence[Review]:
-        return load_imdb(paths[0], "test")
-
-    def measure(self, model: nn.Module, example: Review, cell: Cell) -> Rows:
-        ids = self.ids(model, example.text)[:, :LONGEST]
-        found = self.maps[cell](model, ids, [(ids.shape[1] - 1, example.label)])
-        texts = Texts(lambda given: model(given).logits, ids, self.tokenizers[model].unk_token_id)
-        return {row: areas(texts, each, example.label) for row, each in found.items()}
 
 
 def areas(texts: Texts, relevance: Tensor, label: int) -> Numbers:
@@ -275,105 +242,3 @@ class RulerTasks(OnTexts):
             )
         said = self.tokenizers[model].decode(out[0, ids.shape[1] :])
         return {task: {"found": float(answers_found([said], [prompt.answers])[0])}}
-
-
-class Amplify(OnTexts):
-    """Few-shot prompts whose demonstrations name the words that a small model's method names.
-
-    Of the questions a part is kept for demonstrations: those that the small model gets most wrong.
-    """
-
-    name = "amplify"
-    title = "Answers to prompts that name key words"
-    sources = "HA table 7; UN table 5"
-    files = ("questions", "the folder of the small model")
-    columns = (Column("accuracy", ("right",)),)
-    note = (
-        f"{SHOWN} demonstrations, {WORDS} words in each; the papers print neither. Their figures "
-        "are of Snarks, CommonsenseQA and Formal Fallacies, for Mamba 1.3B and 2.8B."
-    )
-    _PLAIN: ClassVar[Cell] = Cell("no key words")
-    published: ClassVar[Published] = {
-        Side(*_PLAIN): {"accuracy": "0.445, 0.488; 0.522, 0.531; 0.401, 0.447"},
-        Side("MambaAttribution", "s6"): {"accuracy": "0.531, 0.581; 0.536, 0.561; 0.443, 0.478"},
-        Side("MambaAttribution", "unified"): {
-            "accuracy": "0.562, 0.600; 0.547, 0.561; 0.452, 0.479"
-        },
-    }
-
-    def cells(self) -> Sequence[Cell]:
-        methods = (*(Cell(*side[:2]) for side in self.published), Cell("LatimFlow", "frozen"))
-        return list(dict.fromkeys(methods))
-
-    def read(self, *paths: Path) -> Sequence[ChoiceQuestion]:
-        return self._questions[int(KEPT * len(self._questions)) :]
-
-    @cached_property
-    def _questions(self) -> list[ChoiceQuestion]:
-        found = load_choices(self._paths[0])
-        if int(KEPT * len(found)) < SHOWN:
-            raise DataError(
-                f"{self._paths[0]} has {len(found)} questions; demonstrations are taken from a "
-                f"quarter of them, and {SHOWN} are shown."
-            )
-        return found
-
-    @cached_property
-    def _small(self) -> nn.Module:
-        return self.load(self._paths[1]).eval()
-
-    @cached_property
-    def _shown(self) -> dict[Cell, list[Demonstration]]:
-        """The demonstrations, by cell."""
-        kept = self._questions[: int(KEPT * len(self._questions))]
-        chosen = [kept[i] for i in _hardest([self._logits(self._small, q) for q in kept], kept)]
-        return {
-            cell: [
-                Demonstration(q.prompt.removesuffix("\nAnswer:"), words, q.labels[q.answer])
-                for q in chosen
-                for words in [self._words(q, cell)]
-            ]
-            for cell in self.cells()
-        }
-
-    def _words(self, question: ChoiceQuestion, cell: Cell) -> tuple[str, ...]:
-        """Those that speak most for the right answer; none where none are named."""
-        if cell == self._PLAIN:
-            return ()
-        tokenizer, words = self.tokenizers[self._small], question.question.split()
-        spelled = _spelled(words, tokenizer)
-        rest = question.prompt.partition(question.question)[2]
-        ids = [*spelled.ids, *tokenizer.encode(rest, add_special_tokens=False)]
-        label = label_tokens(tokenizer, question)[question.answer]
-        given = torch.tensor([ids], device=device_of(self._small))
-        (found,) = self.maps[cell](self._small, given, [(len(ids) - 1, label)]).values()
-        of_words = words_of_tokens(found[:, : len(spelled.ids)].detach().cpu(), [0], spelled.words)
-        return key_words(words, of_words[0], WORDS)
-
-    def _logits(
-        self, model: nn.Module, question: ChoiceQuestion, prompt: str | None = None
-    ) -> Tensor:
-        """Those of the labels of the choices."""
-        ids = self.ids(model, question.prompt if prompt is None else prompt)
-        with torch.no_grad(), repaired_scans():
-            logits: Tensor = model(ids).logits[0, -1]
-        return logits[label_tokens(self.tokenizers[model], question)].float().cpu()
-
-    def measure(self, model: nn.Module, example: ChoiceQuestion, cell: Cell) -> Rows:
-        asked = example.prompt.removesuffix("\nAnswer:")
-        if cell == self._PLAIN:
-            shown = [f"{d.text}\nAnswer: {d.label}" for d in self._shown[cell]]
-            prompt = "\n\n".join([*shown, f"{asked}\nAnswer:"])
-        else:
-            prompt = amplify_prompt(self._shown[cell], asked)
-        said = int(self._logits(model, example, prompt).argmax())
-        return {"": {"right": float(said == example.answer)}}
-
-
-def _hardest(logits: Sequence[Tensor], questions: Sequence[ChoiceQuestion]) -> list[int]:
-    """Which questions are answered worst; choices that one does not have are never chosen."""
-    most = max(len(each) for each in logits)
-    padded = torch.stack(
-        [nn.functional.pad(each, (0, most - len(each)), value=-1e9) for each in logits]
-    )
-    return hardest_examples(padded, [q.answer for q in questions], SHOWN).tolist()

@@ -2,14 +2,13 @@
 
 from .answers import Accuracy, SwapCheck, answer_accuracy, swap_check
 from .chains import CHAINS, ChainsTask
-from .copying import LONG_COPIES, SHORT_COPIES, CopyAccuracy, CopyBatch, CopyingTask, copy_accuracy
+from .copying import LONG_COPIES, SHORT_COPIES, CopyingTask
 from .linked import LinkedBatch, LinkedTask, LinkedText, Links, Targets
-from .motifs import MotifBatch, MotifTask
 from .pairs import FEW_PAIRS, PAIRS, PairsTask
 from .recall_task import RecallTask
 from .retrieval import FREQUENT_WORD, ONE_PASSKEY, TWO_PASSKEYS, FrequentWordTask, PasskeyTask
 from .scenes import SCENES, SceneBatch, SceneTask
-from .translation import NUMBER_WORDS, TranslationTask, translated
+from .translation import NUMBER_WORDS, TranslationTask
 
 __all__ = [
     "CHAINS",
@@ -24,16 +23,12 @@ __all__ = [
     "TWO_PASSKEYS",
     "Accuracy",
     "ChainsTask",
-    "CopyAccuracy",
-    "CopyBatch",
     "CopyingTask",
     "FrequentWordTask",
     "LinkedBatch",
     "LinkedTask",
     "LinkedText",
     "Links",
-    "MotifBatch",
-    "MotifTask",
     "PairsTask",
     "PasskeyTask",
     "RecallTask",
@@ -43,7 +38,5 @@ __all__ = [
     "Targets",
     "TranslationTask",
     "answer_accuracy",
-    "copy_accuracy",
     "swap_check",
-    "translated",
 ]

@@ -4,25 +4,21 @@ Every symbol can be on either side of a fact, and the answer writes the chain ou
 
     k c . a k . f d . c e . ? a -> k c e
 
-Each word of the answer is what the fact of the word before it says, so that the last one has
-sources of its own in one fact, and came about through all of them.
+Each word of the answer is the other side of the fact of the word before it, so that the last one
+has sources of its own in one fact, and came about through all of them.
 """
 
 from __future__ import annotations
 
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
-import torch
-
 from captum_ssm.errors import OptionError
-from captum_ssm.models.vocabulary import PAD, WordVocabulary
 
-from .linked import Family, LinkedBatch, LinkedText
+from .linked import Family, LinkedTask, LinkedText
 
 ASK, STOP = "?", "."
 SYMBOLS = string.ascii_lowercase
@@ -33,13 +29,8 @@ LINKS, WORDS = 3, 3
 Fact = tuple[str, str]
 
 
-@cache
-def _vocabulary(symbols: int) -> WordVocabulary:
-    return WordVocabulary([PAD, ASK, STOP, *SYMBOLS[:symbols]])
-
-
 @dataclass(frozen=True)
-class ChainsTask:
+class ChainsTask(LinkedTask):
     """Facts in random order, of as many chains of three as they are enough for, and single ones.
 
     A length counts facts: 8 of them are two chains and two single facts.  No symbol is of two
@@ -70,52 +61,22 @@ class ChainsTask:
     def __post_init__(self) -> None:
         if not LINKS < self.symbols <= len(SYMBOLS):
             raise OptionError(f"symbols={self.symbols}: use {LINKS + 1} to {len(SYMBOLS)}.")
-        if not LINKS <= self.shortest <= self.longest <= self.most:
-            raise OptionError(
-                f"shortest={self.shortest}, longest={self.longest}: a text has {LINKS} facts or "
-                f"more, the shortest are not longer than the longest, and {self.symbols} symbols "
-                f"are enough for {self.most}."
-            )
+        super().__post_init__()
 
     @property
-    def most(self) -> int:
-        """The facts that the symbols are enough for."""
-        return max(n for n in range(LINKS, len(SYMBOLS)) if _symbols_of(n) <= self.symbols)
+    def bounds(self) -> tuple[int, float]:
+        """One chain, and the facts that the symbols are enough for."""
+        return LINKS, max(n for n in range(LINKS, len(SYMBOLS)) if _symbols_of(n) <= self.symbols)
 
     @property
-    def vocabulary(self) -> WordVocabulary:
-        """Padding, the question mark, the full stop and the symbols, in this order."""
-        return _vocabulary(self.symbols)
+    def words(self) -> Iterable[str]:
+        """The question mark, the full stop and the symbols."""
+        return ASK, STOP, *SYMBOLS[: self.symbols]
 
     @property
     def families(self) -> Sequence[Family]:
         """The symbols; each is followed by itself."""
         return ([(symbol, symbol) for symbol in SYMBOLS[: self.symbols]],)
-
-    def draw(
-        self, count: int, seed: int | random.Random, length: int | None = None
-    ) -> list[LinkedText]:
-        """Texts; the same seed gives the same ones.
-
-        Args:
-            count: how many.
-            seed: a seed, or a generator to go on drawing from.
-            length: the facts of every text. Default: None, drawn anew for each.
-
-        Returns:
-            The texts.
-
-        Raises:
-            OptionError: when there are too few facts for a chain, or too few symbols for the facts.
-        """
-        if length is not None and not LINKS <= length <= self.most:
-            raise OptionError(
-                f"length={length}: use {LINKS} to {self.most}, as {self.symbols} symbols are "
-                "enough for."
-            )
-        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
-        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
-        return [self._text(rng, n) for n in lengths]
 
     def questions(self, rng: random.Random, length: int) -> list[LinkedText]:
         """The same facts with each of their chains asked for, after the answers to those before.
@@ -138,7 +99,8 @@ class ChainsTask:
         asked = rng.sample(chains[: length // LINKS], length // LINKS)
         return [_asking(facts, asked[: n + 1]) for n in range(len(asked))]
 
-    def _text(self, rng: random.Random, length: int) -> LinkedText:
+    def example(self, rng: random.Random, length: int) -> LinkedText:
+        """One text."""
         facts, chains = self._stated(rng, length)
         return _asking(facts, [chains[rng.randrange(length // LINKS)]])
 
@@ -152,18 +114,6 @@ class ChainsTask:
         facts = [fact for chain in chains for fact in pairwise(chain)]
         rng.shuffle(facts)
         return facts, chains
-
-    def batch(self, texts: Sequence[LinkedText], device: torch.device | str = "cpu") -> LinkedBatch:
-        """The texts, padded on the left.
-
-        Args:
-            texts: as drawn, at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch; sources are looked for in the facts.
-        """
-        return LinkedBatch.of(self, texts, device)
 
 
 def _asking(facts: Sequence[Fact], asked: Sequence[Sequence[str]]) -> LinkedText:
@@ -191,5 +141,5 @@ def _symbols_of(length: int) -> int:
     return sum(links + 1 for links in _links_of(length))
 
 
-#: What the bundled models called chains were trained on.
+#: The task that the bundled models called chains were trained on.
 CHAINS = ChainsTask()

@@ -11,15 +11,17 @@ answered token and a source of it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError
-from captum_ssm.models.vocabulary import WordVocabulary
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.models.vocabulary import PAD, WordVocabulary
 
 SEPARATOR = "|"
 
@@ -27,11 +29,14 @@ SEPARATOR = "|"
 Family = Sequence[tuple[str, str]]
 
 
-class LinkedTask(Protocol):
-    """What draws texts of one form and of many lengths.
+class LinkedTask(ABC):
+    """Base of the tasks on texts: draws examples of one form and of many lengths.
 
-    All generated tasks on texts are used in this one way; a class of your own with these members
-    is one, too.
+    A length counts tokens, symbols, digits or facts, as the task says.
+
+    Attributes:
+        shortest: the least length that is drawn.
+        longest: the greatest length.
 
     Example:
         >>> from captum_ssm_bench.tasks import NUMBER_WORDS, SHORT_COPIES
@@ -42,21 +47,45 @@ class LinkedTask(Protocol):
         16 2 18
     """
 
-    @property
-    def shortest(self) -> int:
-        """The least length, in the unit of the task: tokens, symbols, digits, facts."""
+    shortest: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        least, most = self.bounds
+        if not least <= self.shortest <= self.longest <= most:
+            raise OptionError(
+                f"shortest={self.shortest}, longest={self.longest}: lengths of this task are from "
+                f"{least} to {most}, and the shortest is not above the longest."
+            )
 
     @property
-    def longest(self) -> int:
-        """The greatest length."""
+    @abstractmethod
+    def bounds(self) -> tuple[int, float]:
+        """The least and the greatest length that the task can draw."""
+
+    @property
+    @abstractmethod
+    def words(self) -> Iterable[str]:
+        """All words of the task's texts, in the order of their ids."""
+
+    @property
+    @abstractmethod
+    def families(self) -> Sequence[Family]:
+        """Sources that can be exchanged for each other, each with the word that then follows."""
+
+    @abstractmethod
+    def example(self, rng: random.Random, length: int) -> Any:
+        """One example, in the task's own form."""
+
+    def linked(self, example: Any) -> LinkedText:
+        """The text of an example; the example itself, if the task draws texts."""
+        text: LinkedText = example
+        return text
 
     @property
     def vocabulary(self) -> WordVocabulary:
-        """All words of the task's texts."""
-
-    @property
-    def families(self) -> Sequence[Family]:
-        """What sources can be exchanged for, and what then follows."""
+        """Padding and the words."""
+        return _vocabulary(tuple(dict.fromkeys(self.words)))
 
     def draw(self, count: int, seed: int | random.Random, length: int | None = None) -> list[Any]:
         """Examples of one length, or of lengths drawn anew for each; the same seed, the same ones.
@@ -68,10 +97,19 @@ class LinkedTask(Protocol):
 
         Returns:
             The examples, in the task's own form, which :meth:`batch` takes.
+
+        Raises:
+            OptionError: when the task has no texts of this length.
         """
+        least, most = self.bounds
+        if length is not None and not least <= length <= most:
+            raise OptionError(f"length={length}: lengths of this task are from {least} to {most}.")
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
+        return [self.example(rng, n) for n in lengths]
 
     def batch(self, examples: Sequence[Any], device: torch.device | str = "cpu") -> LinkedBatch:
-        """The texts of examples that were drawn, padded on the left.
+        """The texts of examples, padded on the left.
 
         Args:
             examples: at least one.
@@ -79,7 +117,16 @@ class LinkedTask(Protocol):
 
         Returns:
             The texts as ids, with the links of their answers.
+
+        Raises:
+            InputError: when there is no example, or one that the task could not have drawn.
         """
+        return LinkedBatch.of(self, [self.linked(example) for example in examples], device)
+
+
+@cache
+def _vocabulary(words: tuple[str, ...]) -> WordVocabulary:
+    return WordVocabulary([PAD, *words])
 
 
 @dataclass(frozen=True)
@@ -150,9 +197,6 @@ class Links(NamedTuple):
     tokens: Tensor
 
 
-Batch = TypeVar("Batch", bound="LinkedBatch")
-
-
 @dataclass(frozen=True, eq=False)
 class LinkedBatch:
     """Texts padded on the left, and their links.
@@ -185,24 +229,9 @@ class LinkedBatch:
 
     @classmethod
     def of(
-        cls: type[Batch],
-        task: LinkedTask,
-        texts: Sequence[LinkedText],
-        device: torch.device | str = "cpu",
-    ) -> Batch:
-        """Texts over the task's vocabulary, padded.
-
-        Args:
-            task: what they were drawn for.
-            texts: at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch, as wide as the longest text.
-
-        Raises:
-            InputError: when there is no text, or a word is not in the vocabulary.
-        """
+        cls, task: LinkedTask, texts: Sequence[LinkedText], device: torch.device | str = "cpu"
+    ) -> LinkedBatch:
+        """Texts over the task's vocabulary, padded to the longest."""
         if not texts:
             raise InputError("texts is empty: a batch needs at least one text.")
         words, width = task.vocabulary, max(len(text.words) for text in texts)
@@ -234,19 +263,40 @@ class LinkedBatch:
         """1 for tokens and 0 for padding, (B, L)."""
         return (self.input_ids != self.task.vocabulary.pad_id).long()
 
-    def gold(self) -> Tensor:
-        """The sure links as a map (B, L, L) of booleans: row i, what the logits at i come from."""
-        return self._map(self.links)
+    def gold(self, diagonals: int = 1) -> Tensor:
+        """The sure links as a map (B, L, L) of booleans: row i, the sources of the logits at i.
+
+        LATIM's table 2 has ones along the three main diagonals of the copy-source block, because
+        a source may be written to the state at its neighbor.  The paper does not say whether its
+        rows are the tokens that predict, as here, or the tokens predicted, one further right.
+
+        Args:
+            diagonals: an odd number; with 3 the neighbors of a source in the context are sources,
+                too. Default: 1, the source alone.
+
+        Raises:
+            OptionError: when ``diagonals`` is even or below 1.
+        """
+        if diagonals < 1 or diagonals % 2 == 0:
+            raise OptionError(f"diagonals={diagonals}: use an odd number, 1 or above.")
+        if diagonals == 1:
+            return self._map(self.links)
+        rows, queries, sources, tokens = self.links
+        gold = torch.zeros_like(self._map(self.links))
+        for shift in range(-(diagonals // 2), diagonals // 2 + 1):
+            near = sources + shift
+            inside = near.clamp(0, gold.shape[-1] - 1)
+            within = (near == inside) & self.context[rows, inside]
+            kept = (each[within] for each in (rows, queries, near, tokens))
+            gold |= self._map(Links(*kept))
+        return gold
 
     def possible(self) -> Tensor:
         """The sure and the possible links, as :meth:`gold`."""
         return self.gold() | self._map(self.possible_links)
 
     def pairs(self) -> Tensor:
-        """Pairs of a query and a word that may be its source, (B, L, L) of booleans.
-
-        The mask of an alignment: rows of other tokens, and columns outside the context, are False.
-        """
+        """Pairs of a query and a word that may be its source, (B, L, L) of booleans."""
         queries = torch.zeros_like(self.context)
         queries[self.targets.rows, self.targets.queries] = True
         return queries[:, :, None] & self.context[:, None, :]

@@ -1,19 +1,70 @@
 """Outlines: which pixels random shapes and lines cover.
 
+A shape is a function of coordinates that tells the points inside; it fits into the circle of radius
+1 about the origin, so that it can be turned in any way.
+
 Shapes: B images of S x S pixels, K shapes or lines in each; P images that are drawn anew.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .shapes import SHAPES
+Shape = Callable[[Tensor, Tensor], Tensor]
 
-#: Radii of shapes, widths of lines and standard deviations of spots, in sides of the image.
-RADII, WIDTHS, SPREADS = (0.26, 0.34), (1 / 32, 2 / 32), (0.12, 0.25)
+#: Corners of a star, and how far its inner ones are from the centre.
+_CORNERS, _INNER = 5, 0.4
+
+
+def disc(x: Tensor, y: Tensor) -> Tensor:
+    return _within(x, y, 0.8)
+
+
+def ring(x: Tensor, y: Tensor) -> Tensor:
+    return _within(x, y, 0.95) & ~_within(x, y, 0.55)
+
+
+def bar(x: Tensor, y: Tensor) -> Tensor:
+    return (x.abs() <= 0.95) & (y.abs() <= 0.3)
+
+
+def cross(x: Tensor, y: Tensor) -> Tensor:
+    return bar(x, y) | bar(y, x)
+
+
+def triangle(x: Tensor, y: Tensor) -> Tensor:
+    # its sides are at half the distance of its corners
+    return (y >= -0.5) & (math.sqrt(3) * x.abs() + y <= 1)
+
+
+def star(x: Tensor, y: Tensor) -> Tensor:
+    # by symmetry, one straight line from an outer corner, at angle 0, to an inner one
+    half = math.pi / _CORNERS
+    angle = torch.atan2(x, y).remainder(2 * half)
+    angle = torch.minimum(angle, 2 * half - angle)
+    across, along = angle.sin(), angle.cos()
+    line = (
+        _INNER
+        * math.sin(half)
+        / (across * (1 - _INNER * math.cos(half)) + along * _INNER * math.sin(half))
+    )
+    return torch.hypot(x, y) <= line
+
+
+def _within(x: Tensor, y: Tensor, radius: float) -> Tensor:
+    return x.square() + y.square() <= radius**2
+
+
+SHAPES: dict[str, Shape] = {
+    shape.__name__: shape for shape in (disc, ring, bar, cross, triangle, star)
+}
+
+#: Radii of shapes and widths of lines, in sides of the image.
+RADII, WIDTHS = (0.26, 0.34), (1 / 32, 2 / 32)
 #: How often several shapes are drawn at once before it is looked whether they lie apart.
 _TRIES = 16
 
@@ -28,14 +79,7 @@ def random_shapes(
 ) -> tuple[Tensor, Tensor]:
     """Shapes of different classes, turned and placed at random, inside and beside each other.
 
-    Args:
-        count: of images, B.
-        number: of shapes in each, K.
-        side: of the images in pixels, S.
-        generator: draws them.
-
-    Returns:
-        Their classes (B, K), indices of ``SHAPES``; and what each covers, (B, K, S, S) of booleans.
+    Returns their classes (B, K) and the pixels that each covers, (B, K, S, S) of booleans.
     """
     classes = torch.rand(count, len(SHAPES), generator=generator).argsort(1)[:, :number]
     covered = torch.zeros(count, number, side, side, dtype=torch.bool)
@@ -69,17 +113,7 @@ def _drawn(classes: Tensor, side: int, generator: torch.Generator) -> Tensor:
 
 
 def random_lines(count: int, number: int, side: int, generator: torch.Generator) -> Tensor:
-    """Straight lines between random points.
-
-    Args:
-        count: of images, B.
-        number: of lines in each, K.
-        side: of the images in pixels, S.
-        generator: draws them.
-
-    Returns:
-        What each covers, (B, K, S, S) of booleans.
-    """
+    """The pixels that straight lines between random points cover, (B, K, S, S) of booleans."""
     x, y = _pixels(side)
     from_x, from_y, to_x, to_y = uniform((4, count, number, 1, 1), 0, side, generator)
     along_x, along_y = to_x - from_x, to_y - from_y
@@ -88,24 +122,6 @@ def random_lines(count: int, number: int, side: int, generator: torch.Generator)
     share = share.clamp(0, 1)  # the nearest point of the line, from 0 at its start to 1 at its end
     distance = torch.hypot(x - from_x - share * along_x, y - from_y - share * along_y)
     return 2 * distance <= side * uniform((count, number, 1, 1), *WIDTHS, generator)
-
-
-def random_spots(count: int, number: int, side: int, generator: torch.Generator) -> Tensor:
-    """Round spots that fade away from random points.
-
-    Args:
-        count: of images, B.
-        number: of spots in each, K.
-        side: of the images in pixels, S.
-        generator: draws them.
-
-    Returns:
-        How strong each is, at most 1, (B, K, S, S).
-    """
-    shape = (count, number, 1, 1)
-    x, y = (centres - side * torch.rand(shape, generator=generator) for centres in _pixels(side))
-    width = side * uniform(shape, *SPREADS, generator)
-    return torch.exp(-(x.square() + y.square()) / (2 * width.square()))
 
 
 def _pixels(side: int) -> tuple[Tensor, Tensor]:

@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-
-import torch
 
 from captum_ssm.errors import OptionError
-from captum_ssm.models.vocabulary import PAD, WordVocabulary
 
-from .linked import Family, LinkedBatch, LinkedText
+from .linked import Family, LinkedTask, LinkedText
 
 KEYS, VALUES = string.ascii_lowercase, string.ascii_uppercase
 
 
-@cache
-def _vocabulary(symbols: int) -> WordVocabulary:
-    return WordVocabulary([PAD, *KEYS[:symbols], *VALUES[:symbols]])
-
-
 @dataclass(frozen=True)
-class PairsTask:
+class PairsTask(LinkedTask):
     """Pairs whose keys are distinct and whose values need not be; a length counts pairs.
 
     The value of the asked pair is the sure source of the answer, its key a possible one.
@@ -61,45 +52,25 @@ class PairsTask:
     def __post_init__(self) -> None:
         if not 2 <= self.symbols <= len(KEYS):
             raise OptionError(f"symbols={self.symbols}: use 2 to {len(KEYS)}.")
-        if not 1 <= self.shortest <= self.longest <= self.symbols:
-            raise OptionError(
-                f"shortest={self.shortest}, longest={self.longest}: a text has 1 pair or more, the "
-                f"shortest are not longer than the longest, and there are {self.symbols} keys."
-            )
+        super().__post_init__()
 
     @property
-    def vocabulary(self) -> WordVocabulary:
-        """Padding, the keys and the values, in this order."""
-        return _vocabulary(self.symbols)
+    def bounds(self) -> tuple[int, float]:
+        """One pair, and all keys."""
+        return 1, self.symbols
+
+    @property
+    def words(self) -> Iterable[str]:
+        """The keys and the values."""
+        return (*KEYS[: self.symbols], *VALUES[: self.symbols])
 
     @property
     def families(self) -> Sequence[Family]:
         """The values; each is followed by itself."""
         return ([(value, value) for value in VALUES[: self.symbols]],)
 
-    def draw(
-        self, count: int, seed: int | random.Random, length: int | None = None
-    ) -> list[LinkedText]:
-        """Texts; the same seed gives the same ones.
-
-        Args:
-            count: how many.
-            seed: a seed, or a generator to go on drawing from.
-            length: the pairs of every text. Default: None, drawn anew for each.
-
-        Returns:
-            The texts.
-
-        Raises:
-            OptionError: when there are not so many keys.
-        """
-        if length is not None and not 1 <= length <= self.symbols:
-            raise OptionError(f"length={length}: use 1 to {self.symbols}, as there are so many.")
-        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
-        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
-        return [self._text(rng, n) for n in lengths]
-
-    def _text(self, rng: random.Random, length: int) -> LinkedText:
+    def example(self, rng: random.Random, length: int) -> LinkedText:
+        """One text."""
         keys = rng.sample(KEYS[: self.symbols], length)
         values = rng.choices(VALUES[: self.symbols], k=length)
         asked, answer = rng.randrange(length), 2 * length + 1
@@ -112,20 +83,8 @@ class PairsTask:
             possible=((answer, 2 * asked),),
         )
 
-    def batch(self, texts: Sequence[LinkedText], device: torch.device | str = "cpu") -> LinkedBatch:
-        """The texts, padded on the left.
 
-        Args:
-            texts: as drawn, at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch; sources are looked for in what stands before the asking key.
-        """
-        return LinkedBatch.of(self, texts, device)
-
-
-#: What the bundled models called pairs were trained on.
+#: The task that the bundled models called pairs were trained on.
 PAIRS = PairsTask()
 #: With keys and values that a state of one number a channel can hold: of pairs-rwkv and
 #: pairs-griffin.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Iterable, Sequence
 
 from captum_ssm.models.recall import (
     ASK,
@@ -18,13 +16,14 @@ from captum_ssm.models.recall import (
 )
 from captum_ssm.models.vocabulary import WordVocabulary
 
-from .linked import Family, LinkedBatch, LinkedText
+from .linked import Family, LinkedTask, LinkedText
 
 
-class RecallTask:
-    """Prompts with their answers, in the form that all tasks share; a length counts facts.
+class RecallTask(LinkedTask):
+    """Prompts with their answers, of :func:`~captum_ssm.models.recall.generate`.
 
-    The object of the asked fact is the sure source of the answer, its name a possible one.
+    A length counts facts.  The object of the asked fact is the sure source of the answer, its name
+    a possible one.
 
     Example:
         >>> from captum_ssm.models.recall import parse_prompt
@@ -37,10 +36,16 @@ class RecallTask:
     """
 
     shortest, longest = MIN_FACTS, MAX_FACTS
+    bounds = MIN_FACTS, MAX_FACTS
+
+    @property
+    def words(self) -> Iterable[str]:
+        """All words of the task."""
+        return self.vocabulary.vocab[1:]
 
     @property
     def vocabulary(self) -> WordVocabulary:
-        """The vocabulary of the task."""
+        """That of the bundled model."""
         return recall_vocabulary()
 
     @property
@@ -51,37 +56,20 @@ class RecallTask:
     def draw(
         self, count: int, seed: int | random.Random, length: int | None = None
     ) -> list[Example]:
-        """Prompts, as of :func:`generate`.
-
-        Args:
-            count: how many.
-            seed: a seed, or a generator to go on drawing from.
-            length: the number of facts of every prompt. Default: None, drawn anew for each.
-
-        Returns:
-            The prompts.
-        """
+        """Prompts; see :meth:`LinkedTask.draw`."""
         return generate(count, seed, length)
 
-    def batch(self, examples: Sequence[Example], device: torch.device | str = "cpu") -> LinkedBatch:
-        """Each prompt with its answer, padded on the left.
+    def example(self, rng: random.Random, length: int) -> Example:
+        """One prompt."""
+        return generate(1, rng, length)[0]
 
-        Args:
-            examples: as of :func:`generate` or :func:`parse_prompt`, at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch; sources are looked for in what stands before the question.
-        """
-        return LinkedBatch.of(self, [_answered(example) for example in examples], device)
-
-
-def _answered(example: Example) -> LinkedText:
-    end = len(example.words)
-    return LinkedText(
-        words=(*example.words, example.answer),
-        answer=end,
-        context=range(example.words.index(ASK)),
-        sure=((end, example.value_position),),
-        possible=((end, example.name_position),),
-    )
+    def linked(self, example: Example) -> LinkedText:
+        """A prompt with its answer; sources are looked for in the words before the question."""
+        end = len(example.words)
+        return LinkedText(
+            words=(*example.words, example.answer),
+            answer=end,
+            context=range(example.words.index(ASK)),
+            sure=((end, example.value_position),),
+            possible=((end, example.name_position),),
+        )

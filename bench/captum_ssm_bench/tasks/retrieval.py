@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
-import torch
-
 from captum_ssm.errors import OptionError
-from captum_ssm.models.vocabulary import PAD, WordVocabulary
 
-from .linked import Family, LinkedBatch, LinkedText
+from .linked import Family, LinkedTask, LinkedText
 
 ASK, STOP, IS = "?", ".", "is"
 
@@ -56,82 +52,7 @@ FREQUENT = _words("? the most frequent word is")
 
 
 @dataclass(frozen=True)
-class RetrievalTask(ABC):
-    """Texts of exact lengths that end in a question and its answer.
-
-    Attributes:
-        shortest: least number of tokens of a text. Default: 64.
-        longest: greatest number of tokens of a text. Default: 128.
-    """
-
-    shortest: int = 64
-    longest: int = 128
-
-    def __post_init__(self) -> None:
-        if not self.least <= self.shortest <= self.longest:
-            raise OptionError(
-                f"shortest={self.shortest}, longest={self.longest}: texts of this task have "
-                f"{self.least} tokens or more, and the shortest are not longer than the longest."
-            )
-
-    @property
-    @abstractmethod
-    def least(self) -> int:
-        """The fewest tokens that a text of the task can have."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> WordVocabulary:
-        """All words of the task's texts."""
-
-    @property
-    @abstractmethod
-    def families(self) -> Sequence[Family]:
-        """What can be the answer, or a part of it."""
-
-    @abstractmethod
-    def text(self, rng: random.Random, length: int) -> LinkedText:
-        """One text of ``length`` tokens."""
-
-    def draw(
-        self, count: int, seed: int | random.Random, length: int | None = None
-    ) -> list[LinkedText]:
-        """Texts; the same seed gives the same ones.
-
-        Args:
-            count: how many.
-            seed: a seed, or a generator to go on drawing from.
-            length: the tokens of every text. Default: None, drawn anew for each.
-
-        Returns:
-            The texts.
-
-        Raises:
-            OptionError: when ``length`` is below :attr:`least`.
-        """
-        if length is not None and length < self.least:
-            raise OptionError(
-                f"length={length}: texts of this task have {self.least} tokens or more."
-            )
-        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
-        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
-        return [self.text(rng, n) for n in lengths]
-
-    def batch(self, texts: Sequence[LinkedText], device: torch.device | str = "cpu") -> LinkedBatch:
-        """The texts, padded on the left.
-
-        Args:
-            texts: as drawn, at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch.
-        """
-        return LinkedBatch.of(self, texts, device)
-
-
-@dataclass(frozen=True)
-class PasskeyTask(RetrievalTask):
+class PasskeyTask(LinkedTask):
     """Passkeys of several persons, one of which is asked for.
 
     Each digit of the answer has one sure source, the digit of the same place in the passkey.  The
@@ -155,6 +76,8 @@ class PasskeyTask(RetrievalTask):
         True
     """
 
+    shortest: int = 64
+    longest: int = 128
     keys: int = 1
     digits: int = 3
 
@@ -166,53 +89,32 @@ class PasskeyTask(RetrievalTask):
         super().__post_init__()
 
     @property
-    def least(self) -> int:
-        """The tokens of statements, question and answer, without any filler."""
+    def bounds(self) -> tuple[int, float]:
+        """The tokens of statements, question and answer, and any filler."""
         stated = len(OWNED) + 2 + self.digits  # a name, is, and the digits
-        return self.keys * (stated + 1) + 1 + stated
+        return self.keys * (stated + 1) + 1 + stated, math.inf
 
     @property
-    def vocabulary(self) -> WordVocabulary:
-        """Padding, the question mark, digits, names, and the words around them."""
-        return _vocabulary((ASK, *DIGITS, *NAMES, *OWNED, IS, *chain.from_iterable(SENTENCES)))
+    def words(self) -> Iterable[str]:
+        """The question mark, digits, names, and the words around them."""
+        return ASK, *DIGITS, *NAMES, *OWNED, IS, *chain.from_iterable(SENTENCES)
 
     @property
     def families(self) -> Sequence[Family]:
         """The digits."""
         return ([(digit, digit) for digit in DIGITS],)
 
-    def text(self, rng: random.Random, length: int) -> LinkedText:
+    def example(self, rng: random.Random, length: int) -> LinkedText:
         """One text of ``length`` tokens; the statements stand between sentences of the filler."""
         context, passkeys = self._stated(rng, length)
         asked = list(passkeys)[rng.randrange(self.keys)]
         return self._asking(context, asked, passkeys[asked])
 
-    def questions(self, rng: random.Random, length: int) -> list[LinkedText]:
-        """One text with each of its passkeys asked for in turn, in the order of their statements.
-
-        Args:
-            rng: draws the text.
-            length: its tokens.
-
-        Returns:
-            As many texts as it has keys, all alike up to the question.
-
-        Example:
-            >>> import random
-            >>> from captum_ssm_bench.tasks import PasskeyTask
-            >>> first, second = PasskeyTask(keys=2).questions(random.Random(0), 64)
-            >>> first.sure[0][1] < second.sure[0][1]  # the digits asked for stand earlier
-            True
-        """
-        context, passkeys = self._stated(rng, length)
-        stated = sorted(passkeys, key=context.index)
-        return [self._asking(context, name, passkeys[name]) for name in stated]
-
     def _stated(
         self, rng: random.Random, length: int
     ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         """The words before the question, and the passkeys by the names of their owners."""
-        sentences = _filler(rng, length - self.least)
+        sentences = _filler(rng, length - self.bounds[0])
         names = rng.sample(NAMES, self.keys)
         passkeys = [tuple(rng.choices(DIGITS, k=self.digits)) for _ in names]
         for name, passkey in zip(names, passkeys, strict=True):
@@ -241,7 +143,7 @@ class PasskeyTask(RetrievalTask):
 
 
 @dataclass(frozen=True)
-class FrequentWordTask(RetrievalTask):
+class FrequentWordTask(LinkedTask):
     """Coded words among dots, the most frequent of which is asked for.
 
     Of the tokens before the question, the one of rank r makes up a share proportional to
@@ -266,6 +168,8 @@ class FrequentWordTask(RetrievalTask):
         True
     """
 
+    shortest: int = 64
+    longest: int = 128
     exponent: float = 2.0
 
     def __post_init__(self) -> None:
@@ -274,22 +178,22 @@ class FrequentWordTask(RetrievalTask):
         super().__post_init__()
 
     @property
-    def least(self) -> int:
+    def bounds(self) -> tuple[int, float]:
         """The fewest tokens from which on one word is always more frequent than the next."""
         first, second, *_ = _shares(self.exponent)
-        return math.ceil(1 / (first - second)) + len(FREQUENT) + 1
+        return math.ceil(1 / (first - second)) + len(FREQUENT) + 1, math.inf
 
     @property
-    def vocabulary(self) -> WordVocabulary:
-        """Padding, the dot, the coded words and those of the question, in this order."""
-        return _vocabulary((STOP, *CODED, *FREQUENT))
+    def words(self) -> Iterable[str]:
+        """The dot, the coded words and those of the question."""
+        return STOP, *CODED, *FREQUENT
 
     @property
     def families(self) -> Sequence[Family]:
         """The coded words."""
         return ([(word, word) for word in CODED],)
 
-    def text(self, rng: random.Random, length: int) -> LinkedText:
+    def example(self, rng: random.Random, length: int) -> LinkedText:
         """One text of ``length`` tokens; which words are frequent is drawn, and so is the order."""
         size = length - len(FREQUENT) - 1
         counts = [int(size * share) for share in _shares(self.exponent)]
@@ -323,14 +227,9 @@ def _shares(exponent: float) -> tuple[float, ...]:
     return tuple(weight / sum(weights) for weight in weights[1:])
 
 
-@cache
-def _vocabulary(words: tuple[str, ...]) -> WordVocabulary:
-    return WordVocabulary([PAD, *dict.fromkeys(words)])
-
-
-#: What the bundled models passkey-mamba and passkey-mamba2 were trained on.
+#: The task that the bundled models passkey-mamba and passkey-mamba2 were trained on.
 ONE_PASSKEY = PasskeyTask(keys=1, digits=3)
-#: What the bundled models two-passkeys-mamba and two-passkeys-mamba2 were trained on.
+#: The task that the bundled models two-passkeys-mamba and two-passkeys-mamba2 were trained on.
 TWO_PASSKEYS = PasskeyTask(keys=2, digits=2)
-#: What the bundled models frequent-word-mamba and frequent-word-mamba2 were trained on.
+#: The task that the bundled models frequent-word-mamba and frequent-word-mamba2 were trained on.
 FREQUENT_WORD = FrequentWordTask()

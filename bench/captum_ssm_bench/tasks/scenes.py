@@ -6,8 +6,7 @@ textured as its background is, and lines of the same contrast lie around and ben
 Where an object is must not show without a model, or a map that finds it proves nothing.  With the
 polarity ``"bright"`` objects are brighter than all else, and plain brightness finds them; with
 ``"random"`` they are as often darker as brighter, and the colours of objects, lines and backgrounds
-are drawn alike.  How far a pixel is from the median colour of its image finds them even so, unless
-spots of light and shadow fade into the background.
+are drawn alike.  How far a pixel is from the median color of its image finds them even so.
 
 Shapes: B scenes of S x S pixels, K objects in each.
 """
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from captum_ssm.errors import InputError, OptionError
 
-from .outlines import random_lines, random_shapes, random_spots, uniform
-from .shapes import SHAPES
+from .outlines import SHAPES, random_lines, random_shapes, uniform
 from .textures import textures
 
 Polarity = Literal["random", "bright"]
@@ -44,19 +42,15 @@ class SceneBatch:
     """Scenes.
 
     Attributes:
-        images: as models take them, -1 for black and 1 for white, which a spot under an object
-            can exceed, (B, 3, S, S).
+        images: as models take them, -1 for black and 1 for white, (B, 3, S, S).
         labels: the class of the object with most pixels, (B,), int64.
         masks: whose each pixel is: 0 for the background, c + 1 for an object of class c,
             (B, S, S), int64.
-        backgrounds: the images without their objects, which differ from them in no other pixel,
-            (B, 3, S, S).
     """
 
     images: Tensor
     labels: Tensor
     masks: Tensor
-    backgrounds: Tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,6 @@ class SceneTask:
         polarity: ``"random"``, objects are darker or brighter than their background, or
             ``"bright"``, they are brighter than all else. Default: ``"random"``.
         lines: how many lines lie around and beneath the objects. Default: 4.
-        spots: how many spots of light and shadow fade into the background. Default: 0.
 
     Raises:
         OptionError: when a number is out of its range, or the polarity is not known.
@@ -89,7 +82,6 @@ class SceneTask:
     objects: int = 1
     polarity: Polarity = "random"
     lines: int = 4
-    spots: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 16:
@@ -102,9 +94,8 @@ class SceneTask:
             raise OptionError(
                 f"polarity={self.polarity!r} is not known. Use one of {tuple(_LEVELS)}."
             )
-        for name, number in (("lines", self.lines), ("spots", self.spots)):
-            if number < 0:
-                raise OptionError(f"{name}={number}: use 0 or more.")
+        if self.lines < 0:
+            raise OptionError(f"lines={self.lines}: use 0 or more.")
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -130,12 +121,12 @@ class SceneTask:
         if count < 1:
             raise InputError(f"count={count}: draw at least one scene.")
         generator = torch.Generator().manual_seed(seed)
-        shade = self._shade(count, generator)
+        level = uniform((count, 1, 1, 1), *_LEVELS[self.polarity], generator)
+        shade = (level + _tint(count, generator)).expand(-1, -1, self.size, self.size)
         images = shade + _BACKGROUND * self._texture(count, held_out, generator)
         for covered in random_lines(count, self.lines, self.size, generator).unbind(1):
             line = shade + self._shift(count, generator, "clutter")
             images = torch.where(covered[:, None], line, images)
-        backgrounds = images
         classes, objects = random_shapes(count, self.objects, self.size, generator)
         for covered in objects.unbind(1):
             texture = self._texture(count, held_out, generator)
@@ -146,19 +137,10 @@ class SceneTask:
             images=2 * images - 1,
             labels=classes.gather(1, pixels.argmax(1, keepdim=True))[:, 0],
             masks=(objects * (classes + 1)[..., None, None]).sum(1),
-            backgrounds=2 * backgrounds - 1,
         )
 
     def _texture(self, count: int, held_out: bool, generator: torch.Generator) -> Tensor:
         return textures(count, self.size, held_out, generator)
-
-    def _shade(self, count: int, generator: torch.Generator) -> Tensor:
-        """Backgrounds without texture: a colour, and spots of light and shadow (B, 3, S, S)."""
-        level = uniform((count, 1, 1, 1), *_LEVELS[self.polarity], generator)
-        shade = (level + _tint(count, generator)).expand(-1, -1, self.size, self.size)
-        for spot in random_spots(count, self.spots, self.size, generator).unbind(1):
-            shade = shade + spot[:, None] * self._shift(count, generator, "clutter")
-        return shade
 
     def _shift(
         self, count: int, generator: torch.Generator, of: Literal["object", "clutter"]

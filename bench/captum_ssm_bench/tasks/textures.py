@@ -19,15 +19,7 @@ _CROPS = 4
 
 @cache
 def photographs(side: int, held_out: bool) -> Tensor:
-    """One half of each photograph: the left ones, or, held out, the right ones.
-
-    Args:
-        side: of the crops that will be taken, in pixels; each half is 4 of them high and 2 wide.
-        held_out: whether they are the right halves, which share no pixel with the left ones.
-
-    Returns:
-        Numbers from 0 to 1, (6, 3, 4 side, 2 side).
-    """
+    """The left halves of photographs or, held out, the right ones, 0 to 1, (6, 3, 4 S, 2 S)."""
     data = optional("skimage.data", "scikit-image", "A textured background")
     return torch.stack([_half(getattr(data, name)(), side, held_out) for name in PHOTOGRAPHS])
 
@@ -44,17 +36,7 @@ def _half(pixels: object, side: int, held_out: bool) -> Tensor:
 
 
 def textures(count: int, side: int, held_out: bool, generator: torch.Generator) -> Tensor:
-    """Random crops, mirrored at random, each channel of mean 0 and within -1 to 1.
-
-    Args:
-        count: how many, B.
-        side: of the crops in pixels, S.
-        held_out: whether they come from the held-out halves.
-        generator: draws them.
-
-    Returns:
-        (B, 3, S, S).
-    """
+    """Random crops (B, 3, S, S), mirrored at random, each channel of mean 0 and within -1 to 1."""
     known = photographs(side, held_out)
     number, _, height, width = known.shape
 

@@ -10,16 +10,12 @@ Which English word each German one translates is known exactly, and the order is
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-import torch
+from captum_ssm.errors import InputError
 
-from captum_ssm.errors import InputError, OptionError
-from captum_ssm.models.vocabulary import PAD, WordVocabulary
-
-from .linked import SEPARATOR, Family, LinkedBatch, LinkedText
+from .linked import SEPARATOR, Family, LinkedTask, LinkedText
 
 
 def _pairs(english: str, german: str) -> tuple[tuple[str, str], ...]:
@@ -58,8 +54,11 @@ class _Word:
 
 
 @dataclass(frozen=True)
-class TranslationTask:
+class TranslationTask(LinkedTask):
     """Numbers, to be translated; each count of digits is as likely as any other.
+
+    Sure links join each German word to the one it translates.  German units and tens are joined by
+    ``und``; it has possible links alone, to the English units and tens it stands between.
 
     Attributes:
         shortest: least number of digits. Default: 1.
@@ -76,102 +75,50 @@ class TranslationTask:
         >>> batch = task.batch([8, 21])
         >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
         ['<pad> <pad> <pad> eight | acht', 'twenty one | ein und zwanzig']
+        >>> text = task.linked(21)
+        >>> text.sure, text.possible  # ein from one, zwanzig from twenty; und from either
+        (((3, 1), (5, 0)), ((4, 0), (4, 1)))
     """
 
     shortest: int = 1
     longest: int = MOST_DIGITS
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest <= MOST_DIGITS:
-            raise OptionError(
-                f"shortest={self.shortest}, longest={self.longest}: numbers have 1 to "
-                f"{MOST_DIGITS} digits, and the shortest are not longer than the longest."
-            )
+    @property
+    def bounds(self) -> tuple[int, float]:
+        """The digits of numbers that have words here."""
+        return 1, MOST_DIGITS
 
     @property
-    def vocabulary(self) -> WordVocabulary:
-        """Padding, the separator, the English words and the German ones, in this order."""
-        return _vocabulary()
+    def words(self) -> Iterable[str]:
+        """The separator, the English words and the German ones."""
+        pairs = (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND)
+        english, german = zip(*pairs, strict=True)
+        return SEPARATOR, *english, AND, *german, EIN, UND
 
     @property
     def families(self) -> Sequence[Family]:
-        """Words of one kind; one is left out, whose German form depends on what follows it."""
+        """Words of one kind; one is left out, whose German form depends on the next word."""
         return (UNITS[1:], TEENS, TENS)
 
-    def draw(self, count: int, seed: int | random.Random, length: int | None = None) -> list[int]:
-        """Numbers; the same seed gives the same ones.
+    def example(self, rng: random.Random, length: int) -> int:
+        """One number."""
+        return rng.randrange(10 ** (length - 1), 10**length)
 
-        Args:
-            count: how many.
-            seed: a seed, or a generator to go on drawing from.
-            length: the digits of every number, 1 to 6. Default: None, drawn anew for each.
-
-        Returns:
-            The numbers.
-
-        Raises:
-            OptionError: when there are no numbers of this length.
-        """
-        if length is not None and not 1 <= length <= MOST_DIGITS:
-            raise OptionError(f"length={length}: numbers have 1 to {MOST_DIGITS} digits.")
-        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
-        digits = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
-        return [rng.randrange(10 ** (n - 1), 10**n) for n in digits]
-
-    def batch(self, numbers: Sequence[int], device: torch.device | str = "cpu") -> LinkedBatch:
-        """Each number in English, a separator, and in German, padded on the left.
-
-        Args:
-            numbers: from 1 to 999,999, at least one.
-            device: where the tensors go. Default: ``"cpu"``.
-
-        Returns:
-            The batch.
-
-        Raises:
-            InputError: when there is no number, or one is out of the range.
-        """
-        if not numbers:
-            raise InputError("numbers is empty: a batch needs at least one number.")
-        return LinkedBatch.of(self, [translated(number) for number in numbers], device)
-
-
-def translated(number: int) -> LinkedText:
-    """A number in English and in German, with the links of the German words.
-
-    Sure links join each German word to the one it translates.  What joins German units and tens
-    is ``und``; it has possible links alone, to the English units and tens it stands between.
-
-    Args:
-        number: from 1 to 999,999.
-
-    Returns:
-        The English words, a separator and the German words, with their links.
-
-    Raises:
-        InputError: when the number is out of the range.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import translated
-        >>> text = translated(21)
-        >>> text.prompt, text.completion
-        ('twenty one |', 'ein und zwanzig')
-        >>> text.sure, text.possible  # ein from one, zwanzig from twenty; und from either
-        (((3, 1), (5, 0)), ((4, 0), (4, 1)))
-    """
-    if not 1 <= number < 10**MOST_DIGITS:
-        raise InputError(f"number={number}: use 1 to {10**MOST_DIGITS - 1:,}.")
-    english, german = _spoken(number)
-    first = len(english) + 1
-    return LinkedText(
-        words=(*english, SEPARATOR, *(word.text for word in german)),
-        answer=first,
-        context=range(len(english)),
-        sure=tuple((first + i, source) for i, word in enumerate(german) for source in word.sure),
-        possible=tuple(
-            (first + i, source) for i, word in enumerate(german) for source in word.possible
-        ),
-    )
+    def linked(self, example: int) -> LinkedText:
+        """A number from 1 to 999,999 in English, a separator, and in German."""
+        if not 1 <= example < 10**MOST_DIGITS:
+            raise InputError(f"number={example}: use 1 to {10**MOST_DIGITS - 1:,}.")
+        english, german = _spoken(example)
+        first = len(english) + 1
+        sure = [(first + i, source) for i, word in enumerate(german) for source in word.sure]
+        possible = [(first + i, at) for i, word in enumerate(german) for at in word.possible]
+        return LinkedText(
+            words=(*english, SEPARATOR, *(word.text for word in german)),
+            answer=first,
+            context=range(len(english)),
+            sure=tuple(sure),
+            possible=tuple(possible),
+        )
 
 
 def _spoken(number: int) -> tuple[list[str], list[_Word]]:
@@ -222,12 +169,5 @@ def _unit(number: int, one: str) -> tuple[str, str]:
     return word, one if number == 1 else wort
 
 
-@cache
-def _vocabulary() -> WordVocabulary:
-    pairs = (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND)
-    english, german = zip(*pairs, strict=True)
-    return WordVocabulary([PAD, SEPARATOR, *english, AND, *german, EIN, UND])
-
-
-#: What the bundled models translation-mamba and translation-mamba2 were trained on.
+#: The task that the bundled models translation-mamba and translation-mamba2 were trained on.
 NUMBER_WORDS = TranslationTask()

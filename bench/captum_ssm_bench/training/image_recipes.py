@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from captum_ssm.models.vim import VisionMamba
 from captum_ssm.models.vmamba import VMamba
 
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
-from .pixel_reader import PixelReader, patch_tokens
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
 
 #: Scenes that a line of progress is measured on, and that a trained model is.
@@ -138,13 +138,52 @@ class ImageRecipe(Recipe):
             save_of_transformers(model, folder)
 
 
-def image_accuracy(model: nn.Module, scenes: SceneBatch) -> float:
-    """The share of scenes whose label a classifier finds.
+class PixelReader(nn.Module):
+    """A linear head on the tokens of patches, which is trained with a model and then dropped.
+
+    A label says once per image what a mask says once per pixel, and from labels alone attention is
+    slow to learn outlines.
 
     Args:
-        model: answers with logits (B, classes), or has them as ``logits``.
-        scenes: what it is shown.
+        width: E.
+        patch: p.
+        classes: K; a pixel may show the background as well.
     """
+
+    def __init__(self, width: int, patch: int, classes: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.head = nn.Linear(width, (classes + 1) * patch**2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the background and of the classes, (B, K + 1, S, S), of patches (B, N, E)."""
+        side = math.isqrt(tokens.shape[1])
+        read = self.head(tokens).mT.unflatten(2, (side, side))  # (B, (K + 1) p p, S / p, S / p)
+        return F.pixel_shuffle(read, self.patch)
+
+
+@contextmanager
+def patch_tokens(model: Any) -> Iterator[list[Tensor]]:
+    """Keep the tokens of the patches (B, N, E) that a classifier's last norm returns.
+
+    The classifier is a Vision Mamba with one cls token, or a Vision Transformer of transformers.
+    """
+    kept: list[Tensor] = []
+
+    def keep(norm: nn.Module, args: tuple[Any, ...], tokens: Tensor) -> None:
+        at = model.cls_positions(tokens.shape[1] - 1)[0] if isinstance(model, VisionMamba) else 0
+        kept.append(tokens[:, [t for t in range(tokens.shape[1]) if t != at]])
+
+    norm = model.norm_f if isinstance(model, VisionMamba) else model.vit.layernorm
+    handle = norm.register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def image_accuracy(model: nn.Module, scenes: SceneBatch) -> float:
+    """The share of scenes whose label a classifier finds."""
     with torch.no_grad():
         found = [
             _logits(model, images).argmax(-1) for images in torch.split(scenes.images, _AT_ONCE)

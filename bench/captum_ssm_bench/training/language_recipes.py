@@ -85,14 +85,7 @@ class LanguageRecipe(Recipe):
 def accuracy_by_length(
     model: nn.Module, task: LinkedTask, per_length: int = 256, seed: int = HELD_OUT_SEED + 1
 ) -> dict[int, Accuracy]:
-    """The accuracy for each length of a task, or for some of many, on fresh texts.
-
-    Args:
-        model: as in :func:`~captum_ssm_bench.tasks.answer_accuracy`.
-        task: what it has learned.
-        per_length: texts of each length. Default: 256.
-        seed: of the texts. Default: one that no training uses.
-    """
+    """The accuracy on fresh texts for each length of a task, or for some of many."""
     lengths = range(task.shortest, task.longest + 1)
     step = math.ceil(len(lengths) / _MEASURED_LENGTHS)
     return {
@@ -107,7 +100,7 @@ _SMALL, _SMALL2 = ModelSize(layers=1, hidden=32), ModelSize("mamba2", layers=1, 
 _DELTA = ModelSize("gated-deltanet", head_dim=32)
 _SMALL_DELTA = ModelSize("gated-deltanet", layers=1, hidden=32)
 
-#: By the name of the bundled model, those that learned the papers' tasks.
+#: By the name of the bundled model; first those that learned the papers' tasks.
 LANGUAGE_RECIPES = {
     "recall-mamba": LanguageRecipe(RecallTask(), _MAMBA, steps=(3000,), lasting_from=0, draws=1),
     "copying-mamba": LanguageRecipe(SHORT_COPIES, _MAMBA, steps=(1000,)),
@@ -120,10 +113,6 @@ LANGUAGE_RECIPES = {
     "two-passkeys-mamba2": LanguageRecipe(TWO_PASSKEYS, _SMALL2, steps=(1500,)),
     "frequent-word-mamba": LanguageRecipe(FREQUENT_WORD, _SMALL, steps=(400,)),
     "frequent-word-mamba2": LanguageRecipe(FREQUENT_WORD, _SMALL2, steps=(600,)),
-}
-
-#: Those of further architectures, and of a further task, which interventions are made on alone.
-FURTHER_RECIPES = {
     "pairs-mamba": LanguageRecipe(PAIRS, _MAMBA, steps=(1500,), draws=1),
     "pairs-mamba2": LanguageRecipe(PAIRS, _MAMBA2, steps=(600,), draws=1, learning_rate=4e-3),
     "pairs-gated-deltanet": LanguageRecipe(PAIRS, _DELTA, steps=(600,), lasting_from=0, draws=1),
@@ -145,18 +134,10 @@ FURTHER_RECIPES = {
     "translation-rwkv": LanguageRecipe(
         NUMBER_WORDS, ModelSize("rwkv"), steps=(2500,), learning_rate=4e-3
     ),
-}
-
-#: Those of further architectures that roles are counted on, and nothing else.
-ROLE_RECIPES = {
     "passkey-gated-deltanet": LanguageRecipe(ONE_PASSKEY, _SMALL_DELTA, steps=(1000,)),
     "two-passkeys-gated-deltanet": LanguageRecipe(
         TWO_PASSKEYS, _SMALL_DELTA, steps=(2500,), learning_rate=4e-3
     ),
-}
-
-#: Those that write chains of facts: their answers are explained as wholes.
-ANSWER_RECIPES = {
     "chains-mamba": LanguageRecipe(CHAINS, _MAMBA, steps=(600,), draws=1, learning_rate=4e-3),
     "chains-mamba2": LanguageRecipe(CHAINS, _MAMBA2, steps=(400,), draws=1, learning_rate=4e-3),
 }

@@ -13,11 +13,32 @@ import torch
 from torch import nn
 
 from captum_ssm._files import filling, make_folder
+from captum_ssm._names import meant
 from captum_ssm.errors import OptionError
 from captum_ssm.tracing import repaired_scans
 
+from .dictionary_recipes import DICTIONARY_RECIPES
+from .image_recipes import IMAGE_RECIPES
+from .language_recipes import LANGUAGE_RECIPES
 from .recipe import Recipe, Round
-from .recipes import recipe_of
+from .text_recipes import TEXT_RECIPES
+
+#: The recipes of models, by name.
+RECIPES: dict[str, Recipe] = {**LANGUAGE_RECIPES, **IMAGE_RECIPES, **TEXT_RECIPES}
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a bundled model or dictionary.
+
+    Raises:
+        OptionError: when there is no such recipe.
+    """
+    known = {**RECIPES, **DICTIONARY_RECIPES}
+    if name not in known:
+        raise OptionError(
+            f"name={name!r}: no such bundled model.{meant(name, known)} Use one of {tuple(known)}."
+        )
+    return known[name]
 
 
 def train(
@@ -58,21 +79,11 @@ def train(
 
 
 def train_model(
-    recipe: Recipe,
-    seed: int = 0,
-    *,
-    log_every: int = 100,
-    log: Callable[[str], None] = print,
+    recipe: Recipe, seed: int = 0, *, log_every: int = 100, log: Callable[[str], None] = print
 ) -> nn.Module:
     """Trains a model from scratch and returns it in evaluation mode.
 
     The same seed on the same machine and versions gives the same model.
-
-    Args:
-        recipe: the task, the model and the rounds of its training.
-        seed: of the initial weights and of the data. Default: 0.
-        log_every: steps between two lines of progress. Default: 100.
-        log: takes a line of progress. Default: ``print``.
     """
     torch.manual_seed(seed)
     model = recipe.new()
@@ -84,15 +95,9 @@ def train_model(
 def fit(
     model: nn.Module, part: Round, *, log_every: int = 100, log: Callable[[str], None] = print
 ) -> None:
-    """Trains a model in place for one round.
+    """Trains a model in place for one round, with a line of progress each ``log_every`` steps.
 
     AdamW, gradients clipped at norm 1, a short warm-up followed by a cosine to zero.
-
-    Args:
-        model: what to train.
-        part: the round.
-        log_every: steps between two lines of progress. Default: 100.
-        log: takes a line of progress. Default: ``print``.
     """
     steps = part.steps
     trained = [*model.parameters(), *(part.help.parameters() if part.help else ())]

@@ -176,13 +176,7 @@ class TextRecipe(Recipe):
 
 
 def alike(texts: Sequence[RatedText], size: int, rng: random.Random) -> Iterator[list[RatedText]]:
-    """Batches without end, each of texts of nearly one length.
-
-    Args:
-        texts: ``size`` of them or more.
-        size: of a batch.
-        rng: draws the texts and the order of the batches.
-    """
+    """Batches without end, each of texts of nearly one length."""
     while True:
         pool = rng.sample(texts, min(len(texts), _POOL * size))
         pool.sort(key=lambda text: len(text.words))
@@ -218,13 +212,7 @@ def rating_loss(logits: Tensor, texts: Sequence[RatedText]) -> Tensor:
 def class_accuracy(
     logits: Callable[[Tensor], Tensor], reader: TextReader, texts: Sequence[RatedText]
 ) -> float:
-    """The share of texts whose class is told right.
-
-    Args:
-        logits: ids to what is said of the classes, (B, 2).
-        reader: makes the ids.
-        texts: one or more.
-    """
+    """The share of texts whose class is told right by logits of ids, (B, 2)."""
     ordered = sorted(texts, key=lambda text: len(text.words))
     right = 0
     for start in range(0, len(ordered), _MEASURED):

@@ -13,11 +13,8 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     Mamba2Config,
     Mamba2ForCausalLM,
     MambaConfig,
@@ -33,9 +30,6 @@ from captum_ssm.models import VisionMamba
 CLASSES, SIDE, PATCH, BLOCKS = 5, 224, 112, 17
 
 QUESTION = {"stem": "what is blue ?", "choices": [("the sky", "A"), ("the grass", "B")]}
-REVIEWS = {"neg/0_2.txt": "a dull film", "pos/0_9.txt": "two good actors"}
-#: More than a task of BIG-bench needs to keep some for demonstrations.
-STATEMENTS = ["the sky is blue", "the grass is blue"] * 10
 PAIRS = [("das ist blau", "that is blue", "1-1 2-2 3p3"), ("ja", "yes", "1-1")]
 PROMPTS = {
     "niah_single_1": ("the key is 4 . what is the key ?", ["4"]),
@@ -55,9 +49,8 @@ def make(folder: Path) -> None:
 
 def _models(folder: Path) -> None:
     sizes: dict[str, Any] = {"img_size": SIDE, "patch_size": PATCH, "embed_dim": 8}
-    for name, depth, classes in (("vim_small", BLOCKS, CLASSES), ("vim_voc", BLOCKS, 20)):
-        vim = VisionMamba(**sizes, depth=depth, num_classes=classes)
-        torch.save({"model": vim.state_dict()}, folder / f"{name}.pth")
+    vim = VisionMamba(**sizes, depth=BLOCKS, num_classes=CLASSES)
+    torch.save({"model": vim.state_dict()}, folder / "vim_small.pth")
     small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
     heads = {"num_attention_heads": 2}
     deit = ViTConfig(**small, **heads, image_size=SIDE, patch_size=PATCH, num_labels=CLASSES)
@@ -70,9 +63,6 @@ def _models(folder: Path) -> None:
     words = _tokenizer()
     known = {"vocab_size": len(words), "num_hidden_layers": 2, "eos_token_id": None}
     made = {
-        "bert-imdb": BertForSequenceClassification(
-            BertConfig(**small, **heads, vocab_size=len(words), num_labels=2)
-        ),
         "mamba": MambaForCausalLM(MambaConfig(**known, hidden_size=16, state_size=4)),
         "mamba2": Mamba2ForCausalLM(
             Mamba2Config(**known, hidden_size=16, state_size=4, num_heads=4, head_dim=8, n_groups=1)
@@ -85,7 +75,7 @@ def _models(folder: Path) -> None:
 
 def _tokenizer() -> Any:
     """One token per word of the stand-ins."""
-    texts = [QUESTION["stem"], "Question: Answer: A. B. A B =", *REVIEWS.values()]
+    texts = [QUESTION["stem"], "Question: Answer: A. B. A B ="]
     texts += [text for text, _ in QUESTION["choices"]]
     texts += [text for pair in PAIRS for text in pair[:2]]
     texts += [text for text, _ in PROMPTS.values()]
@@ -110,12 +100,6 @@ def _images(folder: Path) -> None:
             found = data.create_dataset(f"value/{name}", (len(references), 1), dtype=h5py.ref_dtype)
             for number, reference in enumerate(references):
                 found[number, 0] = reference
-    for name in ("n01440764/a.JPEG", "n01443537/b.JPEG"):
-        _save(Image.fromarray(_noise(40, 50)), folder / "imagenet" / "val" / name)
-    voc = folder / "VOC2012"
-    _save(Image.fromarray(_noise(40, 50)), voc / "JPEGImages" / "2007_1.jpg")
-    _save(Image.fromarray(15 * _labels(40, 50)), voc / "SegmentationClass" / "2007_1.png")
-    _write(voc / "ImageSets" / "Segmentation" / "val.txt", ["2007_1"])
 
 
 def _texts(folder: Path) -> None:
@@ -123,13 +107,6 @@ def _texts(folder: Path) -> None:
     question = {"stem": QUESTION["stem"], "choices": choices}
     record = {"id": "7", "question": question, "answerKey": "A"}
     _write(folder / "ARC-Easy-Test.jsonl", [json.dumps(record)])
-    examples = [
-        {"input": f"is it so ? {text}", "target_scores": {"yes": i % 2, "no": 1 - i % 2}}
-        for i, text in enumerate(STATEMENTS)
-    ]
-    (folder / "snarks.json").write_text(json.dumps({"examples": examples}))
-    for name, text in REVIEWS.items():
-        _write(folder / "aclImdb" / "test" / name, [text])
     for name, lines in zip(("de", "en", "links.talp"), zip(*PAIRS, strict=True), strict=True):
         _write(folder / "alignment" / name, lines)
     links = [link for _, _, link in PAIRS]
@@ -152,11 +129,6 @@ def _labels(height: int, width: int) -> Any:
     labels = np.zeros((height, width), dtype=np.uint8)
     labels[height // 4 : height // 2, width // 4 : width // 2] = 1
     return labels
-
-
-def _save(picture: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:

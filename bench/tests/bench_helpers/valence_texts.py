@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from captum_ssm_bench.data.valence import LEXICON, SOURCES, VARIABLE
+from captum_ssm_bench.data.valence import SOURCES, VARIABLE
 
 GOOD = ("good", "lovely", "funny", "brilliant", ":)")
 BAD = ("bad", "dull", "awful", "tedious", ":(")
@@ -34,7 +34,7 @@ def sentence(rng: random.Random, valence: float) -> str:
 
 
 def rated_texts(count: int, rng: random.Random) -> dict[str, str]:
-    """The files by name: ``count`` sentences of each source, and the lexicon."""
+    """The files by name: ``count`` sentences of each source."""
     files = {}
     for name in SOURCES.values():
         rows = []
@@ -42,9 +42,6 @@ def rated_texts(count: int, rng: random.Random) -> dict[str, str]:
             valence = rng.uniform(-4, 4)
             rows.append(f"{number}\t{valence:.4f}\t{sentence(rng, valence)}\r\n")
         files[name] = "".join(rows)
-    valences = {**dict.fromkeys(GOOD, 2.5), **dict.fromkeys(BAD, -1.5)}
-    rows = [f"{word}\t{valence}\t0.5\t[1, 2]\r\n" for word, valence in valences.items()]
-    files[LEXICON] = "".join(rows)
     return files
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ pytest.importorskip("safetensors")
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm_bench import EXPERIMENTS, Cell, load_bundled
-from captum_ssm_bench.cli import main
 from captum_ssm_bench.experiments.answers.hops import (
     CHANCE,
     by_hops,
@@ -89,10 +86,3 @@ def test_who_names_blindly(seed: int) -> None:
     found = ANSWERS.measure(torch.nn.Identity(), example, CHANCE)["one question"]
     facts = len(facts_of(example.texts["one question"]))
     assert found["link"] == 1 / facts and found["chain"] == pytest.approx(6 * found["order"])
-
-
-def test_a_quick_run(tmp_path: Path) -> None:
-    arguments = ["evaluate", "answers", "--models", "chains-mamba2", "--quick"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    lines = json.loads((tmp_path / "answers.json").read_text())["lines"]
-    assert {(line["method"], line["formulation"]) for line in lines} == set(ANSWERS.cells())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from captum_ssm import Edges, LatimFlow, attribution_graph, knock_out
 from captum_ssm.inside import Node
 from captum_ssm.tracing import find_mixers
 from captum_ssm_bench import EXPERIMENTS, Cell, load_bundled
-from captum_ssm_bench.cli import main
 from captum_ssm_bench.experiments.causal.questions import Question
 from captum_ssm_bench.experiments.knockout.graphs import (
     CHANCE,
@@ -144,28 +141,6 @@ def test_nothing_is_said_of_nodes_where_there_is_one_mixer(seed: int) -> None:
 
 
 # --- all of it -------------------------------------------------------------------------------
-
-
-def test_models_are_those_of_knock_outs_grouped_by_their_blocks() -> None:
-    grouped = [name for group in GRAPHS.groups.values() for name in group]
-    assert sorted(grouped) == sorted(KNOCKOUT.groups["language models"])
-    for group, names in GRAPHS.groups.items():
-        for name in names:
-            blocks = {block for m in find_mixers(load_bundled(name)[0]) for block in m.blocks}
-            assert len(blocks) == (2 if group == "two blocks" else 1), name
-
-
-def test_a_quick_run(tmp_path: Path) -> None:
-    arguments = ["graphs", "--models", "pairs-mamba", "passkey-mamba", "--examples", "2"]
-    assert main(["evaluate", *arguments, "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "graphs.json").read_text())["lines"]
-    cells = {
-        name: {(line["method"], line["formulation"]) for line in found if line["model"] == name}
-        for name in ("pairs-mamba", "passkey-mamba")
-    }
-    assert cells["pairs-mamba"] == set(GRAPHS.cells())
-    assert cells["passkey-mamba"] == {cell for cell in GRAPHS.cells() if cell.method != "nodes"}
-    assert all((line["r"]["value"] is not None) == bool(line["row"]) for line in found)
 
 
 #: By model, a text that the page looks at: its answer, the source of that, the block that the path

@@ -27,7 +27,7 @@ from captum_ssm import (
 )
 from captum_ssm.operators.reduction import discard_smallest
 from captum_ssm_bench import Cell
-from captum_ssm_bench.experiments.image_maps import CODE, attention_alone, image_maps
+from captum_ssm_bench.experiments.image_maps import attention_alone, image_maps
 
 MAPS = image_maps()
 
@@ -88,15 +88,9 @@ def called(model: Any, image: Tensor, cell: tuple[str, str]) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("cell", CALLS)
-def test_a_cell_is_the_method_that_it_names(cell: tuple[str, str]) -> None:
-    model, image = vim(), scene_image()
-    found = MAPS[Cell(*cell)].explain(model, image, ASKED)
-    torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
-
-
-def test_a_cell_of_a_transformer() -> None:
-    model, image = vit(), scene_image()
+@pytest.mark.parametrize("make", [vim, vit])
+def test_a_cell_is_the_method_that_it_names(make: Any) -> None:
+    model, image = make(), scene_image()
     for cell in CALLS:
         if MAPS[Cell(*cell)].applies(model):
             found = MAPS[Cell(*cell)].explain(model, image, ASKED)
@@ -139,19 +133,6 @@ def test_formulations_of_scans_say_nothing_of_attention() -> None:
     assert all(each.applies(vim()) for each in MAPS.values())
 
 
-def test_attribution_of_a_transformer_is_rounding_alone() -> None:
-    """Which is why its cells leave transformers out."""
-    found = MambaAttribution(vit()).attribute(scene_image(), 1, per_token=True)
-    assert found.abs().max() <= 1e-6
-
-
-def test_the_variants_are_the_rows_of_the_ablation_tables() -> None:
-    variants = {cell.formulation for cell, each in MAPS.items() if each.variant}
-    assert {"unified-conv", "unified-gate", "unified-activation", "unified-scan"} <= variants
-    assert {"s6, max", "unified, discard 0.8", "unified, no clamp", "silu"} <= variants
-    assert not variants & {"s6", "unified", "exact", "linearized", "patches", "pixels", ""}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cell(name: str) -> None:
     model, image = MODELS[name](), scene_image()
@@ -161,8 +142,3 @@ def test_every_cell(name: str) -> None:
         size = image.shape[2:] if "pixels" in cell.formulation else GRID
         assert found.shape == (2, *size) and not found.requires_grad, cell
         assert bool(found.isfinite().all()), cell
-        if not each.by_class:
-            assert torch.equal(found[0], found[1]), cell
-        # zero everywhere may be GradCAM, and the published code where it reads the last layer alone
-        elif not (cell.method == "GradCAM" or CODE in cell.formulation or each.variant):
-            assert not torch.equal(found[0], found[1]), cell

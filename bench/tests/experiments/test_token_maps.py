@@ -46,23 +46,18 @@ def found(cell: Cell, case: Case) -> Tensor:
     return only
 
 
-@pytest.mark.parametrize("components", ["s6", "unified", "unified-gate"])
-def test_rollout_of_attention(case: Case, components: str) -> None:
+def test_rollout_of_attention(case: Case) -> None:
     model, ids, targets = case
-    explain = ImplicitAttentionRollout(model)
-    wanted = [explain.attribute(ids, query=p, components=components)[0] for p, _ in targets]
-    assert_same(found(Cell("ImplicitAttentionRollout", components), case), wanted)
-
-
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_rollout_of_another_reduction(case: Case, reduce: Any) -> None:
-    model, ids, targets = case
-    explain = ImplicitAttentionRollout(model)
-    wanted = [
-        explain.attribute(ids, query=p, components="s6", reduce=reduce)[0] for p, _ in targets
-    ]
-    (only,) = choice_maps()[Cell("ImplicitAttentionRollout", f"s6, {reduce}")](*case).values()
-    assert_same(only, wanted)
+    explain, maps = ImplicitAttentionRollout(model), {**token_maps(), **choice_maps()}
+    for formulation in ("s6", "unified", "unified-gate", *(f"s6, {each}" for each in REDUCTIONS)):
+        components, _, reduce = formulation.partition(", ")
+        options: dict[str, Any] = {"reduce": reduce} if reduce else {}
+        wanted = [
+            explain.attribute(ids, query=p, components=components, **options)[0]  # type: ignore
+            for p, _ in targets
+        ]
+        (only,) = maps[Cell("ImplicitAttentionRollout", formulation)](*case).values()
+        assert_same(only, wanted)
 
 
 def test_attribution_without_a_clamp(case: Case) -> None:
@@ -123,10 +118,6 @@ def check_shared(cells: Iterable[Cell], case: Case) -> None:
 def test_sharing_a_run_changes_no_number(case: Case) -> None:
     """One formulation of each method."""
     check_shared({cell.method: cell for cell in token_maps()}.values(), case)
-
-
-def test_sharing_a_run_changes_no_number_of_any_cell(case: Case) -> None:
-    check_shared(token_maps(), case)
 
 
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import getpass
+import json
 import math
+import platform
+import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.full_disk import ROOM, contents, full_disk
 from torch import nn
 
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import DataNotFoundError, InputError, OptionError, WriteError
 from captum_ssm_bench import (
+    EXPERIMENTS,
     Cell,
     Column,
     Experiment,
+    Key,
     Plan,
     Processes,
     Records,
     Rows,
     Subject,
     lines,
+    load_bundled,
     run,
     write_tables,
 )
-from captum_ssm_bench.harness.tables import as_markdown, picture
+from captum_ssm_bench.harness.placing import placed
+from captum_ssm_bench.harness.runner import note_machine
+from captum_ssm_bench.harness.subjects import asked, bundled, retrained
+from captum_ssm_bench.harness.tables import as_markdown
+from captum_ssm_bench.training.loop import recipe_of, train
+
+NAME, CPU = "passkey-mamba", torch.device("cpu")
+PASSKEYS = EXPERIMENTS["passkey"]
 
 
 class Ended(Exception):
@@ -40,16 +55,13 @@ class Counted(Experiment):
     """Numbers that follow from the example alone, and a count of what was measured."""
 
     name, title = "counted", "A table"
-    columns = (
-        Column("x", ("x",)),
-        Column("ratio", ("x", "y"), "low", lambda s, _: s[..., :1] / s[..., 1:]),
-    )
+    columns = (Column("x", ("x",)),)
 
     def __init__(self, fingerprint: str = "a") -> None:
         self.fingerprint = fingerprint
         self.measured: Counter[Any] = Counter()
         self.loaded: list[str] = []
-        self.ends_after = math.inf
+        self.ends_after, self.times, self.open = math.inf, 0, False
 
     def subjects(self) -> list[Subject]:
         def load(device: torch.device, name: str) -> nn.Module:
@@ -67,38 +79,45 @@ class Counted(Experiment):
     def example(self, subject: Subject, index: int, seed: int) -> Any:
         return subject.name, seed, index
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self.times, self.open = self.times + 1, True
+        yield
+        self.open = False
+
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
+        assert self.open
         if sum(self.measured.values()) >= self.ends_after:
             raise Ended
         self.measured[example, cell] += 1
         value = hash((*example[1:], len(cell.formulation))) % 97 / 7
         if cell.method == "n":
-            return {"layer 0": {"x": value, "y": 1.0}, "mean": {"x": math.nan, "y": 2.0}}
-        return {"": {"x": value, "y": 3.0}}
+            return {"layer 0": {"x": value}, "mean": {"x": value / 2}}
+        return {"": {"x": value}}
 
 
 def plan(experiment: Counted, examples: int = 5) -> Plan:
     return Plan(experiment, experiment.cells(), examples, (0, 3))
 
 
-def tables(experiment: Counted, results: Any, folder: Path) -> list[bytes]:
-    return [p.read_bytes() for p in write_tables(experiment, lines(experiment, results), folder)]
+# --- runs ------------------------------------------------------------------------------------
 
 
 def test_everything_is_measured_once_and_each_model_loaded_once(tmp_path: Path) -> None:
-    experiment = Counted()
-    found = run(plan(experiment), tmp_path)
+    experiment, said = Counted(), list[str]()
+    found = run(plan(experiment), tmp_path, log=said.append)
     assert set(experiment.measured.values()) == {1}
     assert len(found) == len(experiment.measured) == 2 * 3 * 2 * 5
     assert experiment.loaded == ["one", "two"]
+    assert experiment.times == 2 * 2 * 5 and not experiment.open
+    assert said[-1] == "counted: 20/20 examples, 0 s left"
     again = Counted()
     assert run(plan(again), tmp_path) == found
     assert not again.measured and not again.loaded
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
-    whole = run(plan(Counted()), tmp_path / "whole")
-    times: Counter[Any] = Counter()
+    whole, times = run(plan(Counted()), tmp_path / "whole"), Counter[Any]()
     for ends_after in (7, 20, math.inf):
         experiment = Counted()
         experiment.ends_after = ends_after
@@ -108,22 +127,20 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert found == whole and set(times.values()) == {1}
 
 
-def test_two_processes_give_the_tables_of_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
     one, shared = Counted(), [Counted(), Counted()]
     alone = run(plan(one), tmp_path / "one")
     second = threading.Thread(target=run, args=(plan(shared[1]), tmp_path / "two", Processes(1, 2)))
     second.start()
-    together = run(plan(shared[0]), tmp_path / "two", Processes(0, 2))
+    assert run(plan(shared[0]), tmp_path / "two", Processes(0, 2)) == alone
     second.join()
     assert shared[0].measured and shared[1].measured
     assert set((shared[0].measured + shared[1].measured).values()) == {1}
-    assert tables(one, alone, tmp_path / "a") == tables(one, together, tmp_path / "b")
 
 
 def test_more_examples_and_cells_are_added_to_those_there(tmp_path: Path) -> None:
-    few = Counted()
+    few, more = Counted(), Counted()
     run(Plan(few, few.cells()[:1], 2), tmp_path)
-    more = Counted()
     found = run(Plan(more, more.cells(), 3), tmp_path)
     assert not set(few.measured) & set(more.measured)
     assert len(found) == 2 * 3 * 3
@@ -141,8 +158,7 @@ def test_trainings_of_a_model_lie_beside_each_other_and_are_one_row(tmp_path: Pa
     first = experiment.subjects()[0]
     again = Subject(first.name, first.load, "b", training="b")
     run(Plan(experiment, experiment.cells(), 5, subjects=[first]), tmp_path)
-    both = Plan(experiment, experiment.cells(), 5, subjects=[first, again])
-    found = run(both, tmp_path)
+    found = run(Plan(experiment, experiment.cells(), 5, subjects=[first, again]), tmp_path)
     assert experiment.loaded == ["one", "one"]  # of the first nothing was left to measure
     assert {key.model for key, _ in found} == {"one", "one@b"}
     table = lines(experiment, found)
@@ -150,120 +166,17 @@ def test_trainings_of_a_model_lie_beside_each_other_and_are_one_row(tmp_path: Pa
     assert "## one, 10 examples of 2 trainings" in as_markdown(experiment, table)
 
 
-def test_cells_of_an_example_are_measured_together(tmp_path: Path) -> None:
-    class Noted(Counted):
-        open = False
-
-        @contextmanager
-        def together(self) -> Iterator[None]:
-            self.times, self.open = getattr(self, "times", 0) + 1, True
-            yield
-            self.open = False
-
-        def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-            assert self.open
-            return super().measure(model, example, cell)
-
-    experiment = Noted()
-    run(plan(experiment), tmp_path)
-    assert experiment.times == 2 * 2 * 5 and not experiment.open
-
-
-def test_a_device_map_spreads_each_model(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    experiment = Counted()
-    spread: list[nn.Module] = []
-
-    def measure(model: nn.Module, example: Any, cell: Cell) -> Rows:
-        spread.append(model)
-        return {}
-
-    experiment.measure = measure  # type: ignore[method-assign]
-    run(Plan(experiment, experiment.cells()[:1], 1, device_map="cpu"), tmp_path)
-    assert len(spread) == 2 and all(hasattr(model, "_hf_hook") for model in spread)
-
-
-def test_the_table(tmp_path: Path) -> None:
-    experiment = Counted()
-    table = lines(experiment, run(plan(experiment), tmp_path))
-    assert [(t.method, t.formulation, t.row) for t in table[:4]] == [
-        ("m", "a", ""),
-        ("m", "b", ""),
-        ("n", "", "layer 0"),
-        ("n", "", "mean"),
-    ]
-    values = [
-        rows[""]["x"]
-        for key, rows in Records(tmp_path / "counted")
-        if key[1:4] == ("one", "m", "a")
-    ]
-    first = table[0]
-    assert first.model == "one" and first.examples == len(values) == 10
-    assert first.entries["x"].value == pytest.approx(sum(values) / 10)
-    assert first.entries["ratio"].value == pytest.approx(sum(values) / 30)
-    assert first.entries["x"].low <= first.entries["x"].value <= first.entries["x"].high
-    assert math.isnan(table[3].entries["x"].value)
-    paths = write_tables(experiment, table, tmp_path)
-    markdown, comma, json = (p.read_text() for p in paths[:3])
-    assert "| n |  | mean | - |" in markdown and "## two, 10 examples" in markdown
-    assert comma.count("\n") == len(table) + 1 and '"value": null' in json
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    experiment = Counted()
-    table = lines(experiment, run(plan(experiment), tmp_path))
-    drawing = picture(experiment.columns, table)
-    heads = [axis.get_title() for axis in drawing.axes]
-    assert heads == ["x (higher is better)", "ratio (lower is better)"]
-    labels = [text.get_text() for text in drawing.axes[0].get_yticklabels()]
-    rows = ["m, a", "m, b", "n, layer 0", "n, mean"]
-    assert labels == ["", "one", *rows, "", "two", *rows, ""]
-    drawn = write_tables(experiment, table, tmp_path)[-1]
-    assert drawn.suffix == ".png" and drawn.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_table_without_rows_has_no_picture(tmp_path: Path) -> None:
-    paths = write_tables(Counted(), [], tmp_path)
-    assert [path.suffix for path in paths] == [".md", ".csv", ".json"]
-
-
-@pytest.mark.parametrize("name", ["../out", "a/b", "", ".", "..", "-x", "a b", "c:\\x"])
+@pytest.mark.parametrize("name", ["../out", "a/b", "", "-x", "a b", "c:\\x"])
 def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     experiment = Counted()
     experiment.name = name
-    inside = tmp_path / "inside"
-    with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
-        run(plan(experiment), inside)
-    with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
-        write_tables(experiment, [], inside)
+    for write in (
+        lambda: run(plan(experiment), tmp_path / "inside"),
+        lambda: write_tables(experiment, [], tmp_path / "inside"),
+    ):
+        with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
+            write()
     assert not list(tmp_path.iterdir()) and not experiment.measured
-
-
-def test_columns_without_an_entry_are_left_out(tmp_path: Path) -> None:
-    experiment = Counted()
-    found = run(plan(experiment), tmp_path)
-
-    def heads(method: str) -> set[str]:
-        table = lines(experiment, [result for result in found if result[0].method == method])
-        return set(re.findall(r"^\| method .*$", as_markdown(experiment, table), re.MULTILINE))
-
-    assert heads("m") == {"| method | formulation | x | ratio |"}
-    assert heads("n") == {"| method | row | x | ratio |"}
-
-
-def test_what_has_to_be_known_stands_below_the_table() -> None:
-    experiment = Counted()
-    assert as_markdown(experiment, []).endswith("ratio: lower is better.\n")
-    experiment.note = "Mind the gap."
-    assert as_markdown(experiment, []).endswith("ratio: lower is better. Mind the gap.\n")
-
-
-def test_choosing_cells() -> None:
-    experiment = Counted()
-    assert experiment.chosen(["n"]) == [Cell("n")]
-    assert experiment.chosen(None, ["b"]) == [Cell("m", "b")]
-    assert experiment.chosen(["q"]) == []
 
 
 @pytest.mark.parametrize("rank, world", [("2", "2"), ("-1", "1")])
@@ -274,7 +187,144 @@ def test_a_rank_that_cannot_be(monkeypatch: pytest.MonkeyPatch, rank: str, world
         Processes.launched()
 
 
-def test_progress(tmp_path: Path) -> None:
-    said: list[str] = []
-    run(plan(Counted()), tmp_path, log=said.append)
-    assert said[-1] == "counted: 20/20 examples, 0 s left"
+def test_the_note_of_a_run_names_no_place(tmp_path: Path) -> None:
+    text = note_machine(tmp_path, CPU).read_text()
+    found = json.loads(text)
+    assert found["torch"] == torch.__version__ and platform.system() in found["system"]
+    for private in (platform.node(), str(Path.home()), str(Path.cwd())):
+        assert private not in text
+    assert getpass.getuser() not in found.values()
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def key(example: int) -> Key:
+    return Key("e", "model", "m", "f", 0, example)
+
+
+def test_what_is_appended_is_read_back_sorted_and_once(tmp_path: Path) -> None:
+    numbers = [random.random() * 10 ** random.randint(-20, 20) for _ in range(9)]
+    for i in random.sample(range(9), 9):
+        Records(tmp_path, i % 3).append(key(i), {"": {"x": numbers[i]}, "l": {"y": math.nan}})
+    Records(tmp_path, 5).append(key(3), {"": {"x": 99.0}})
+    found = list(Records(tmp_path))
+    assert [k.example for k, _ in found] == list(range(9))
+    assert [rows[""]["x"] for _, rows in found] == numbers
+    assert math.isnan(found[0][1]["l"]["y"])
+
+
+@pytest.mark.parametrize("left", [0, 0.5, 0.99])
+def test_a_line_without_an_end_is_skipped_and_taken_off(tmp_path: Path, left: float) -> None:
+    """A process leaves one that is killed while it writes."""
+    records = Records(tmp_path)
+    for i in range(3):
+        records.append(key(i), {"": {"x": i}})
+    path = tmp_path / "records-0.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:2]) + whole[2][: 1 + int(left * (len(whole[2]) - 2))])
+    assert [k.example for k, _ in records] == [0, 1]
+    Records(tmp_path).append(key(2), {"": {"x": 7.0}})
+    assert path.read_bytes().splitlines(keepends=True)[:2] == whole[:2]
+    assert dict(records)[key(2)][""]["x"] == 7 and len(list(records)) == 3
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"rows": {}}', '{"rows": 3, "example": 1}'])
+def test_a_line_that_is_no_result(tmp_path: Path, line: str) -> None:
+    Records(tmp_path).append(key(0), {"": {"x": 0.0}})
+    with (tmp_path / "records-0.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match=r"records-0\.jsonl, line 2 is not a result"):
+        list(Records(tmp_path))
+
+
+# --- full disks ------------------------------------------------------------------------------
+
+
+def tables(folder: Path, examples: int) -> None:
+    experiment = EXPERIMENTS["decomposition-error"]
+    keys = [Key(experiment.name, "m", "Latim", "silu", 0, i) for i in range(examples)]
+    found = [(key, {"mean": {"error": 0.1 + 0.01 * key.example}}) for key in keys]
+    write_tables(experiment, lines(experiment, found), folder)
+
+
+def trained(folder: Path, examples: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(recipe_of("recall-mamba")), "measure", lambda *_: {})
+        train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
+
+
+@pytest.mark.parametrize("write", [tables, trained])
+def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
+    write(tmp_path, 1)
+    before = contents(tmp_path)
+    assert any(len(data or b"") > ROOM for data in before.values())
+    with full_disk(), pytest.raises(WriteError, match=r"could not be written: .*large"):
+        write(tmp_path, 2)
+    assert contents(tmp_path) == before
+
+
+def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:
+    """The part that was cut off is removed, and measured again."""
+    records = Records(tmp_path)
+    records.append(key(0), {"": {"x": 0.0}})
+    own = tmp_path / "records-0.jsonl"
+    room = own.stat().st_size + 20
+    with full_disk(room), pytest.raises(WriteError, match=r"records-0\.jsonl could not be written"):
+        records.append(key(1), {"": {"x": 1 / 7}})
+    assert own.stat().st_size == room and [each.example for each, _ in records] == [0]
+    records.append(key(1), {"": {"x": 1 / 7}})
+    assert [each.example for each, _ in records] == [0, 1]
+    with pytest.raises(WriteError, match="could not be written"):
+        Records(own)
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model that was trained for no step at all."""
+    recipe = recipe_of(NAME)
+    recipe.save(recipe.new(), tmp_path / "again")
+    return tmp_path / "again"
+
+
+def test_models_that_ship_and_others_of_their_recipes(folder: Path) -> None:
+    ships, again = asked(PASSKEYS, [NAME, f"{NAME}={folder}"])
+    assert ships.label == ships.name == again.name == NAME != again.label
+    assert bundled(NAME).fingerprint == ships.fingerprint != again.fingerprint
+    for subject, where in ((ships, None), (again, folder)):
+        wanted = load_bundled(NAME, where)[0].parameters()
+        for one, other in zip(subject.load(CPU).parameters(), wanted, strict=True):
+            assert torch.equal(one, other)
+    first, second = (PASSKEYS.example(subject, 2, 1) for subject in (ships, again))
+    assert torch.equal(first.ids, second.ids), "examples are the same for all trainings"
+
+
+def test_models_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+    assert asked(PASSKEYS, ["copying-mamba"]) == []
+    assert {each.name for each in asked(PASSKEYS, None)} == {NAME, "passkey-mamba2"}
+    with pytest.raises(OptionError, match="same weights of 'passkey-mamba' are named twice"):
+        asked(PASSKEYS, [f"{NAME}={folder}", f"{NAME}={folder}/"])
+    with pytest.raises(DataNotFoundError, match=re.escape(f"{NAME}={tmp_path}: there is no")):
+        retrained(NAME, tmp_path)
+    with pytest.raises(OptionError, match="'no-such-model': no such bundled model"):
+        bundled("no-such-model")
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", "sequential"])
+def test_placed_models_give_the_same_numbers(device_map: str, seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    subject = bundled(NAME)
+    example = PASSKEYS.example(subject, 0, seed)
+    model: Any = placed(subject.load(CPU), device_map)
+    assert set(model.hf_device_map.values()) == {"cpu"} and hasattr(model, "_hf_hook")
+    cells = [Cell("LatimFlow", "frozen"), Cell("LatimALTI rollout", "silu"), Cell("Saliency")]
+    for cell in cells:
+        rows, wanted = (PASSKEYS.measure(m, example, cell) for m in (model, subject.load(CPU)))
+        assert rows[""] == pytest.approx(wanted[""], abs=1e-9), cell
+    given = Plan(PASSKEYS, cells[:1], 1, subjects=[subject], device_map=device_map)
+    assert len(run(given, tmp_path)) == 1
+    with pytest.raises(OptionError, match="'everywhere' is neither a device nor one of"):
+        placed(subject.load(CPU), "everywhere")

@@ -48,9 +48,7 @@ class ErasedExample:
 def r_squared(sums: Tensor, counts: Tensor) -> Tensor:
     """How much of the spread of true numbers predictions explain, 1 being all of it.
 
-    Args:
-        sums: of the true numbers, their squares, and the squares of the errors (..., 3).
-        counts: of how many examples (..., 3).
+    The sums (..., 3) are of the true numbers, their squares, and the squares of the errors.
     """
     true, squares, errors = sums.unbind(-1)
     return (1 - errors / (squares - true.square() / counts[..., 0]))[..., None]
@@ -121,14 +119,7 @@ class Erasers(LinkedTexts):
 
 
 def held_without(memory: StateMemory, ids: Tensor, source: int, number: int) -> Tensor:
-    """How much of a source the last state of a layer holds without each token behind it, (n,).
-
-    Args:
-        memory: of the model.
-        ids: the text (1, L).
-        source: the token that wrote.
-        number: of the layer.
-    """
+    """How much of a source the last state of a layer holds without each token behind it, (n,)."""
     texts = [
         torch.cat([ids[:, :at], ids[:, at + 1 :]], 1) for at in range(source + 1, ids.shape[1])
     ]
@@ -138,15 +129,7 @@ def held_without(memory: StateMemory, ids: Tensor, source: int, number: int) -> 
 def held_with(
     layer: LayerMemory, source: int, end: int, eraser: int, step: int | None = None
 ) -> Tensor:
-    """How much of a source a state holds, had a token done what another one did.
-
-    Args:
-        layer: what the state holds as it is.
-        source: the token that wrote.
-        end: the token after which the state is looked at.
-        eraser: the token whose step is another.
-        step: the token whose step it is. Default: None, it leaves the state as it was.
-    """
+    """How much of a source a state holds, had a token done the step of another one, or none."""
     found = memories_of(layer.linear.operator, layer.linear.values)
     (memory,) = (each for each in found if isinstance(each, Memory))
     changed = memory._replace(

@@ -40,11 +40,9 @@ class DigitExample:
 
 
 def correlation(sums: Tensor, counts: Tensor) -> Tensor:
-    """Pearson's correlation of a number with one that is 0 or 1, from sums.
+    """Pearson's correlation of a number with one that is 0 or 1, of the sums (..., 4).
 
-    Args:
-        sums: of the one, the other, their product, and the square of the one (..., 4).
-        counts: of how many examples (..., 4).
+    They are of the one, the other, their product, and the square of the one.
     """
     share, right, both, squared = (sums / counts).unbind(-1)
     spread = (squared - share.square()) * (right - right.square())

@@ -99,16 +99,7 @@ def links_of(text: LinkedText) -> list[int]:
 
 
 def relevance_of(explain: SSMLLMAttribution, text: LinkedText, rule: str) -> tuple[Tensor, Tensor]:
-    """The relevance of facts to every written word, and to the last one after 0, 1, ... hops.
-
-    Args:
-        explain: what explains texts.
-        text: facts, and questions; all behind the first asked symbol is written.
-        rule: of the method.
-
-    Returns:
-        (words, F) and (H, F).
-    """
+    """The relevance of facts to every word (words, F), and to the last one after hops (H, F)."""
     start = text.context.stop + 2
     prompt, written = " ".join(text.words[:start]), " ".join(text.words[start:])
     last = len(text.words) - start - 1

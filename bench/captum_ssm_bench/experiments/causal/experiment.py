@@ -29,12 +29,12 @@ from captum_ssm.tracing import repaired_scans
 from ...bundled import weights_of
 from ...harness.experiment import Cell, Column, Experiment, Subject
 from ...harness.records import Numbers, Rows
+from ...harness.statistics import ratio
 from ...harness.subjects import bundled
 from ...tasks.scenes import SCENES
 from ...training.image_recipes import IMAGE_RECIPES
-from ...training.recipes import RECIPES
+from ...training.loop import RECIPES
 from ...training.text_recipes import TEXT_RECIPES, TextRecipe
-from ..vision_layers import ratio
 from .interventions import SUFFICIENT, Answers
 from .methods import METHODS, SHAPLEY, Method
 from .questions import LinkedQuestions, Question, RatedQuestions, SceneQuestions
@@ -77,7 +77,19 @@ CONFIRMING = (
 CHOOSING_IMAGES, CONFIRMING_IMAGES = ("scenes-vit",), ("scenes-vim", "scenes-vim-first")
 
 
-class Causal(Experiment):
+class Questioned(Experiment):
+    """Base of experiments on one output of a model for each example."""
+
+    def subjects(self) -> Sequence[Subject]:
+        """Last those that ask for texts of others, without which a run ends there."""
+        names = [name for group in self.groups.values() for name in group]
+        return [bundled(name) for name in sorted(names, key=TEXT_RECIPES.__contains__)]
+
+    def example(self, subject: Subject, index: int, seed: int) -> Question:
+        return questions_of(subject.name).question(f"{seed}/{index}")
+
+
+class Causal(Questioned):
     """Relevance of tokens and patches against Shapley values, and against leaving each one out."""
 
     name = "causal"
@@ -117,16 +129,8 @@ class Causal(Experiment):
         #: Of the latest example, so that its truth is found once for all methods.
         self._latest: Answers | None = None
 
-    def subjects(self) -> Sequence[Subject]:
-        """Last those that ask for texts of others, without which a run ends there."""
-        names = [name for group in self.groups.values() for name in group]
-        return [bundled(name) for name in sorted(names, key=TEXT_RECIPES.__contains__)]
-
     def cells(self) -> Sequence[Cell]:
         return list(METHODS)
-
-    def example(self, subject: Subject, index: int, seed: int) -> Question:
-        return questions_of(subject.name).question(f"{seed}/{index}")
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:

@@ -67,9 +67,7 @@ class Answers:
     def logits(self, references: Tensor, kept: Tensor) -> Tensor:
         """The logits of the competing classes, (N, K), where units of references are put in.
 
-        Args:
-            references: (N, ...).
-            kept: units of the input that stay, (N, U) of booleans.
+        Units that are kept (N, U) stay those of the input.
         """
         found = []
         for start in range(0, len(kept), _AT_ONCE):
@@ -128,11 +126,7 @@ class Answers:
     # --- what the order of relevance does --------------------------------------------------------
 
     def probabilities(self, relevance: Tensor) -> tuple[Curve, Curve]:
-        """The target's probability as units are put into references, and as they are taken out.
-
-        Args:
-            relevance: (U,), the highest first in both.
-        """
+        """The probability of the target as units are put in, the highest first, and taken out."""
         question, shares = self.question, torch.tensor(WHOLE, dtype=torch.float64)
         generator = torch.Generator().manual_seed(question.seed("ties"))
         movable = question.movable[None]
@@ -149,13 +143,9 @@ class Answers:
 
 
 def coalitions(order: Tensor) -> Tensor:
-    """Which units are in, one after the other let in in an order and in its reverse, (2 n, n).
+    """Which units are in, let in one by one in an order and then in its reverse, (2 n, n).
 
-    Args:
-        order: of n units.
-
-    Returns:
-        The first k of the order for k from 0 to n, then the last k for k from 1 to n - 1.
+    The first k of the order for k from 0 to n, then the last k for k from 1 to n - 1.
     """
     n = len(order)
     place = order.argsort()
@@ -164,12 +154,7 @@ def coalitions(order: Tensor) -> Tensor:
 
 
 def marginal(values: Tensor, order: Tensor) -> Tensor:
-    """What each unit adds when it is let in, the mean of an order and of its reverse, (n,).
-
-    Args:
-        values: of :func:`coalitions`, (2 n,).
-        order: of the n units.
-    """
+    """The gain by each unit when it is let in, the mean of an order and of its reverse, (n,)."""
     n = len(order)
     forwards = values[: n + 1].diff()
     none, everyone = values[:1], values[n : n + 1]

@@ -81,12 +81,7 @@ class Question:
         return self.draw(count, self.seed(purpose))
 
     def exchanged(self, references: Tensor, kept: Tensor) -> Tensor:
-        """The input with units of references in the place of those that are not kept.
-
-        Args:
-            references: (N, ...).
-            kept: (N, U) of booleans.
-        """
+        """The input with units of references (N, ...) in place of all that are not kept."""
         return torch.where(self.spread(kept), self.inputs, references)
 
     def spread(self, units: Tensor) -> Tensor:
@@ -123,11 +118,7 @@ class LinkedQuestions:
         self._pools = [others[torch.isin(others, kind)] for kind in kinds]
 
     def question(self, name: str) -> Question:
-        """One answered word that surely has a source, of a text with enough to be replaced.
-
-        Args:
-            name: of the example.
-        """
+        """One answered word that surely has a source, of a text with enough to be replaced."""
         rng = random.Random(name)
         while True:
             batch = self._task.batch(self._task.draw(1, rng))
@@ -140,14 +131,7 @@ class LinkedQuestions:
                 return replace(found, gold=batch.gold()[0, query, : query + 1])
 
     def asked(self, name: str, ids: Tensor, query: int, token: int) -> Question:
-        """One answered word of a text; what follows the asking token is not read yet.
-
-        Args:
-            name: of the example.
-            ids: (1, L).
-            query: the position whose logits predict the word.
-            token: the word.
-        """
+        """One answered word of a text (1, L); what follows the asking token is not read yet."""
         return _of_text(name, ids[:, : query + 1], (-1, token), self._pools)
 
 
@@ -166,11 +150,7 @@ class RatedQuestions:
         self._pool = torch.tensor([reader.vocabulary.id_of(word) for word in words])
 
     def question(self, name: str) -> Question:
-        """The class that people gave a text.
-
-        Args:
-            name: of the example.
-        """
+        """The class that people gave a text."""
         reader = self._reader
         text = random.Random(name).choice(self._texts)
         ids = reader.ids([text.words])
@@ -192,11 +172,7 @@ class SceneQuestions:
         self._task, self._side = task, task.size // patch
 
     def question(self, name: str) -> Question:
-        """The class that a scene shows.
-
-        Args:
-            name: of the example.
-        """
+        """The class that a scene shows."""
         scene = self._task.draw(1, crc32(name.encode()))
         grid = (self._side, self._side)
         covered = F.adaptive_avg_pool2d((scene.masks > 0).float(), grid).flatten()

@@ -14,20 +14,19 @@ from captum_ssm.edges import Edge, EdgeEffects, Effects
 from captum_ssm.edges.messages import is_attention
 from captum_ssm.linear import FAMILY
 
-from ...harness.experiment import Cell, Column, Experiment, Subject
+from ...harness.experiment import Cell, Column
 from ...harness.records import Rows
-from ...harness.subjects import bundled
+from ...harness.statistics import correlation, ratio
 from ...training.text_recipes import TEXT_RECIPES
 from ..causal.experiment import (
     CHOOSING,
     CHOOSING_IMAGES,
     CONFIRMING,
     CONFIRMING_IMAGES,
-    questions_of,
+    Questioned,
 )
 from ..causal.questions import Question
 from ..linked_texts import device_of
-from ..vision_layers import ratio
 from .held import KINDS, Kind, PlainRun, along
 from .paths import STEPS, by_share
 
@@ -54,14 +53,7 @@ HELD: Mapping[Cell, tuple[Kind, ...]] = MappingProxyType(
 )
 
 
-def correlation(sums: Tensor, _: Tensor) -> Tensor:
-    """Pearson's, of the sums of 1, x, y, x², y² and xy, (..., 6) to (..., 1)."""
-    n, x, y, xx, yy, xy = sums.unbind(-1)
-    spread = ((n * xx - x * x) * (n * yy - y * y)).clamp_min(0)
-    return ((n * xy - x * y) / spread.sqrt())[..., None]
-
-
-class Knockout(Experiment):
+class Knockout(Questioned):
     """Single edges of bundled models, their estimated effects against true knock-outs."""
 
     name = "knockout"
@@ -93,14 +85,8 @@ class Knockout(Experiment):
         #: Of the latest example, so that its edges are drawn once for all cells.
         self._latest: Drawn | None = None
 
-    def subjects(self) -> Sequence[Subject]:
-        return [bundled(name) for group in self.groups.values() for name in group]
-
     def cells(self) -> Sequence[Cell]:
         return [AS_IT_IS, EXACT_NORMS, BY_SHARE, *RULES, *HELD]
-
-    def example(self, subject: Subject, index: int, seed: int) -> Question:
-        return questions_of(subject.name).question(f"{seed}/{index}")
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:
@@ -175,15 +161,7 @@ class Drawn:
 def by_row(
     drawn: Drawn, estimated: Tensor, true: Tensor, matched: Tensor | None = None
 ) -> dict[str, dict[str, float]]:
-    """Of all edges, of both halves, and of each layer, the sums that columns are made of.
-
-    Args:
-        drawn: the edges.
-        estimated: their effects as they are estimated.
-        true: their true effects.
-        matched: those that are estimated where the same is held as in the truth. Default: None,
-            there are no others.
-    """
+    """The sums that columns are made of: of all edges, of both halves, and of each layer."""
     matched = torch.full_like(true, torch.nan) if matched is None else matched
     large = torch.arange(len(true)) < EDGES // 2
     which = {"all": torch.ones_like(large), "large": large, "even": ~large}
@@ -204,12 +182,7 @@ def by_row(
 
 
 def sums_of(x: Tensor, z: Tensor, y: Tensor, rounding: float) -> dict[str, float]:
-    """The sums over edges that columns are made of.
-
-    Args:
-        x, z, y: the effects that are estimated, those matched to the truth, and the true ones.
-        rounding: the size below which a true effect is rounding.
-    """
+    """The sums that columns are made of, over edges' estimated, matched and true effects."""
     counted = y.abs() > rounding
     sums = {
         "n": torch.ones_like(x),

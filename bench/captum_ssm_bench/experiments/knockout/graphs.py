@@ -22,14 +22,13 @@ from captum_ssm.inside import Graph, Node, against_truth, attribution_graph
 from captum_ssm.linear import Rule
 from captum_ssm.tracing import find_mixers, repaired_scans
 
-from ...harness.experiment import Cell, Column, Experiment, Subject
+from ...harness.experiment import Cell, Column
 from ...harness.records import Numbers, Rows
-from ...harness.subjects import bundled
-from ..causal.experiment import questions_of
+from ...harness.statistics import correlation, ratio
+from ..causal.experiment import Questioned
 from ..causal.questions import Question
 from ..linked_texts import device_of
-from ..vision_layers import ratio
-from .experiment import Knockout, correlation, sums_of
+from .experiment import Knockout, sums_of
 from .parts import ANSWER_CUT
 
 #: What the answer's logit is held against.
@@ -77,7 +76,7 @@ class Message(NamedTuple):
         return Edges(list(self.mixers), [self.source], [self.target])
 
 
-class Graphs(Experiment):
+class Graphs(Questioned):
     """Paths and nodes of graphs of bundled models, against true interventions."""
 
     name = "graphs"
@@ -111,9 +110,6 @@ class Graphs(Experiment):
         }
     )
 
-    def subjects(self) -> Sequence[Subject]:
-        return [bundled(name) for name in _LANGUAGE]
-
     def cells(self) -> Sequence[Cell]:
         return [
             WHOLE,
@@ -123,9 +119,6 @@ class Graphs(Experiment):
             *(Cell(PATH, rule) for rule in PATH_RULES),
             *(Cell(OF_NODES, rule) for rule in NODE_RULES),
         ]
-
-    def example(self, subject: Subject, index: int, seed: int) -> Question:
-        return questions_of(subject.name).question(f"{seed}/{index}")
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         rule: Any = cell.formulation
@@ -151,13 +144,7 @@ class Graphs(Experiment):
 
 
 def of_path(model: nn.Module, question: Question, rule: Rule) -> Numbers:
-    """Where the path leads through that carries most, and what is right without it.
-
-    Args:
-        model: the model.
-        question: which of its outputs, at which text.
-        rule: of the graph, whose nodes are what blocks return.
-    """
+    """Where the path leads that carries most, and whether the answer is right without it."""
     blocks = list(dict.fromkeys(block for m in find_mixers(model) for block in m.blocks))
     path = graph_of(model, question, blocks, rule).path()[:-1]
     messages, last = list(messages_of(model, path)), len(question.gold) - 1
@@ -175,12 +162,7 @@ def of_path(model: nn.Module, question: Question, rule: Rule) -> Numbers:
 
 
 def messages_of(model: nn.Module, path: Sequence[Node]) -> Iterator[Message]:
-    """The messages on a path over what blocks return: each is sent within the block it leads to.
-
-    Args:
-        model: the model.
-        path: its nodes, token first, without the target.
-    """
+    """The messages on a path over what blocks return: each is sent within the block it leads to."""
     mixers = find_mixers(model)
     for one, other in itertools.pairwise(path):
         if one.position is not None and other.position is not None:
@@ -193,13 +175,7 @@ def messages_of(model: nn.Module, path: Sequence[Node]) -> Iterator[Message]:
 def other_messages(
     messages: Sequence[Message], taken: Collection[int | None], rng: random.Random
 ) -> list[Message]:
-    """As many in the same layers to the same tokens, from earlier ones; none if one has no other.
-
-    Args:
-        messages: those of a path.
-        taken: tokens that are not drawn.
-        rng: what draws.
-    """
+    """As many in the same layers to the same tokens, from earlier ones that are not taken."""
     free = [[i for i in range(message.target) if i not in taken] for message in messages]
     if not all(free):
         return []
@@ -210,15 +186,10 @@ def other_messages(
 
 
 def of_nodes(model: nn.Module, question: Question, rule: Rule) -> dict[str, Numbers]:
-    """The effects of what mixers write for each token, estimated and true, by size.
+    """The effects of the outputs of mixers for each token, estimated and true, by size.
 
-    Nodes that can do nothing, such as what the last layer writes for tokens that nobody reads, are
-    not counted.  There is one that does, where there is one mixer; nothing is said of such models.
-
-    Args:
-        model: the model.
-        question: which of its outputs, at which text.
-        rule: of the graph.
+    Nodes that can do nothing, such as outputs of the last layer that nobody reads, are not counted.
+    There is one that does, where there is one mixer; nothing is said of such models.
     """
     mixers = [mixer.module for mixer in find_mixers(model)]
     if len(mixers) < 2:

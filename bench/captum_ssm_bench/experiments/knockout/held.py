@@ -74,15 +74,10 @@ class PlainRun(Watcher):
 
     @contextmanager
     def held(self, kinds: Collection[Kind], cut_at: Tensor | None = None) -> Iterator[Outputs]:
-        """Inside it the model's layers go by what they went by in this run.
+        """A context in which the model's layers go by the coefficients of this run.
 
-        Args:
-            kinds: which of them.
-            cut_at: the number of the mixer whose message each copy lacks (N,); the mixers up to it,
-                which are what they were, are left alone. Default: None, nothing is cut.
-
-        Yields:
-            What takes the outputs of mixers.
+        Yields the watcher of the outputs of mixers.  ``cut_at`` is the number of the mixer whose
+        message each copy lacks (N,); the mixers up to it are left alone.
         """
         watcher = _Held(self, "mixers" in kinds, cut_at)
         with ExitStack() as stack:
@@ -99,16 +94,7 @@ class PlainRun(Watcher):
     def effects(
         self, edges: Sequence[Edge], effects: Effects, kinds: Collection[Kind]
     ) -> tuple[Tensor, Tensor]:
-        """What cutting edges will do to first order, and does, with some kinds held.
-
-        Args:
-            edges: one for each copy.
-            effects: those of the model's own gradient.
-            kinds: what is held.
-
-        Returns:
-            Both numbers of each edge, (N,).
-        """
+        """The effects of cutting edges, to first order and true, (N,), with some kinds held."""
         with torch.enable_grad(), self.held(kinds) as run:
             before = self.number()
             own = with_gradients(effects, torch.autograd.grad(before.sum(), run.outputs))
@@ -150,12 +136,7 @@ class _Held(Outputs):
 
 
 def with_gradients(effects: Effects, gradients: Sequence[Tensor]) -> Effects:
-    """Effects of one input by other gradients at what its layers write, of copies of it (N, L, E).
-
-    Args:
-        effects: the effects.
-        gradients: those of each layer; the first copy counts.
-    """
+    """Effects by other gradients at the outputs of layers, of copies of the input (N, L, E)."""
     layers = (
         replace(layer, gradient=gradient[:1].to(layer.gradient))
         for layer, gradient in zip(effects.layers, gradients, strict=True)
@@ -180,12 +161,7 @@ def _each(edges: Sequence[Edge], effects: Effects) -> Iterator[Edges]:
 
 
 def scale_of(norm: nn.Module, x: Tensor) -> Tensor:
-    """What a norm multiplies the features of tokens with, (..., 1).
-
-    Args:
-        norm: LayerNorm, or a root mean square norm of any name.
-        x: what it reads (..., E).
-    """
+    """The factor (..., 1) that a LayerNorm, or a root mean square norm, has for tokens (..., E)."""
     if isinstance(norm, nn.LayerNorm):
         x = x - x.mean(-1, keepdim=True)
     eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))

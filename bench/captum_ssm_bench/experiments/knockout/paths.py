@@ -33,13 +33,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def by_share(run: PlainRun, effects: Effects, edges: Sequence[Edge]) -> Tensor:
-    """What cutting edges is estimated to do, (N,).
-
-    Args:
-        run: of the model on the input.
-        effects: those of the model's own gradient.
-        edges: the edges.
-    """
+    """The estimated effects of cutting edges, (N,)."""
     written = [layer.linear.output() for layer in effects.layers]
     shares = [y / y.square().sum(-1, keepdim=True).clamp_min(_TINY) for y in written]
     share = along(with_gradients(effects, shares), edges).clamp(0, 1)
@@ -52,12 +46,7 @@ def by_share(run: PlainRun, effects: Effects, edges: Sequence[Edge]) -> Tensor:
 
 
 def mean_up_to(values: Tensor, end: Tensor) -> Tensor:
-    """Means of lines over [0, end], (N,).
-
-    Args:
-        values: at points in equal distances from 0 to 1, (S + 1, N), with straight lines between.
-        end: from 0 to 1, (N,).
-    """
+    """Means over [0, end] of lines through values (S + 1, N) at steps from 0 to 1, (N,)."""
     steps = len(values) - 1
     place = end * steps
     whole = place.long().clamp_max(steps - 1)

@@ -1,21 +1,27 @@
-"""ARC (Clark et al. 2018): school questions with several answers to choose from, one JSON a line.
+"""Questions and long texts that models are asked, one JSON a line.
 
-Both layouts are read: that of the authors' files, whose question holds a stem and a list of
-choices, and the flat one in which the set is often passed on::
+ARC (Clark et al. 2018) is read in the layout of the authors' files, whose question holds a stem and
+a list of choices, and in the flat one in which it is often passed on::
 
     {"id": "7", "question": {"stem": "...", "choices": [{"text": "...", "label": "A"}]},
      "answerKey": "A"}
     {"id": "7", "question": "...", "choices": {"text": ["..."], "label": ["A"]}, "answerKey": "A"}
+
+RULER (Hsieh et al. 2024) is read as its generator writes it: ``index``, ``input``, ``outputs``,
+``length``, and in later versions an ``answer_prefix`` with which the model's answer is to begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from captum_ssm._files import Where, broken_line, existing_file, field, read_json_lines
 from captum_ssm.errors import DataError
+
+Prompt = TypeVar("Prompt")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,23 @@ class ChoiceQuestion:
         return "\n".join([f"Question: {self.question}", *listed, "Answer:"])
 
 
+@dataclass(frozen=True)
+class LongPrompt:
+    """A long text, a question, and what the answer must hold.
+
+    Attributes:
+        index: its number.
+        prompt: what a model goes on from, with the beginning of the answer if there is one.
+        answers: what is to be found in the answer, one or more.
+        length: in tokens of the generator's tokenizer, room for the answer included.
+    """
+
+    index: int
+    prompt: str
+    answers: tuple[str, ...]
+    length: int
+
+
 def load_arc(path: str | Path) -> list[ChoiceQuestion]:
     """The questions of a file such as ``ARC-Easy-Test.jsonl``, in its order.
 
@@ -65,19 +88,35 @@ def load_arc(path: str | Path) -> list[ChoiceQuestion]:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "questions.jsonl").write_text(json.dumps(line))
         ...     (question,) = load_arc(Path(folder, "questions.jsonl"))
-        >>> question.choices[question.answer]
-        'air'
         >>> print(question.prompt)
         Question: Which is a gas?
         A. ice
         B. air
         Answer:
     """
-    found = existing_file(path, "a file of ARC's questions, one JSON a line")
-    questions = [_question(record, (found, number)) for number, record in read_json_lines(found)]
-    if not questions:
-        raise DataError(f"{found} holds no question.")
-    return questions
+    return _read(path, "ARC's questions", _question)
+
+
+def load_ruler(path: str | Path) -> list[LongPrompt]:
+    """The examples of one task, such as ``niah_single_1/validation.jsonl``; see :func:`load_arc`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The examples, all in memory.
+    """
+    return _read(path, "RULER's examples", _long_prompt)
+
+
+def _read(
+    path: str | Path, what: str, made: Callable[[dict[str, Any], Where], Prompt]
+) -> list[Prompt]:
+    found = existing_file(path, f"a file of {what}, one JSON a line")
+    prompts = [made(record, (found, number)) for number, record in read_json_lines(found)]
+    if not prompts:
+        raise DataError(f"{found} holds none of {what}.")
+    return prompts
 
 
 def _question(record: dict[str, Any], where: Where) -> ChoiceQuestion:
@@ -100,3 +139,17 @@ def _question(record: dict[str, Any], where: Where) -> ChoiceQuestion:
         raise broken_line(*where, f"has the answer {key!r}, but its choices are called {labels}")
     name = str(record.get("id", where[1]))
     return ChoiceQuestion(name, stem, tuple(texts), tuple(labels), labels.index(key))
+
+
+def _long_prompt(record: dict[str, Any], where: Where) -> LongPrompt:
+    answers = field(record, "outputs", (list, str), where)
+    answers = [answers] if isinstance(answers, str) else answers
+    if not answers or not all(isinstance(answer, str) and answer for answer in answers):
+        raise broken_line(*where, "has 'outputs' that are not one or more strings")
+    prefix = field(record, "answer_prefix", str, where) if "answer_prefix" in record else ""
+    return LongPrompt(
+        index=field(record, "index", int, where),
+        prompt=field(record, "input", str, where) + prefix,
+        answers=tuple(answers),
+        length=field(record, "length", int, where),
+    )

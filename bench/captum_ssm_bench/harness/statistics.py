@@ -1,4 +1,7 @@
-"""Intervals over the examples of one model, or over several trained models and their examples."""
+"""Columns' statistics of sums over examples, and their intervals, drawn anew by the bootstrap.
+
+Shapes: n examples of a model, k numbers of each, m values of the statistic, R resamples.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,18 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 
 
+def ratio(sums: Tensor, _: Tensor) -> Tensor:
+    """The first sum over the second, (..., 2) to (..., 1)."""
+    return sums[..., :1] / sums[..., 1:]
+
+
+def correlation(sums: Tensor, _: Tensor) -> Tensor:
+    """Pearson's, of the sums of 1, x, y, x², y² and xy, (..., 6) to (..., 1)."""
+    n, x, y, xx, yy, xy = sums.unbind(-1)
+    spread = ((n * xx - x * x) * (n * yy - y * y)).clamp_min(0)
+    return ((n * xy - x * y) / spread.sqrt())[..., None]
+
+
 def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
     """A percentile bootstrap interval, the same one for the same numbers.
 
@@ -24,9 +39,6 @@ def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
     Args:
         statistic: see :class:`~captum_ssm.metrics.Sample`.
         models: the numbers of each model's examples, (n, k) each; NaN where there is none.
-
-    Returns:
-        The bounds around the statistic of all examples of all models together.
     """
     if not models or any(not len(rows) for rows in models):
         raise InputError("models: pass the numbers of one or more examples of each model.")
@@ -38,33 +50,23 @@ def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
 def alike(statistic: Statistic, models: Sequence[Sequence[Tensor]]) -> Interval:
     """An interval around the mean of a statistic over models, each of which counts alike.
 
-    The examples of each training are drawn anew, models and trainings are not: what is said is said
-    of these models.
+    The examples of each training are drawn anew, models and trainings are not.
 
     Args:
         statistic: see :class:`~captum_ssm.metrics.Sample`.
         models: of each model, of each of its trainings, the numbers of the examples, (n, k); NaN
-            where there is none.
-
-    Returns:
-        The bounds around the mean, in which a model without a number does not count.
+            where there is none.  A model without a number does not count.
     """
-    generator = torch.Generator().manual_seed(0)
-    means = []
+    generator, means = torch.Generator().manual_seed(0), []
     for trainings in models:
-        each = [_alone(statistic, rows, generator) for rows in trainings]
+        each = []
+        for rows in trainings:
+            once = torch.ones(1, len(rows), dtype=torch.float64)
+            times = torch.cat([once, _drawn(len(rows), len(rows), generator)])
+            each.append(statistic(*_summed([rows], [times])))
         means.append(torch.stack(each).nanmean(0))
-    together = torch.stack(means).nanmean(0)  # (1 + RESAMPLES, m)
+    together = torch.stack(means).nanmean(0)  # (1 + R, m)
     return _percentiles(together[0], together[1:])
-
-
-def _alone(statistic: Statistic, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """The statistic of the examples themselves, then of each resample of them."""
-    chosen = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=generator)
-    times = torch.zeros(RESAMPLES, len(rows), dtype=torch.float64)
-    times.scatter_add_(1, chosen, torch.ones_like(times))
-    once = torch.ones(1, len(rows), dtype=torch.float64)
-    return statistic(*_summed([rows], [torch.cat([once, times])]))
 
 
 def _percentiles(value: Tensor, drawn: Tensor) -> Interval:
@@ -74,12 +76,7 @@ def _percentiles(value: Tensor, drawn: Tensor) -> Interval:
 
 
 def _summed(models: Sequence[Tensor], times: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sums of the examples, each taken so many times, and of how many: (R, k) both.
-
-    Args:
-        models: (n, k) each.
-        times: (R, n) each.
-    """
+    """Sums of the examples, each taken so many times (R, n), and of how many: (R, k) both."""
     parts = [
         (taken @ rows.double().nan_to_num(), taken @ (~rows.isnan()).double())
         for rows, taken in zip(models, times, strict=True)
@@ -88,17 +85,21 @@ def _summed(models: Sequence[Tensor], times: Sequence[Tensor]) -> tuple[Tensor, 
     return sums, counts
 
 
+def _drawn(size: int, draws: int, generator: torch.Generator) -> Tensor:
+    """How often each of some things is drawn, (R, size)."""
+    chosen = torch.randint(size, (RESAMPLES, draws), generator=generator)
+    times = torch.zeros(RESAMPLES, size, dtype=torch.float64)
+    return times.scatter_add_(1, chosen, torch.ones(chosen.shape, dtype=torch.float64))
+
+
 @lru_cache(maxsize=8)
 def _times(sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """How often each example of models of these sizes is drawn, (RESAMPLES, n) each."""
+    """How often each example of models of these sizes is drawn, (R, n) each."""
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(sizes), (RESAMPLES, len(sizes)), generator=generator)
-    found = []
-    for model, size in enumerate(sizes):
-        draws = (chosen == model).sum(1)  # how often the model itself is drawn
+    found, models = [], _drawn(len(sizes), len(sizes), generator)
+    for size, draws in zip(sizes, models.unbind(1), strict=True):
         times = torch.zeros(RESAMPLES, size, dtype=torch.float64)
         for draw in range(int(draws.max())):
-            drawn = torch.randint(size, times.shape, generator=generator)
-            times.scatter_add_(1, drawn, (draws > draw).double()[:, None].expand_as(times))
+            times += _drawn(size, size, generator) * (draws > draw)[:, None]
         found.append(times)
     return tuple(found)

@@ -1,0 +1,331 @@
+"""Tables: lines of models and groups, paired gains and verdicts, and how they are shown."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench_helpers.tables import read_table
+from torch import Tensor
+
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.metrics import Sample
+from captum_ssm.metrics.sample import mean
+from captum_ssm_bench import (
+    EXPERIMENTS,
+    Cell,
+    Column,
+    Comparison,
+    Entry,
+    Experiment,
+    Key,
+    Line,
+    Rows,
+    Side,
+    Verdict,
+    lines,
+    verdicts,
+    write_tables,
+)
+from captum_ssm_bench.harness.statistics import alike, interval, ratio
+from captum_ssm_bench.harness.tables import SHOWN, as_text, gain_lines, group_lines, shown
+from captum_ssm_bench.harness.verdicts import BEST
+from captum_ssm_bench.published import ASKED_HERE, PUBLISHED
+
+Result = tuple[Key, Rows]
+A, B = Side("a"), Side("b", "half")
+
+
+class Table(Experiment):
+    """Rows a and b of three models, two of which are a group."""
+
+    name, title = "table", "A table"
+    baselines = ("chance",)
+    groups = {"pair": ("m", "n"), "nobody": ("q",)}  # noqa: RUF012
+
+    def __init__(self, better: str = "high") -> None:
+        self.columns = (
+            Column("x", ("x",), better),
+            Column("error", ("x",), "low"),
+            Column("ratio", ("x", "y"), "", ratio),
+        )
+
+    def subjects(self) -> Any:
+        raise NotImplementedError
+
+    cells = example = measure = subjects
+
+
+def results(
+    value: Callable[[str, str, int], float],
+    models: Sequence[str] = ("m",),
+    sides: Sequence[Side] = (A, B),
+    examples: int = 12,
+) -> list[Result]:
+    return [
+        (
+            Key("table", model, *side[:2], seed=0, example=i),
+            {side.row: {"x": x, "y": math.nan if math.isnan(x) else 2.0}},
+        )
+        for side in sides
+        for model in models
+        for i in range(examples)
+        for x in [value(side.method, model, i)]
+    ]
+
+
+# --- intervals -------------------------------------------------------------------------------
+
+
+def test_one_model_has_the_interval_of_a_sample() -> None:
+    """But for the draws, which are others."""
+    rows = torch.rand(60, 2) + 0.5
+    sample = Sample(ratio)
+    sample.update(rows)
+    one, other = interval(ratio, [rows]), sample.interval(resamples=4000, seed=1)
+    width = float(other.high - other.low)
+    assert float(one.value) == pytest.approx(float(other.value), rel=1e-12)
+    assert float(one.low) == pytest.approx(float(other.low), abs=0.15 * width)
+    assert float(one.high) == pytest.approx(float(other.high), abs=0.15 * width)
+
+
+def test_models_that_differ_widen_the_interval() -> None:
+    """Two models with constant examples: either is drawn twice a quarter of the time."""
+    found = interval(mean, [torch.zeros(9, 1), torch.ones(3, 1)])
+    assert [float(x) for x in found] == [0.0, 0.25, 1.0]
+    same = alike(mean, [[torch.zeros(90, 1)], [torch.ones(3, 1), torch.full((50, 1), 3.0)]])
+    assert [float(x) for x in same] == [1.0, 1.0, 1.0], "models that count alike are not drawn"
+
+
+@pytest.mark.parametrize("count_alike", [False, True])
+def test_several_models_against_a_loop(count_alike: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    models = [rng.normal(shift, 1.0, size=(40, 1)) for shift in rng.normal(0, 1.0, size=4)]
+    drawn = []
+    for _ in range(4000):
+        chosen = models if count_alike else [models[i] for i in rng.integers(4, size=4)]
+        drawn.append(np.mean(np.concatenate([p[rng.integers(40, size=40)] for p in chosen])))
+    given = [torch.tensor(m) for m in models]
+    found = alike(mean, [[m] for m in given]) if count_alike else interval(mean, given)
+    low, value, high = (float(x) for x in found)
+    assert value == pytest.approx(np.mean(np.concatenate(models)))
+    width = np.std(drawn)
+    assert low == pytest.approx(np.quantile(drawn, 0.025), abs=0.3 * width)
+    assert high == pytest.approx(np.quantile(drawn, 0.975), abs=0.3 * width)
+
+
+def test_numbers_that_an_example_lacks_do_not_count() -> None:
+    nan = float("nan")
+    found = interval(mean, [torch.tensor([[2.0], [nan]]), torch.tensor([[nan], [2.0]])])
+    assert [float(x) for x in found] == [2.0, 2.0, 2.0]
+    nothing = torch.full((4, 1), nan)
+    assert float(alike(mean, [[nothing], [torch.ones(4, 1)]]).value) == 1.0
+
+
+@pytest.mark.parametrize("models", [[], [torch.rand(3, 1), torch.rand(0, 1)]])
+def test_nothing_to_draw(models: list[Tensor]) -> None:
+    with pytest.raises(InputError, match="one or more examples of each model"):
+        interval(mean, models)
+
+
+# --- groups and gains ------------------------------------------------------------------------
+
+
+def test_a_group_is_the_mean_of_its_models_however_many_examples_each_has() -> None:
+    found = results(lambda a, m, i: {"m": 1.0, "n": 4.0}.get(m, 99.0), "mno")
+    found += results(lambda a, m, i: 1.0, ["m@1"], examples=50)
+    table = group_lines(Table(), found)
+    assert [line[:4] for line in table] == [
+        ("pair (2 models)", "a", "", ""),
+        ("pair (2 models)", "b", "half", ""),
+    ]
+    for line in table:
+        assert (line.trainings, line.examples) == (2, 74)
+        assert line.entries["x"] == pytest.approx((2.5, 2.5, 2.5))
+        assert line.entries["ratio"].value == pytest.approx((0.5 + 2) / 2)
+
+
+def test_a_row_that_one_model_lacks_is_left_out() -> None:
+    found = results(lambda a, m, i: 1.0, "mno")
+    found = [each for each in found if (each[0].method, each[0].model) != ("b", "n")]
+    assert [line.method for line in group_lines(Table(), found)] == ["a"]
+    alone = [each for each in found if each[0].model == "m"]
+    assert {line.model for line in group_lines(Table(), alone)} == {"pair (1 model)"}
+
+
+def test_gains_are_of_the_same_examples() -> None:
+    def value(method: str, model: str, i: int) -> float:
+        if (method, i) == ("a", 0):
+            return math.nan  # and the number of b there does not count
+        return 10.0 * i + (method == "b") * (1 if model == "m" else 3)
+
+    held, table = gain_lines(Table(), results(value, "mno"), Cell("a"))
+    assert held.title == "A table: gain over a" and held.name == "table-against"
+    assert [column.better for column in held.columns] == ["high", "high", ""]
+    assert [line.model for line in table] == ["pair (2 models)", "m", "n", "o"]
+    for line, gain in zip(table, (2.0, 1.0, 3.0, 3.0), strict=True):
+        assert line[1:4] == ("b", "half", "")
+        assert line.entries["x"] == pytest.approx((gain, gain, gain)), "the rest is shared"
+        assert line.entries["error"].value == pytest.approx(-gain)
+        assert line.entries["ratio"].value == pytest.approx(gain / 2)
+    few = results(lambda a, m, i: float(i if a == "a" else i + 1))[:14]  # two examples of b
+    _, (line, _) = gain_lines(Table(), few, Cell("a"))
+    assert line.examples == 2 and line.entries["x"].value == pytest.approx(1)
+
+
+def test_a_row_that_was_not_measured_cannot_be_held_against() -> None:
+    with pytest.raises(OptionError, match=r"against='c' was not measured. Use one of: a; b, half"):
+        gain_lines(Table(), results(lambda a, m, i: random.random()), Cell("c"))
+
+
+# --- verdicts --------------------------------------------------------------------------------
+
+
+def said(column: str = "x", better: Side = A, worse: Side = B, models: str = "") -> Comparison:
+    return Comparison("table", column, better, worse, "nobody", models=models)
+
+
+def only(found: list[Result], comparison: Comparison) -> Verdict:
+    (verdict,) = verdicts(Table(), found, [comparison])
+    return verdict
+
+
+def test_a_small_gain_that_all_examples_share() -> None:
+    """Unpaired, the spread of the examples would hide it."""
+    noise = [random.gauss(0, 100) for _ in range(12)]
+    found = results(lambda a, m, i: noise[i] + (0.1 if a == "a" else 0.0))
+    verdict = only(found, said())
+    assert verdict.outcome == "confirmed" and verdict.examples == 12
+    assert verdict.gain.value == pytest.approx(0.1)
+    assert only(found, said("error")).outcome == "refuted here"
+    assert only(found, said("error")).gain.value == pytest.approx(-0.1)
+    assert only(found, said("ratio")).gain.value == pytest.approx(0.05)
+    assert only(found, said(better=B, worse=A)).outcome == "refuted here"
+
+
+def test_gains_of_both_signs_leave_it_open() -> None:
+    verdict = only(results(lambda a, m, i: (-1.0) ** i if a == "a" else 0.0), said())
+    assert verdict.outcome == "not confirmed" and verdict.gain.low < 0 < verdict.gain.high
+    disagree = results(lambda a, m, i: float((a == "a") == (m == "m")), ["m", "m@1"])
+    assert only(disagree, said()).outcome == "not confirmed"
+
+
+def test_of_rows_that_are_not_known_nothing_is_said() -> None:
+    found = results(lambda a, m, i: 1.0)
+    elsewhere = said()._replace(experiment="another")
+    for comparison in (said(worse=Side("c")), said(models="-other"), elsewhere):
+        assert list(verdicts(Table(), found, [comparison])) == []
+    assert list(verdicts(Table(), results(lambda a, m, i: math.nan), [said()])) == []
+
+
+def test_trainings_of_a_model_have_one_verdict() -> None:
+    found = results(lambda a, m, i: float(a == "a"), ("m", "m@1", "n"))
+    judged = verdicts(Table(), found, [said()])
+    assert [(v.model, v.examples) for v in judged] == [("m", 24), ("n", 12)]
+
+
+def test_the_best_layer_is_chosen_on_other_examples() -> None:
+    """In even examples layer 0 is the best, in odd ones the worst."""
+    found = results(lambda a, m, i: float(i % 2 == 0), sides=[Side("a", "", "layer 0")])
+    found += results(lambda a, m, i: 0.5, sides=[Side("a", "", "layer 1")])
+    found += results(lambda a, m, i: 99.0, sides=[Side("a", "", "mean")])
+    found += results(lambda a, m, i: 0.25, sides=[B])
+    verdict = only(found, said(better=Side("a", "", BEST)))
+    assert (verdict.examples, verdict.outcome) == (6, "refuted here")
+    assert verdict.gain.value == pytest.approx(-0.25)
+    lowest = only(found, said("error", better=Side("a", "", BEST)))
+    assert lowest.gain.value == pytest.approx(0.25 - 0.5)
+
+
+def test_each_training_has_a_best_layer_of_its_own() -> None:
+    found = results(lambda a, m, i: 0.5, ("m", "m@1"), [B])
+    for number in range(2):
+        own = [Side("a", "", f"layer {number}")]
+        found += results(lambda a, m, i, n=number: float(n == (m == "m")), ("m", "m@1"), own)
+    verdict = only(found, said(better=Side("a", "", BEST)))
+    assert verdict.gain.value == pytest.approx(0.5) and verdict.examples == 12
+
+
+def test_comparisons_are_of_rows_and_columns_that_are_there() -> None:
+    cells = {name: set(experiment.cells()) for name, experiment in EXPERIMENTS.items()}
+    for each in (*PUBLISHED, *ASKED_HERE):
+        columns = {c.name: c for c in EXPERIMENTS[each.experiment].columns}
+        for side in each[2:4]:
+            assert Cell(*side[:2]) in cells[each.experiment], side
+        parts = each.published.split(" against ")
+        if len(parts) == 2 and all(part.replace(".", "").isdigit() for part in parts):
+            high, low = map(float, parts)
+            assert (high > low) == (columns[each.column].better == "high"), each
+        assert each.column in columns
+    assert len({*PUBLISHED, *ASKED_HERE}) == len(PUBLISHED) + len(ASKED_HERE)
+    assert {each.source for each in PUBLISHED} >= {"LATIM, table 2", "UN, table 3", "HA, table 5"}
+
+
+# --- what is shown ---------------------------------------------------------------------------
+
+
+def line(method: str, value: float, formulation: str = "", row: str = "", model: str = "m") -> Line:
+    entries = {
+        "x": Entry(value, value - 1, value + 1),
+        "error": Entry(-value, 0, 0),
+        "ratio": Entry(math.nan, math.nan, math.nan),
+    }
+    return Line(model, method, formulation, row, 1, 7, entries)
+
+
+@pytest.mark.parametrize("better, order", [("high", ["b", "a", "c"]), ("low", ["a", "b", "c"])])
+def test_the_best_row_of_each_formulation_is_shown(better: str, order: list[str]) -> None:
+    table = [line("a", 1.0), line("b", 2.0), line("c", math.nan), line("c", math.nan, row="mean")]
+    table += [line("b", 3.0 if better == "low" else 1.5, row="layer 1")]
+    table += [line("a", 9.0 if better == "low" else -9.0, "variant")]
+    found = shown(Table(better), random.sample(table, len(table)))
+    plain = [each for each in found if not each.formulation]
+    assert [each.method for each in plain] == order
+    assert [each.row for each in plain[:2]] == ["", ""]
+    assert sum(each.formulation == "variant" for each in found) == 1
+
+
+def test_baselines_are_shown_wherever_they_are() -> None:
+    ranked = [line(f"m{i:02}", float(-i)) for i in range(SHOWN + 3)]
+    last, first = line("chance", -99.0), line("chance", 99.0, "lucky")
+    assert shown(Table(), [last, *ranked, first]) == [first, *ranked[: SHOWN - 1], last]
+    layers = [line("a", float(i), row=f"layer {i}, near") for i in range(SHOWN + 5)]
+    means = [line("a", 3.0, row="mean, far"), line("a", 4.0, row="mean, near")]
+    assert shown(Table(better=""), [*layers, *means]) == means
+    assert shown(Table(better=""), layers) == layers
+
+
+def test_the_text() -> None:
+    table = [line("long method", 0.5, row="layer 1"), line("a", -0.00001, "f")]
+    assert as_text(Table(), [*table, line("other", math.nan, model="n")]).splitlines() == [
+        "A table",
+        "m, 7 examples",
+        "  method       formulation  row      x      error   ratio",
+        "  long method               layer 1  0.500  -0.500  -",
+        "  a            f                     0.000  0.000   -",
+        "n, 7 examples",
+        "  method  x  error  ratio",
+        "  other   -  -      -",
+    ]
+
+
+def test_files(tmp_path: Path) -> None:
+    experiment = Table()
+    experiment.note = "Mind the gap."
+    table = lines(experiment, results(lambda a, m, i: float(i + (a == "b")), ("m", "n")))
+    paths = write_tables(experiment, table, tmp_path)
+    assert [path.suffix for path in paths] == [".md", ".csv", ".png"]
+    markdown = paths[0].read_text()
+    assert "| method | formulation | x | error | ratio |" in markdown
+    assert markdown.endswith("x: higher is better, error: lower is better. Mind the gap.\n")
+    written = read_table(tmp_path, "table")
+    assert [(row["model"], row["method"]) for row in written] == [tuple(t[:2]) for t in table]
+    assert written[1]["x"] == pytest.approx(6.5) and written[1]["ratio low"] > 0
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    assert len(write_tables(experiment, [], tmp_path / "empty")) == 2
