@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import check, record
-from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor
 from zoo.delta import N_GRAMS, Family
@@ -24,7 +23,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError
 
-pytestmark = [transformers5, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 #: The third layer reads what the second one's indexer picks.
 SHARED = {

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import contract
 from helpers.contract import CORE, LEAKS, leaf_of, record, record_one
-from helpers.versions import VERSION_4, not_in_4, transformers5
 from oracles import COMPONENTS, PRESETS, mamba3_formula, relative_error
 from oracles.mamba2_formula import Form, Parts, alpha, form_of
 from oracles.mamba2_formula import mamba2_parts as formula
@@ -178,7 +177,6 @@ def rows() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("family", "options"), list(rows()))
 def test_contract_of_hybrids(family: str, options: dict[str, Any]) -> None:
-    not_in_4(family, "zamba2")  # padded
     model = make_model(family, **options)
 
     def matrices(module: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor] | None:
@@ -192,7 +190,6 @@ def test_contract_of_hybrids(family: str, options: dict[str, Any]) -> None:
     check_adapter(lambda: model, ids, matrices, leaks, CORE)
 
 
-@transformers5
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_limits_of_dt_in_hybrids(family: str) -> None:
     name = OPTIONS[family][3]
@@ -221,8 +218,7 @@ def test_zamba2_of_version_4_is_refused_if_padded(monkeypatch: pytest.MonkeyPatc
     model = make_model("zamba2")
     ids, mask = padded_batch([6, 4])
     kind = type(first_mixer(model))
-    if not VERSION_4:
-        monkeypatch.setattr(kind, "torch_forward", kind.forward, raising=False)
+    monkeypatch.setattr(kind, "torch_forward", kind.forward, raising=False)
     layer, *_ = record(model, ids, attention_mask=mask)
     with pytest.raises(UnsupportedMixerError, match="Zamba 2 on a CPU in transformers 4"):
         _ = layer.linear
@@ -354,7 +350,6 @@ def test_several_inputs_and_outputs_are_refused(
 # --- refusals --------------------------------------------------------------------------------
 
 
-@transformers5
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_cache_is_refused(family: str) -> None:
     model = make_model(family)
