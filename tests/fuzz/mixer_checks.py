@@ -3,88 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from helpers.contract import CORE, PADDING
+from fuzz.fuzzing import fuzz
+from helpers import contract
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from captum_ssm.testing.adapters import check_adapter
+BOOL, FEW, KERNEL = st.booleans(), st.integers(1, 4), st.integers(1, 5)
+#: Added to mean squares, so that norms of few features do not blow rounding errors up.
+EPS = 0.05
+BOTH = ("left", "right")
+#: A few tokens of an input, and now and then many.
+TOKENS = st.one_of(st.integers(3, 12), st.integers(3, 12), st.integers(60, 80))
+SEEDS = st.integers(0, 2**31 - 1)
+
+#: Options to a mixer, the width of its input and what :func:`check` is told.
+Make = Callable[[dict[str, Any]], tuple[Any, int, dict[str, Any]]]
+#: What options are drawn from.
+Drawn = dict[str, st.SearchStrategy[Any]]
 
 
-@dataclass
-class Made:
-    """A module with random parameters, and how it is called.
+def check(
+    mixer: Any,
+    width: int,
+    tokens: int,
+    sides: tuple[str, ...] = (),
+    upcast: bool = True,
+    **arguments: Any,
+) -> None:
+    """The contract's clauses on an operator, but for those that the mixer does not keep.
 
-    Attributes:
-        module: a mixer.
-        width: features of its input.
-        call: keyword arguments beside the input, of the input and the mask (B, L) or None.
-        sides: on which padding changes nothing.
+    Args:
+        mixer: with random parameters.
+        width, tokens: of its input.
+        sides: on which padding changes nothing. Default: it takes no mask.
         upcast: whether the module runs in bfloat16 and can be compared with itself in float32,
             which no module can whose buffers are rounded.
+        **arguments: passed to it.
     """
-
-    module: Any
-    width: int
-    call: Callable[[Tensor, Tensor | None], dict[str, Any]] = lambda hidden, mask: {}
-    sides: tuple[str, ...] = ()
-    upcast: bool = True
+    unkept = {name for name in contract.PADDING if name.split()[0] not in sides}
+    unkept |= set() if upcast else {"bfloat16"}
+    clauses = [name for name in contract.CORE if name not in unkept]
+    contract.holds(mixer, width, tokens=tokens, masked=bool(sides), clauses=clauses, **arguments)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Tokens of an input, and the seed of the input and the parameters."""
+def fuzzed(subjects: dict[str, tuple[Drawn, Make]]) -> Any:
+    """A test of mixers by name, of options that are drawn."""
 
-    tokens: int
-    seed: int
+    @pytest.mark.parametrize("name", subjects)
+    @fuzz(quick=2, long=50)
+    @given(data=st.data(), tokens=TOKENS, seed=SEEDS)
+    def test(name: str, data: st.DataObject, tokens: int, seed: int) -> None:
+        options, make = subjects[name]
+        chosen = data.draw(st.fixed_dictionaries(options), label="options")
+        torch.manual_seed(seed)
+        mixer, width, told = make(chosen)
+        check(mixer, width, tokens, **told)
 
-
-class Called(nn.Module):
-    """A mixer that is called as its maker says."""
-
-    def __init__(self, made: Made) -> None:
-        super().__init__()
-        self.module, self.call = made.module, made.call
-
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return self.module(hidden, **self.call(hidden, attention_mask))
-
-
-def inputs() -> st.SearchStrategy[Inputs]:
-    """Inputs of a few tokens, and now and then of many."""
-    tokens = st.one_of(st.integers(3, 12), st.integers(3, 12), st.integers(60, 80))
-    return st.builds(Inputs, tokens=tokens, seed=st.integers(0, 2**31 - 1))
-
-
-def check_any(
-    options: dict[str, Any],
-    make: Callable[[dict[str, Any]], Made],
-    data: st.DataObject,
-    drawn: Inputs,
-) -> None:
-    """Check a mixer of options that are drawn."""
-    chosen = data.draw(st.fixed_dictionaries(options), label="options")
-    torch.manual_seed(drawn.seed)
-    check(make(chosen), drawn)
-
-
-def check(made: Made, drawn: Inputs) -> None:
-    """The contract's clauses on an operator, but for those that the mixer does not keep."""
-    unkept = {name for name in PADDING if name.split()[0] not in made.sides}
-    unkept |= set() if made.upcast else {"bfloat16"}
-    hidden = torch.randn(2, drawn.tokens, made.width)
-    clauses = [name for name in CORE if name not in unkept]
-    check_adapter(lambda: Called(made), hidden, clauses=clauses)
-
-
-def randomised(module: nn.Module, spread: dict[str, Callable[[Tensor], Tensor]]) -> nn.Module:
-    """Parameters whose names end in a key are made anew, by a function of noise of their shape."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            for end, function in spread.items():
-                if name.endswith(end):
-                    parameter.copy_(function(torch.randn_like(parameter)))
-    return module
+    return test

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from fuzz.fuzzing import fuzz
-from fuzz.mixer_checks import Inputs, Made, check, inputs
-from hypothesis import given
+from fuzz.mixer_checks import BOOL, FEW, KERNEL, Drawn, fuzzed
 from hypothesis import strategies as st
-from oracles import vim
+from oracles import vim as oracle
 from torch import nn
 from zoo import timm_cpu
 from zoo.mamba import randomise
 
 from captum_ssm.models.vim import VimMixer
 
-BOOL, FEW = st.booleans(), st.integers(1, 4)
-_VIM = {
+Made = tuple[Any, int, dict[str, Any]]
+_VIM: Drawn = {
     "d_model": st.integers(1, 8),
     "d_state": FEW,
-    "d_conv": st.integers(1, 5),
+    "d_conv": KERNEL,
     "d_inner": st.integers(1, 12),
     "dt_rank": FEW,
     "bias": BOOL,
@@ -32,106 +30,88 @@ _VIM = {
 }
 
 
-@fuzz(quick=2, long=80)
-@given(st.fixed_dictionaries(_VIM), inputs())
-def test_vim(options: dict[str, Any], drawn: Inputs) -> None:
-    torch.manual_seed(drawn.seed)
-    module = vim.randomise(VimMixer(**options))
-    check(Made(module, options["d_model"]), drawn)
+def vim(options: dict[str, Any]) -> Made:
+    return oracle.randomise(VimMixer(**options)), options["d_model"], {}
 
 
-_ATTENTION = {
+test_vim = fuzzed({"vim": (_VIM, vim)})
+
+_ATTENTION: Drawn = {
     "num_heads": FEW,
     "per_head": st.integers(1, 5),
     "qkv_bias": BOOL,
     "qk_norm": BOOL,
     "fused": BOOL,
 }
+_TIMM: Drawn = {
+    **_ATTENTION,
+    "dim": st.integers(1, 9),
+    "proj_bias": BOOL,
+    "gated": BOOL,
+    "dim_out": st.integers(1, 7),
+    "is_causal": BOOL,
+}
+_MIXER: Drawn = {
+    "d_model": st.sampled_from([2, 4, 6, 10]),
+    "d_state": FEW,
+    "d_conv": KERNEL,
+    "expand": st.integers(1, 2),
+    "dt_rank": FEW,
+    "bias": BOOL,
+    "conv_bias": st.sampled_from([0, 2]),
+}
+#: mambavision's models, as long as the module's tests run.
+PACKAGE: dict[str, Any] = {}
 
 
-@pytest.mark.timm
-@fuzz(quick=2, long=80)
-@given(
-    st.fixed_dictionaries(
-        {
-            **_ATTENTION,
-            "dim": st.integers(1, 9),
-            "proj_bias": BOOL,
-            "gated": BOOL,
-            "dim_out": st.integers(1, 7),
-            "is_causal": BOOL,
-        }
-    ),
-    inputs(),
-)
-def test_timm_attention(timm: Any, options: dict[str, Any], drawn: Inputs) -> None:
+def timm_attention(options: dict[str, Any]) -> Made:
     from timm.layers import Attention
 
     options = dict(options)
-    torch.manual_seed(drawn.seed)
-    fused, causal = options.pop("fused"), options.pop("is_causal")
-    width = options.pop("dim")
-    module = randomise(
-        Attention(width, attn_head_dim=options.pop("per_head"), norm_layer=nn.LayerNorm, **options)
-    )
-    module.fused_attn = fused
-    _well_conditioned(module)
-    check(Made(module, width, lambda *_: {"is_causal": causal}), drawn)
+    fused, causal, width = (options.pop(name) for name in ("fused", "is_causal", "dim"))
+    size = options.pop("per_head")
+    module = Attention(width, attn_head_dim=size, norm_layer=nn.LayerNorm, **options)
+    return _well_conditioned(module, fused), width, {"is_causal": causal}
 
 
-@pytest.mark.timm
-@fuzz(quick=2, long=80)
-@given(st.fixed_dictionaries(_ATTENTION), inputs())
-def test_mambavision_attention(mambavision: Any, options: dict[str, Any], drawn: Inputs) -> None:
+def mambavision_attention(options: dict[str, Any]) -> Made:
     options = dict(options)
-    torch.manual_seed(drawn.seed)
-    fused = options.pop("fused")
-    width = options["num_heads"] * options.pop("per_head")
-    module = randomise(mambavision.Attention(width, **options))
-    module.fused_attn = fused
-    _well_conditioned(module)
-    check(Made(module, width), drawn)
+    fused, width = options.pop("fused"), options["num_heads"] * options.pop("per_head")
+    return _well_conditioned(PACKAGE["mambavision"].Attention(width, **options), fused), width, {}
 
 
-@pytest.mark.timm
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@fuzz(quick=2, long=80)
-@given(
-    st.fixed_dictionaries(
-        {
-            "d_model": st.sampled_from([2, 4, 6, 10]),
-            "d_state": FEW,
-            "d_conv": st.integers(1, 5),
-            "expand": st.integers(1, 2),
-            "dt_rank": FEW,
-            "bias": BOOL,
-            "conv_bias": st.sampled_from([0, 2]),
-        }
-    ),
-    inputs(),
-)
-def test_mambavision_mixer(mambavision: Any, options: dict[str, Any], drawn: Inputs) -> None:
-    torch.manual_seed(drawn.seed)
-    module = randomise(mambavision.MambaVisionMixer(**options))
-    # the reference scan computes in float32
-    check(Made(module, options["d_model"]), drawn)
+def mambavision_mixer(options: dict[str, Any]) -> Made:
+    module = PACKAGE["mambavision"].MambaVisionMixer(**options)
+    return randomise(module), options["d_model"], {}
 
 
-@pytest.fixture(scope="module")
-def timm() -> Any:
-    """timm beside a CPU build of torch."""
-    return timm_cpu.timm()
-
-
-@pytest.fixture(scope="module")
-def mambavision(timm: Any) -> Any:
-    """mambavision's models on the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield timm_cpu.mambavision(patch)
-
-
-def _well_conditioned(module: nn.Module) -> None:
+def _well_conditioned(module: Any, fused: bool) -> Any:
     """Norms of few features that do not blow rounding errors up."""
-    for part in module.modules():
+    module.fused_attn = fused
+    for part in randomise(module).modules():
         if isinstance(part, nn.LayerNorm):
             part.eps = 0.05
+    return module
+
+
+@pytest.fixture(scope="module")
+def mambavision() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        timm_cpu.timm()
+        PACKAGE["mambavision"] = timm_cpu.mambavision(patch)
+        yield
+
+
+@pytest.mark.timm
+@pytest.mark.usefixtures("mambavision")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+class TestOfTimm:
+    test = staticmethod(
+        fuzzed(
+            {
+                "timm's attention": (_TIMM, timm_attention),
+                "attention": (_ATTENTION, mambavision_attention),
+                "mixer": (_MIXER, mambavision_mixer),
+            }
+        )
+    )

@@ -11,20 +11,12 @@ from zoo.architectures import Case
 from zoo.networks import embedding
 
 from captum_ssm import trace
-from captum_ssm.attr.call.targets import logits_of
 
 
 def call(case: Case) -> Any:
     """The model's own run, without a cache."""
     takes_cache = "use_cache" in inspect.signature(case.model.forward).parameters
     return case.model(case.inputs, **({"use_cache": False} if takes_cache else {}))
-
-
-def target_of(case: Case) -> Any:
-    """An output of a model or of a mixer alone."""
-    with torch.no_grad():
-        output = logits_of(call(case))
-    return 1 if output.dim() == 2 else (-1, 3)
 
 
 def mixer_calls(case: Case) -> list[tuple[str, str | None]]:

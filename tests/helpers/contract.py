@@ -1,4 +1,4 @@
-"""Mixers by themselves under ``check_adapter``: a row is a mixer, a formula and refusals."""
+"""Mixers by themselves under ``check_adapter``, and pieces of the formulas that they are given."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from oracles import conv_matrices, relative_error
 from torch import Tensor, nn
 
+from captum_ssm import trace
 from captum_ssm.testing.adapters import CLAUSES, Formula, check_adapter
+from captum_ssm.tracing import Layer
 
 #: Clauses on the operator alone; those on whole models run over the zoo.
 CORE = tuple(list(CLAUSES)[: list(CLAUSES).index("sums")])
 PADDING = ("left padding", "right padding")
 #: Padding on the left leaks a bias of the input projection through the convolution.
 LEAKS = {"left padding": "differ from those alone|takes no attention_mask"}
+#: Largest relative error of float32 against float32 or float64, for any draw of the parameters.
+FLOAT32 = 1e-5
 
 
 class Called(nn.Module):
@@ -74,3 +79,47 @@ def holds(
     model = (CalledWithMask if masked else Called)(mixer, arguments)
     kept = {name: why for name, why in refused.items() if name in clauses}
     check_adapter(lambda: model, torch.randn(2, tokens, width), formula, kept, clauses)
+
+
+def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
+    """The layers of a run, whose operators are made where a test asks for them."""
+    with torch.no_grad(), trace(model, operators=False) as t:
+        model(*args, **kwargs)
+    return t.layers
+
+
+def record_one(mixer: Any, *args: Any, **kwargs: Any) -> Layer:
+    (layer,) = record(mixer, *args, **kwargs)
+    return layer
+
+
+def check(layer: Layer, tolerance: float = FLOAT32) -> None:
+    """The operator is the module, within what float32 allows by default."""
+    error = relative_error(layer.linear.output(), layer.in_order(layer.output))
+    assert error <= tolerance, f"{layer.name or layer.architecture}: {error:.1e}"
+    assert layer.reconstruction_error() <= tolerance
+
+
+def leaf_of(layer: Layer, component: str) -> Any:
+    """The first part of the operator that is such a component."""
+    return next(leaf for leaf in layer.operator.leaves() if leaf.component == component)
+
+
+# --- pieces of formulas --------------------------------------------------------------------
+
+
+def linear(projection: Any, x: Tensor) -> Tensor:
+    out = x @ projection.weight.detach().double().T
+    return out if projection.bias is None else out + projection.bias.detach().double()
+
+
+def causal_taps(conv: nn.Conv1d, tokens: int) -> Tensor:
+    """Matrices (1, C, L, L) of a depthwise convolution whose last tap reads token t."""
+    taps = conv.weight.detach().double()[:, 0]
+    lags = range(taps.shape[1] - 1, -1, -1)
+    return conv_matrices(taps[:, None], list(lags), (1, tokens, len(taps), 1))
+
+
+def keep_of(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """1 for tokens and 0 for padding, (B, L)."""
+    return torch.ones(hidden.shape[:2]).double() if mask is None else mask.double()

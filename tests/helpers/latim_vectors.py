@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zoo import architectures, attention, fla_cpu, networks
-from zoo.mamba import randomise
 
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.mixers.base import LinearMixer
@@ -19,22 +18,13 @@ from helpers.hybrid_checks import record as record
 
 
 def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
-    if name in architectures.ZOO:
-        return architectures.ZOO[name](patch)
     if name == "rwkv6":
         package = fla_cpu.install(patch)
         # heads that come out small are divided by their size, which enlarges rounding
         sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
         return architectures.language(package.model("RWKV6", **sizes))
-    if name in ("rwkv7", "fla RWKV7", "olmo_hybrid"):
+    if name in networks.NETWORKS:
         return networks.NETWORKS[name](patch)
-    if name == "xlstm":
-        from transformers import xLSTMConfig, xLSTMForCausalLM
-
-        config = xLSTMConfig(
-            vocab_size=19, hidden_size=16, num_heads=2, num_hidden_layers=2, norm_eps=0.05
-        )
-        return architectures.language(randomise(xLSTMForCausalLM(config)))
     model = attention.attention_model(name)
     if name in attention.IMAGES:
         return architectures.pictures(model, (12, 12))

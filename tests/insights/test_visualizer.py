@@ -291,7 +291,7 @@ def test_one_number_is_the_nearest_of_the_classes():
         assert [s.index for s in found.scores] == indices and found.target(1) is None
     model = table_model(classes=1)
     of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
-    (found,) = of.relevance(model, (numbers,), (), 1, "Saliency", {})
+    (found,), _ = of.relevance(model, (numbers,), (), 1, "Saliency", {})
     torch.testing.assert_close(found, Saliency(model).attribute(numbers))
 
 
@@ -307,7 +307,7 @@ def test_our_methods_say_what_they_say_alone():
         model = make()
         of = calculation(model)
         for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
-            (found,) = of.relevance(model, (inputs,), (), target, name, {})
+            (found,), _ = of.relevance(model, (inputs,), (), target, name, {})
             by_patch = inputs.dim() == 4 and method is MambaAttribution
             alone = method(model).attribute(inputs, target=target, per_token=by_patch)
             torch.testing.assert_close(found, alone)
@@ -335,7 +335,7 @@ def test_an_image_by_its_patches_and_by_its_pixels():
 
 def test_captums_methods_read_the_logits_of_transformers():
     model, ids = mamba_lm().double(), token_ids(1, 5)
-    (found,) = calculation(model).relevance(model, (ids,), (), (-1, 4), "Feature Ablation", {})
+    (found,), _ = calculation(model).relevance(model, (ids,), (), (-1, 4), "Feature Ablation", {})
     with torch.no_grad():
         whole = model(ids).logits[0, -1, 4]
         for i in range(5):
@@ -349,7 +349,7 @@ def test_captums_methods_get_baselines_targets_and_arguments():
     model, image = cnn(), torch.rand(1, 3, 6, 6)
     of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
     options = {"n_steps": 7, "method": "riemann_left"}
-    (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
+    (found,), _ = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
     baselines = torch.full_like(image, 0.3)
     wanted = IntegratedGradients(model).attribute(image, baselines, target=2, **options)
     torch.testing.assert_close(found, wanted)

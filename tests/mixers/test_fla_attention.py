@@ -1,80 +1,103 @@
-"""Softmax attention of flash-linear-attention's hybrids: the operator is the layer."""
+"""Softmax attention of flash-linear-attention, and its models as a whole."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
-from helpers import fla_checks
-from helpers.fla_checks import Formula, conv_parts, rms_factors
-from torch import Tensor
+from helpers.contract import PADDING
+from helpers.fla_checks import EPS, holds
+from torch import nn
 from zoo.fla_cpu import FLA, MODELS
 
+from captum_ssm import LatimFlow
+from captum_ssm.errors import UnsupportedMixerError
+from captum_ssm.mixers import supported_architectures
+from captum_ssm.mixers.registry import class_path
 from captum_ssm.testing.adapters import check_adapter
+from captum_ssm.tracing import find_mixers
 
 pytestmark = pytest.mark.slow
 
 WIDTH = 24
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window_size": 3, "num_kv_heads": 2},
-    "norm": {"qk_norm": True, "rope_theta": 100.0},
-    "bias": {"qkv_bias": True, "num_kv_heads": 1, "window_size": 1},
-}
-#: Families whose models may hold attention in some layers; those of RWKV-7 then do not run.
-_OTHERS = ("Mamba", "Mamba2", "Mamba3", "Transformer", "Samba", "RWKV7")
-FADED = ("HGRN", "RWKV6")  # whose states fade over padded tokens
-HYBRIDS = [name for name in MODELS if name not in _OTHERS]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Attention", {"window_size": 3, "num_kv_heads": 2}),
+    ("Attention", {"qk_norm": True, "rope_theta": 100.0}),
+    ("Attention", {"qkv_bias": True, "num_kv_heads": 1, "window_size": 1}),
+    ("ForgettingAttention", {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True}),
+    ("ForgettingAttention", {"use_output_gate": True, "window_size": 3, "num_heads": 2}),
+    ("PaTHAttention", {"num_kv_heads": 2, "use_forget_gate": True, "use_low_rank_w": False}),
+    ("PaTHAttention", {"use_qk_norm": True, "conv_bias": True, "num_heads": 2}),
+    ("PaTHAttention", {"use_w_shortconv": False}),
+]
 
 
-def make(fla: FLA, case: str) -> Any:
-    layer = fla.layer("Attention", hidden_size=WIDTH, **{"num_heads": 4, **CASES[case]})
-    if layer.qk_norm:
-        layer.q_norm.eps = layer.k_norm.eps = fla_checks.EPS
-    return layer
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_contract(fla: FLA, kind: str, options: dict[str, Any]) -> None:
+    layer = fla.layer(kind, hidden_size=WIDTH, **{"num_heads": 4} | options)
+    if options.get("qk_norm"):
+        layer.q_norm.eps = layer.k_norm.eps = EPS
+    # a kernel that takes no padding
+    refuses = dict.fromkeys(PADDING, "TypeError") if kind == "PaTHAttention" else None
+    holds(layer, WIDTH, compacted=True, refuses=refuses)
 
 
-@torch.no_grad()
-def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
-    tokens, heads, many = hidden.shape[1], layer.num_heads, layer.num_kv_heads
-    q, k, values = (getattr(layer, f"{n}_proj")(hidden) for n in "qkv")
-    q, k, values = (x.unflatten(-1, (h, -1)) for x, h in ((q, heads), (k, many), (values, many)))
-    if layer.qk_norm:
-        q = q * rms_factors(layer.q_norm.weight, layer.q_norm.eps, whole=False)(q)
-        k = k * rms_factors(layer.k_norm.weight, layer.k_norm.eps, whole=False)(k)
-    k, values = (x.repeat_interleave(heads // many, 2) for x in (k, values))
-    half = q.shape[-1] // 2
-    turns = layer.rotary.base ** (-torch.arange(half).double() / half)
-
-    def turned(x: Tensor, t: int) -> Tensor:
-        pairs = torch.complex(x[..., :half], x[..., half:])
-        pairs = pairs * torch.polar(torch.ones_like(turns), t * turns)
-        return torch.cat([pairs.real, pairs.imag], -1)
-
-    scores = torch.full((len(hidden), heads, tokens, tokens), -torch.inf, dtype=torch.float64)
-    for i in range(tokens):
-        first = 0 if layer.window_size is None else max(0, i - layer.window_size + 1)
-        for j in range(first, i + 1):
-            # only the distance counts
-            product = (turned(q[:, i], i - j) * k[:, j]).sum(-1)
-            scores[:, :, i, j] = product / layer.head_dim**0.5
-    conv, bias = conv_parts(None, heads, values.shape[-1], tokens)
-    one = torch.ones_like(values)
-    core = scores.softmax(-1)
-    return Formula(values, conv, bias, one, core, torch.ones_like, one, keep.double())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_contract(fla: FLA, case: str) -> None:
-    # rotations have the accuracy of float32 angles
-    fla_checks.holds(make(fla, case), WIDTH, formula, compacted=True, exact=False)
-
-
-@pytest.mark.parametrize("family", HYBRIDS[::2])
+@pytest.mark.parametrize("family", ["RetNet", "HGRN", "RWKV6", "GatedDeltaNet", "GSA"])
 def test_hybrids(fla: FLA, family: str) -> None:
     spec = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 3}
-    model = fla.model(family, norm_eps=fla_checks.EPS, attn=spec)
-    padding = () if family in FADED else ("left padding",)  # which fades their states
-    clauses = ("float32", "batches", *padding, "sums")
+    model = fla.model(family, norm_eps=EPS, attn=spec)
+    fades = family in ("HGRN", "RWKV6")  # over padded tokens
+    clauses = ("float32", "batches", *(() if fades else ("left padding",)), "sums")
     check_adapter(lambda: model, torch.randint(19, (2, 9)), None, {}, clauses)
+
+
+# --- the package as a whole ------------------------------------------------------------------
+
+
+def test_every_layer_is_served_or_refused(fla: FLA) -> None:
+    served = {a.class_path for a in supported_architectures()}
+    layers, refused = importlib.import_module("fla.layers"), []
+    for kind in (getattr(layers, name) for name in layers.__all__):
+        # neither answer depends on what is inside
+        layer = kind.__new__(kind)
+        nn.Module.__init__(layer)
+        model = nn.Sequential(nn.Linear(4, 4), layer)
+        if class_path(kind) in served:
+            assert [mixer.module for mixer in find_mixers(model)] == [layer]
+            continue
+        refused.append(kind.__name__)
+        with pytest.raises(UnsupportedMixerError, match=class_path(kind)):
+            find_mixers(model)
+    assert "MoBA" in refused and "Raven" in refused  # whose names do not say what they are
+
+
+def test_models_of_refused_layers_and_parts_of_layers(fla: FLA) -> None:
+    with pytest.raises(UnsupportedMixerError, match=r"fla\.layers\.abc\.ABCAttention"):
+        find_mixers(fla.model("ABC", num_heads=2, num_slots=4))
+    lerp = importlib.import_module("fla.layers.rwkv6").LerpLinear
+    model = fla.model("RWKV6")  # which uses one beside its mixers
+    assert any(isinstance(module, lerp) for module in model.model.layers[0].ffn.modules())
+    assert len(find_mixers(model)) == 2
+
+
+#: Roles that nothing plays in a family's models.
+SILENT: dict[str, set[str]] = {
+    "RetNet": {"step"},
+    "HGRN": {"query"},
+    "HGRN2": {"gate"},
+    "DeltaNet": {"gate"},
+    "LinearAttention": {"gate", "step"},
+    "GSA": {"gate"},
+    "Transformer": {"gate", "step"},
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_roles_in_models(fla: FLA, family: str) -> None:
+    model = fla.model(family, norm_eps=EPS)
+    found = LatimFlow(model).decompose(torch.randint(19, (2, 9)), (-1, 3), rule="centred")
+    assert found.roles is not None
+    silent = {role for role, relevance in found.roles.items() if not relevance.any()}
+    assert silent == SILENT.get(family, set())

@@ -1,4 +1,4 @@
-"""Linear attention of flash-linear-attention, and relatives: the operator is the layer."""
+"""Layers of flash-linear-attention whose states fade, if at all: the operator is the layer."""
 
 from __future__ import annotations
 
@@ -6,131 +6,155 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import fla_checks
+from helpers.contract import check, record, record_one
 from helpers.fla_checks import (
     EPS,
-    Formula,
-    conv_parts,
-    convolved,
-    decayed_scores,
-    record_one,
-    rms_factors,
+    holds,
+    side_mask,
 )
+from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
-from captum_ssm.errors import UnsupportedMixerError
+from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError
 
 pytestmark = pytest.mark.slow
 
 WIDTH = 24
-LINEAR: dict[str, dict[str, Any]] = {
-    "elu": {"feature_map": "elu"},
-    "normalised": {"feature_map": "elu", "do_feature_map_norm": True, "norm_q": True},
-    "grouped": {"num_kv_heads": 2, "feature_map": "relu", "expand_k": 2.0, "expand_v": 0.5},
-    "product": {"output_norm": "identity", "tie_feature_map_qk": True},
-    "softmax": {"feature_map": "hedgehog", "norm_k": True, "do_feature_map_norm": True},
-    "dpfp": {"feature_map": "dpfp", "elementwise_affine": False},
-    "t2r": {"feature_map": "t2r", "num_heads": 1},
-    "identity": {"feature_map": "identity"},
-}
-SIMPLE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "grouped": {"num_kv_heads": 2, "conv_bias": True, "conv_size": 3, "gate_logit_normalizer": 1},
-    "unfused": {"use_short_conv": False, "gate_fn": "sigmoid", "feature_map": "relu"},
-}
-BASED: dict[str, dict[str, Any]] = {"parallel": {}, "in chunks": {"mode": "chunk"}}
-CASES = [
-    *(("LinearAttention", case) for case in LINEAR),
-    *(("SimpleGatedLinearAttention", case) for case in SIMPLE),
-    *(("BasedLinearAttention", case) for case in BASED),
+SHORT = {"use_short_conv": True, "conv_size": 3}
+BIASED = {"use_short_conv": True, "conv_bias": True}
+OF_LIGHTNET = {"expand_ratio": 8, "gate_low_rank_dim": 3}
+OF_GSA = {"num_heads": 4, "num_slots": 5}
+OF_RETNET = {"num_heads": 4, "expand_k": 2.0, "norm_eps": EPS}
+OF_GLA = {"num_heads": 4, "gate_low_rank_dim": 5, "norm_eps": EPS}
+NORMED = {"do_feature_map_norm": True}
+OF_LINEAR = {"num_heads": 4, "norm_eps": EPS}
+OF_BASED = {"num_heads": 4, "num_key_value_heads": 4, "feature_dim": 3}
+OF_RWKV6 = {"num_heads": 4, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "norm_eps": EPS}
+#: Layers that leave padded tokens where they are.
+OVER_PADDING = ("SimpleGatedLinearAttention", "HGRNAttention", "RWKV6Attention")
+OF_HGRN2 = {"expand_ratio": 6, "norm_eps": 10.0}  # the layer's norm is not told this eps
+#: Layers, with the options of one case each.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("MultiScaleRetention", {**OF_RETNET, **SHORT}),
+    ("MultiScaleRetention", {**OF_RETNET, **BIASED, "num_kv_heads": 2}),
+    (
+        "MultiScaleRetention",
+        {**OF_RETNET, "fuse_norm": False, "gate_fn": "gelu", "feature_map": "relu"},
+    ),
+    (
+        "MultiScaleRetention",
+        {**OF_RETNET, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1},
+    ),
+    ("GatedLinearAttention", {**OF_GLA, **SHORT, "gate_logit_normalizer": 1}),
+    ("GatedLinearAttention", {**OF_GLA, **BIASED, "num_kv_heads": 2, "clamp_min": -0.05}),
+    (
+        "GatedLinearAttention",
+        {**OF_GLA, "gate_fn": "sigmoid", "feature_map": "relu", "expand_v": 2.0},
+    ),
+    (
+        "GatedLinearAttention",
+        {**OF_GLA, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1},
+    ),
+    ("HGRN2Attention", OF_HGRN2),
+    ("HGRN2Attention", {**OF_HGRN2, **SHORT, "elementwise_affine": False}),
+    ("HGRN2Attention", {**OF_HGRN2, **BIASED, "expand_ratio": None, "num_heads": 2}),
+    ("HGRNAttention", {"norm_eps": EPS, "expand_ratio": 2}),
+    ("HGRNAttention", {"norm_eps": EPS, **SHORT, "elementwise_affine": False}),
+    ("HGRNAttention", {"norm_eps": EPS, **BIASED}),
+    ("RWKV6Attention", {**OF_RWKV6, "expand_k": 1.0, "expand_v": 2.0, "num_heads": 2}),
+    ("RWKV6Attention", {**OF_RWKV6, "num_heads": 1, "gate_fn": "sigmoid"}),
+    ("RWKV6Attention", {**OF_RWKV6, "elementwise_affine": False}),
+    (
+        "LinearAttention",
+        {**OF_LINEAR, "feature_map": "elu", "do_feature_map_norm": True, "norm_q": True},
+    ),
+    (
+        "LinearAttention",
+        {**OF_LINEAR, "num_kv_heads": 2, "feature_map": "relu", "expand_k": 2.0, "expand_v": 0.5},
+    ),
+    ("LinearAttention", {**OF_LINEAR, "output_norm": "identity", "tie_feature_map_qk": True}),
+    (
+        "LinearAttention",
+        {**OF_LINEAR, "feature_map": "hedgehog", "norm_k": True, **NORMED},
+    ),
+    ("LinearAttention", {**OF_LINEAR, "feature_map": "dpfp", "elementwise_affine": False}),
+    ("LinearAttention", {**OF_LINEAR, "feature_map": "identity"}),
+    ("SimpleGatedLinearAttention", OF_LINEAR),
+    (
+        "SimpleGatedLinearAttention",
+        {**OF_LINEAR, "num_kv_heads": 2, "conv_bias": True, "gate_logit_normalizer": 1},
+    ),
+    (
+        "SimpleGatedLinearAttention",
+        {**OF_LINEAR, "use_short_conv": False, "gate_fn": "sigmoid", "feature_map": "relu"},
+    ),
+    ("BasedLinearAttention", OF_BASED),
+    ("BasedLinearAttention", {**OF_BASED, "mode": "chunk"}),
+    # the norms are not told this eps
+    ("GatedSlotAttention", {**OF_GSA, "norm_eps": 10.0}),
+    ("GatedSlotAttention", {**OF_GSA, **BIASED, "num_kv_heads": 2, "scale": 0.5}),
+    ("GatedSlotAttention", {**OF_GSA, "feature_map": "t2r", "gate_logit_normalizer": 1}),
+    ("GatedSlotAttention", {**OF_GSA, "feature_map": "relu", "elementwise_affine": False}),
+    ("LightNetAttention", {**OF_LIGHTNET, "norm_eps": 10.0}),
+    ("LightNetAttention", {**OF_LIGHTNET, **SHORT, "elementwise_affine": False}),
+    ("LightNetAttention", {**OF_LIGHTNET, **BIASED, "expand_ratio": None, "num_heads": 2}),
 ]
 
 
-def make(fla: FLA, kind: str, case: str) -> Any:
-    options: dict[str, Any] = {"hidden_size": WIDTH, "num_heads": 4}
-    if kind == "BasedLinearAttention":
-        return fla.layer(kind, **options, num_key_value_heads=4, feature_dim=3, **BASED[case])
-    cases = LINEAR if kind == "LinearAttention" else SIMPLE
-    return fla.layer(kind, **options | {"norm_eps": EPS} | cases[case])
+def make(fla: FLA, kind: str, **options: Any) -> Any:
+    layer = fla.layer(kind, hidden_size=WIDTH, **options)
+    layer.layer_idx = 1  # the first layer of HGRN and HGRN2 has no lower bound
+    return layer
 
 
-def _mapped(layer: Any, name: str, x: Tensor) -> Tensor:
-    """The feature map of queries or keys (B, L, H, N), whose modules are called as they are."""
-    found = getattr(layer, f"feature_map_{name}")
-    if isinstance(found, torch.nn.Module):
-        return found(x)
-    return torch.where(x > 0, x + 1, x.exp())
+def bound(layer: Any) -> Tensor:
+    width = getattr(layer, "forget_dim", None) or layer.input_dim
+    return torch.linspace(0.01, 0.9, width)
 
 
-@torch.no_grad()
-def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
-    kind = type(layer).__name__
-    tokens, heads = hidden.shape[1], layer.num_heads
-    q, k, v = (getattr(layer, f"{n}_proj")(hidden) for n in "qkv")
-    groups = getattr(layer, "num_kv_groups", 1)
-    q, k, v = (
-        q.unflatten(-1, (heads, -1)),
-        *(x.unflatten(-1, (heads // groups, -1)).repeat_interleave(groups, 2) for x in (k, v)),
-    )
-    conv, bias = conv_parts(None, heads, v.shape[-1], tokens)
-    one = torch.ones_like(v)
-    if kind == "LinearAttention":
-        q, k = _mapped(layer, "q", q), _mapped(layer, "k", k)
-        q = q / (q.sum(-1, keepdim=True) + 1e-4) if layer.norm_q else q
-        k = k / (k.sum(-1, keepdim=True) + 1e-4) if layer.norm_k else k
-        core = decayed_scores(q, k, torch.zeros_like(k)) / q.shape[-1] ** 0.5
-        if layer.do_feature_map_norm:
-            core = core / (core.sum(-1, keepdim=True) + 1e-10)
-        if isinstance(layer.norm, torch.nn.Identity):
-            return Formula(v, conv, bias, one, core, torch.ones_like, one, keep.double())
-        factors = rms_factors(layer.norm.weight, layer.norm.eps, whole=False)
-        return Formula(v, conv, bias, one, core, factors, one, keep.double())
-    x = decayed_scores(q, k, torch.zeros_like(k)) / q.shape[-1] ** 0.5
-    core = (1 + x + x.square() / 2).tril()
-    core = core / (core.sum(-1, keepdim=True) + (1e-6 if layer.mode == "parallel" else 1e-10))
-    return Formula(v, conv, bias, one, core, torch.ones_like, one, keep.double())
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_contract(fla: FLA, kind: str, options: dict[str, Any]) -> None:
+    layer, compacted = make(fla, kind, **options), kind not in OVER_PADDING
+    bounded = kind.startswith("HGRN") and "elementwise_affine" not in options
+    holds(layer, WIDTH, compacted=compacted, **({"lower_bound": bound(layer)} if bounded else {}))
 
 
-@torch.no_grad()
-def simple_formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
-    """Padded tokens take part with a value of zero, and no decay."""
-    tokens, heads, groups = hidden.shape[1], layer.num_heads, layer.num_kv_groups
-    x: dict[str, Tensor] = {}
-    for name, many in (("q", heads), ("k", heads // groups)):
-        conv = getattr(layer, f"{name}_conv1d", None)
-        projected = getattr(layer, f"{name}_proj")(hidden)
-        projected = projected if conv is None else convolved(conv, projected * keep[..., None])
-        if layer.feature_map_fn is not None:
-            projected = projected.clamp_min(0)
-        x[name] = projected.unflatten(-1, (many, -1)).repeat_interleave(heads // many, 2)
-    logs = F.logsigmoid(layer.gk_proj(hidden)) / layer.gate_logit_normalizer * keep[..., None]
-    core = decayed_scores(x["q"], x["k"], logs[..., None]) / layer.head_k_dim**0.5
-    values = layer.v_proj(hidden).unflatten(-1, (heads // groups, -1)).repeat_interleave(groups, 2)
-    v_conv = getattr(layer, "v_conv1d", None)
-    conv, bias = conv_parts(v_conv, heads, values.shape[-1], tokens, groups)
-    ratio = torch.ones_like(values)
-    if v_conv is not None:
-        silenced = values * keep[..., None, None]
-        ratio = torch.sigmoid(fla_checks.oracles.times(conv, silenced) + bias)
-    norm = layer.g_norm_swish_gate if layer.fuse_norm_and_gate else layer.g_norm
-    g = layer.g_proj(hidden).view_as(values)
-    gate = F.silu(g) if layer.fuse_norm_and_gate else torch.sigmoid(g)
-    factors = rms_factors(norm.weight, norm.eps, whole=False)
-    return Formula(values, conv, bias, ratio, core, factors, gate, keep.double())
+def test_the_first_layer_ignores_the_lower_bound(fla: FLA) -> None:
+    layer = make(fla, "HGRNAttention", norm_eps=EPS)
+    layer.layer_idx = 0
+    hidden = torch.randn(2, 7, WIDTH)
+    recorded = record_one(layer, hidden, lower_bound=bound(layer))
+    check(recorded)
+    assert torch.equal(recorded.operator.dense(), record_one(layer, hidden).operator.dense())
+    first, second = record(fla.model("HGRN", norm_eps=EPS), torch.randint(19, (1, 5)))
+    assert first.call.argument("lower_bound").abs().max() == 0
+    assert second.call.argument("lower_bound").min() > 0
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
-def test_contract(fla: FLA, kind: str, case: str) -> None:
-    simple = kind == "SimpleGatedLinearAttention"
-    fla_checks.holds(
-        make(fla, kind, case), WIDTH, simple_formula if simple else formula, compacted=not simple
-    )
+# --- RetNet alone ----------------------------------------------------------------------------
 
 
-def test_attention_to_what_follows_is_refused(fla: FLA) -> None:
-    options = {"num_heads": 2, "num_key_value_heads": 2, "feature_dim": 3, "causal": False}
-    layer = fla.layer("BasedLinearAttention", hidden_size=WIDTH, **options)
+def test_positions_far_from_the_start(fla: FLA) -> None:
+    """Only differences of positions count, however long the padding."""
+    layer, hidden = make(fla, "MultiScaleRetention", **OF_RETNET), torch.randn(1, 300, WIDTH)
+    with_mask_by_position = record_one(layer, hidden, side_mask([10], 300))
+    check(with_mask_by_position)
+    found = with_mask_by_position.operator.dense("heads")[..., -10:, -10:]
+    alone = record_one(layer, hidden[:, -10:]).operator.dense("heads")
+    assert relative_error(found, alone) <= 1e-5
+
+
+def test_what_is_refused(fla: FLA) -> None:
+    from fla.models.cache_utils import Cache
+
+    layer, hidden = make(fla, "MultiScaleRetention", **OF_RETNET), torch.randn(1, 8, WIDTH)
+    packed = record_one(layer, hidden, cu_seqlens=torch.tensor([0, 3, 8]))
+    with pytest.raises(InputError, match="cu_seqlens"):
+        _ = packed.operator
+    cached = record_one(layer, hidden, past_key_values=Cache())
+    with pytest.raises(CachedStateError, match="past_key_values"):
+        _ = cached.operator
+    both_ways = fla.layer("BasedLinearAttention", hidden_size=WIDTH, **OF_BASED, causal=False)
     with pytest.raises(UnsupportedMixerError, match="causal=False"):
-        record_one(layer, torch.randn(1, 4, WIDTH)).verify()
+        record_one(both_ways, hidden).verify()

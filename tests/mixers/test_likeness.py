@@ -66,34 +66,26 @@ def test_a_copy_is_served_by_the_adapter_of_its_model(named: str) -> None:
     assert own.class_path == f"{__name__}.HomeMadeMixer" and not own.tested_version
 
 
-def test_a_family_of_one_class_is_enough_of_a_name() -> None:
+def test_what_like_may_name() -> None:
     register_mixer("some.Falcon", like="falcon mamba", family="Mine", joins="parallel")
     own = supported_architectures()[-1]
     assert (own.family, own.like, own.joins) == ("Mine", FALCON, "parallel")
     register_mixer("some.Other", like="some.Falcon")  # takes over what it is like, joins too
     assert supported_architectures()[-1].joins == "parallel"
-
-
-def test_a_family_of_several_classes_is_not() -> None:
+    before = supported_architectures()
+    for like in ("Mambo", "some.package.Mixer", nn.Linear):
+        with pytest.raises(OptionError, match=r"like=.* is no class that is served") as caught:
+            register_mixer("some.Mamba", like=like)
+        assert repr(like) in str(caught.value) and "supported_architectures()" in str(caught.value)
+    # a family of several classes
     with pytest.raises(OptionError, match=r"'mamba_ssm\.modules\.mamba_simple\.Mamba'") as caught:
         register_mixer("some.Mamba", like="Mamba")
     assert repr(MAMBA) in str(caught.value) and "'Mamba' is the family of " in str(caught.value)
-
-
-@pytest.mark.parametrize("like", ["Mambo", "some.package.Mixer", nn.Linear])
-def test_what_names_no_class_that_is_served(like: Any) -> None:
-    before = supported_architectures()
-    with pytest.raises(OptionError, match=r"like=.* is no class that is served") as caught:
-        register_mixer("some.Mamba", like=like)
-    assert repr(like) in str(caught.value) and "supported_architectures()" in str(caught.value)
-    assert supported_architectures() == before
-
-
-def test_a_function_or_a_class_but_not_both() -> None:
     with pytest.raises(OptionError, match="Leave one out"):
         register_mixer("some.Mamba", print, like=MAMBA)
     with pytest.raises(OptionError, match="or like="):
         register_mixer("some.Mamba")
+    assert supported_architectures() == before
 
 
 # --- what is no copy -----------------------------------------------------------------------------
@@ -138,36 +130,27 @@ def test_the_line_that_is_proposed_serves() -> None:
     assert explain(model).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [("TinyFalconMixer", FALCON), ("FalconMambaMixer", FALCON), ("Mixer", MAMBA)],
-)
-def test_the_likest_name_is_proposed(name: str, first: str) -> None:
-    mixer = transformers_model("mamba").backbone.layers[0].mixer
-    assert nearest(name, parts_of(mixer))[0] == first
+def test_the_likest_name_is_proposed() -> None:
+    parts = parts_of(transformers_model("mamba").backbone.layers[0].mixer)
+    names = {"TinyFalconMixer": FALCON, "FalconMambaMixer": FALCON, "Mixer": MAMBA}
+    assert all(nearest(name, parts)[0] == first for name, first in names.items())
+    with pytest.raises(NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"):
+        explain(copied("MambaCell"))  # which does not look like a mixer
 
 
 def test_nothing_is_proposed_for_other_parts() -> None:
+    """Parts hold parameters."""
     model = copied("HomeMadeMixer")
     for layer in model.backbone.layers:
         layer.mixer.extra = nn.Linear(2, 2)
     with pytest.raises(UnsupportedMixerError) as caught:
         explain(model)
     assert "like=" not in str(caught.value)
-
-
-def test_parts_are_what_holds_parameters() -> None:
     module = nn.Module()
     module.mix, module.act, module.weight = nn.Linear(2, 2), nn.SiLU(), nn.Parameter(torch.ones(1))
     module.register_parameter("bias", None)
     module.register_buffer("slopes", torch.ones(1))
     assert parts_of(module) == {"mix", "weight"}
-
-
-def test_what_does_not_look_like_a_mixer_has_its_line_too() -> None:
-    model = copied("MambaCell")
-    with pytest.raises(NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"):
-        explain(model)
 
 
 # --- code of the hub -----------------------------------------------------------------------------
@@ -201,23 +184,14 @@ def of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @transformers5
 def test_copies_from_the_hub_are_served_at_once(of_the_hub: Any) -> None:
     model = of_the_hub()
-    assert mixer_class(model).__module__.startswith("transformers_modules.")
     assert explain(model).abs().max() <= 1e-5
     entry = registry.adapter_for(model.backbone.layers[0].mixer)
     assert entry is not None and entry[0].like == MAMBA
     assert entry[0].class_path.startswith("transformers_modules.")
-
-
-@transformers5
-def test_code_of_the_hub_that_computes_something_else_is_refused(of_the_hub: Any) -> None:
     model = of_the_hub("self.out_proj(", "1.01 * self.out_proj(")
     with pytest.raises(ReconstructionError, match=f"served with like='{re.escape(MAMBA)}'"):
         explain(model)
-
-
-@transformers5
-def test_code_of_the_hub_by_another_name_wants_the_users_word(of_the_hub: Any) -> None:
-    model = of_the_hub("MambaMixer", "OwnMixer")
+    model = of_the_hub("MambaMixer", "OwnMixer")  # another name wants the user's word
     with pytest.raises(UnsupportedMixerError, match=f"like='{re.escape(MAMBA)}'"):
         explain(model)
     register_mixer(mixer_class(model), like=MAMBA)

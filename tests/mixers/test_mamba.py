@@ -1,34 +1,35 @@
-"""Mamba-1 mixers of transformers and mamba_ssm: the operator is the module."""
+"""Mamba-1 mixers of transformers, its hybrids and mamba_ssm: the operator is the module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import contract
-from helpers.hybrid_checks import check, record, record_one
+from helpers.contract import CORE, LEAKS, check, leaf_of, record, record_one
 from helpers.versions import continuing
 from oracles import alpha, mamba1_parts, relative_error
-from torch import Tensor
+from torch import Tensor, nn
+from zoo.attention import attention_model
 from zoo.mamba import padded_batch, randomise, transformers_model
 
-from captum_ssm.attr.call.components import parse_components
+from captum_ssm.attr.engine.fold import stages
 from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
+from captum_ssm.mixers.mamba import _calls_dt_proj
 from captum_ssm.testing.adapters import check_adapter
+from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-# float32 against float32 or float64, for any draw of the parameters; typical is 2e-7
-FLOAT32 = 1e-5
+FLOAT32 = 1e-5  # against float32 or float64, for any draw; typical is 2e-7
 FAMILIES = ["mamba", "falcon_mamba"]
-# the rounding of the formats themselves, for any draw; typical are 5e-3 and 6e-4
-HALF = [(torch.bfloat16, 8e-2), (torch.float16, 8e-3)]
 KINDS = [*FAMILIES, "mamba_ssm", "mamba_ssm fused"]
-
 ABLATIONS = [
     "s6",
     "unified",
@@ -38,155 +39,111 @@ ABLATIONS = [
     "exact-scan-skip",
 ]
 
-#: options of transformers' configuration, and of mamba_ssm's module
+#: mamba_ssm's options to a mixer.
 MakeMixer = Callable[..., Any]
 
 
 @pytest.fixture(params=KINDS)
 def make_mixer(request: pytest.FixtureRequest) -> MakeMixer:
-    """A maker of single mixers, E = 5 and D = 10 unless asked otherwise."""
+    """A maker of single mixers, E = 5 and D = 10 unless asked otherwise; by mamba_ssm's options."""
     if request.param in FAMILIES:
+        names = {"d_model": "hidden_size", "d_state": "state_size", "d_conv": "conv_kernel"}
+        names |= {"bias": "use_bias", "conv_bias": "use_conv_bias"}
 
-        def make(*, width: int = 5, state: int = 3, kernel: int = 4, bias: bool = False,
-                 conv_bias: bool = True) -> Any:  # fmt: skip
-            model = transformers_model(
-                request.param,
-                hidden_size=width,
-                state_size=state,
-                conv_kernel=kernel,
-                use_bias=bias,
-                use_conv_bias=conv_bias,
-                num_hidden_layers=1,
-            )
+        def make_hf(**options: Any) -> Any:
+            own = {names[name]: value for name, value in options.items()}
+            model = transformers_model(request.param, num_hidden_layers=1, **own)
             return model.backbone.layers[0].mixer
 
-        return make
+        return make_hf
     fused = request.param.endswith("fused")
     package = request.getfixturevalue("mamba_ssm_fused" if fused else "mamba_ssm")
-
-    def make(*, width: int = 5, state: int = 3, kernel: int = 4, bias: bool = False,
-             conv_bias: bool = True) -> Any:  # fmt: skip
-        return randomise(
-            package.make_mamba(
-                width, d_state=state, d_conv=kernel, bias=bias, conv_bias=conv_bias, fused=fused
-            )
-        )
-
-    return make
+    small = {"d_model": 5, "d_state": 3}
+    return lambda **options: randomise(package.make_mamba(fused=fused, **small | options))
 
 
-# --- reproduction of the real module --------------------------------------------------------
+def matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor]:
+    parts = mamba1_parts(mixer, hidden, kwargs.get("attention_mask"))
+    return {name: alpha(parts, name) for name in ABLATIONS}
 
 
-def test_slow_path_chosen_where_the_fused_one_exists(mamba_ssm_fused: Any) -> None:
-    mixer = randomise(mamba_ssm_fused.make_mamba(5, fused=False))
-    check(record_one(mixer, torch.randn(2, 6, 5)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d_conv": 1, "bias": True, "d_state": 1},
+        {"d_model": 17, "d_conv": 2, "bias": True, "conv_bias": False},
+        {"d_model": 1, "d_conv": 7, "d_state": 16},
+    ],
+)
+def test_contract(make_mixer: MakeMixer, options: dict[str, Any]) -> None:
+    leaks = LEAKS if options.get("bias") and options["d_conv"] > 1 else {}
+    contract.holds(make_mixer(**options), options.get("d_model", 5), matrices, leaks)
 
 
-def test_fused_path_chosen_where_it_does_not_exist(mamba_ssm: Any) -> None:
-    mixer = randomise(mamba_ssm.make_mamba(5, use_fast_path=True))
-    check(record_one(mixer, torch.randn(2, 6, 5)))
-
-
-# --- padding ---------------------------------------------------------------------------------
-
-
+@pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"hidden_act": "tanh"}])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("where", ["right", "middle", "everything"])
-def test_padding_anywhere(family: str, where: str) -> None:
-    model = transformers_model(family, use_bias=True)
-    mask = torch.ones(2, 8, dtype=torch.long)
-    hidden_tokens = {"right": slice(5, 8), "middle": slice(2, 5), "everything": slice(0, 8)}
-    mask[1, hidden_tokens[where]] = 0
-    for layer in record(model, torch.randint(19, (2, 8)), attention_mask=mask):
-        check(layer)
-        parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states, mask)
-        assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
+def test_contract_of_models(family: str, options: dict[str, Any]) -> None:
+    model, ids = transformers_model(family, **options), torch.randint(19, (2, 9))
+    check_adapter(lambda: model, ids, matrices, LEAKS if "use_bias" in options else {}, CORE)
+
+
+def test_paths_of_mamba_ssm(request: pytest.FixtureRequest) -> None:
+    """The slow one where the fused one exists, and the fused one where it does not."""
+    mixer = request.getfixturevalue("mamba_ssm_fused").make_mamba(5, fused=False)
+    check(record_one(randomise(mixer), torch.randn(2, 6, 5)))
+    mixer = request.getfixturevalue("mamba_ssm").make_mamba(5, use_fast_path=True)
+    check(record_one(randomise(mixer), torch.randn(2, 6, 5)))
+
+
+# --- padding and precision -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
-def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
-    model = transformers_model("mamba")
-    ids, mask = padded_batch([6, 3])
-    for layer in record(model, ids, attention_mask=mask.to(dtype)):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_anywhere(family: str, dtype: torch.dtype) -> None:
+    model = transformers_model(family, use_bias=True)
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[1, 2:5], mask[2] = 0, 0
+    for layer in record(model, torch.randint(19, (3, 8)), attention_mask=mask.to(dtype)):
         check(layer)
-        found = layer.linear.mask
-        assert found is not None and torch.equal(found, mask.bool())
-
-
-def test_a_mask_without_padding_is_none() -> None:
-    model = transformers_model("mamba")
+        parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states, mask)
+        assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
+        assert layer.linear.mask is not None and torch.equal(layer.linear.mask, mask.bool())
     for layer in record(model, torch.randint(19, (2, 5)), attention_mask=torch.ones(2, 5)):
         assert layer.linear.mask is None
 
 
-# --- the matrices ----------------------------------------------------------------------------
-
-
-def test_row_zero(make_mixer: MakeMixer) -> None:
-    """The first token sees itself alone: gate (C . B dt + D) ratio w."""
-    mixer = make_mixer()
-    hidden = torch.randn(3, 6, 5)
-    parts = mamba1_parts(mixer, hidden)
-    own = (parts.c[:, 0] * parts.b[:, 0]).sum(-1, keepdim=True) * parts.dt[:, 0] + parts.skip
-    own = parts.gate[:, 0] * own * parts.ratio[:, 0] * mixer.conv1d.weight[:, 0, -1].double()
-    row = record_one(mixer, hidden).operator.rows([0], None)[:, :, 0]
-    assert relative_error(row[..., 0], own) <= FLOAT32
-    assert not row[..., 1:].any()
-
-
-# --- precision -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "own_error"), HALF)
-def test_half_precision_models(family: str, dtype: torch.dtype, own_error: float) -> None:
-    model = transformers_model(family).to(dtype)
+def test_float16(family: str) -> None:
     ids, mask = padded_batch([8, 5])
-    for layer in record(model, ids, attention_mask=mask):
+    for layer in record(transformers_model(family).half(), ids, attention_mask=mask):
         assert layer.linear.values.dtype == torch.float32
-        assert layer.reconstruction_error() <= own_error
+        assert layer.reconstruction_error() <= 8e-3  # of the format itself
 
 
 def test_autocast(make_mixer: MakeMixer) -> None:
     """Under autocast too the operator is computed in float32."""
-    mixer = make_mixer()
-    hidden = torch.randn(2, 9, 5)
+    mixer, hidden = make_mixer(), torch.randn(2, 9, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        layer = record_one(mixer, hidden)
-        linear = layer.linear
+        linear = record_one(mixer, hidden).linear
         values = linear.operator.affine(linear.values)
-        rebuilt = linear.output()
-        matrices, mean = linear.operator.dense(None), linear.operator.dense()
-    assert layer.output.dtype in (torch.bfloat16, torch.float32)
-    assert relative_error(rebuilt, layer.output) <= 8e-2
+        dense, mean = linear.operator.dense(None), linear.operator.dense()
     parts = mamba1_parts(mixer, hidden)
     wanted = alpha(parts, "exact")
     assert linear.values.dtype == torch.float32
     assert relative_error(linear.values.flatten(2), parts.values) <= FLOAT32
     assert relative_error(values.flatten(2), parts.before_projection) <= FLOAT32
-    assert relative_error(matrices, wanted) <= FLOAT32
+    assert relative_error(dense, wanted) <= FLOAT32
     assert relative_error(mean, wanted.mean(1)) <= FLOAT32
 
 
 # --- other activations -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("act", ["gelu", "relu", "gelu_pytorch_tanh", "swish", "tanh"])
-def test_other_activations(family: str, act: str) -> None:
-    model = transformers_model(family, hidden_act=act, num_hidden_layers=1).double()
-    mixer = model.backbone.layers[0].mixer
-    hidden = torch.randn(2, 8, 5, dtype=torch.float64)
-    layer = record_one(mixer, hidden)
-    check(layer)
-    wanted = alpha(mamba1_parts(mixer, hidden), "unified")
-    operator = layer.linear.restrict(parse_components("unified")).operator
-    assert relative_error(operator.dense(None), wanted) <= 1e-12
-
-
-@pytest.mark.parametrize("act", ["silu", "gelu", "relu", "tanh"])
-def test_an_activation_of_exactly_zero(act: str) -> None:
+@pytest.mark.parametrize(
+    ("act", "slope"), [("silu", 0.5), ("swish", 0.5), ("gelu", 0.5), ("relu", 0.0), ("tanh", 1.0)]
+)
+def test_activations_at_exactly_zero(act: str, slope: float) -> None:
     """act(u) / u is the derivative there: 1/2, 1/2, 0 (as torch has it) and 1."""
     model = transformers_model("mamba", hidden_act=act, num_hidden_layers=1)
     mixer = model.backbone.layers[0].mixer
@@ -194,9 +151,8 @@ def test_an_activation_of_exactly_zero(act: str) -> None:
         mixer.conv1d.bias.zero_()
         mixer.conv1d.weight[3] = 0
     layer = record_one(mixer, torch.randn(2, 5, 5))
-    ratio = next(leaf for leaf in layer.operator.leaves() if leaf.component == "activation")
-    slope = {"silu": 0.5, "gelu": 0.5, "relu": 0.0, "tanh": 1.0}[act]
-    assert torch.allclose(ratio.tensors()["weight"][:, :, 3], torch.tensor(slope))
+    ratio = leaf_of(layer, "activation").tensors()["weight"]
+    assert torch.allclose(ratio[:, :, 3], torch.tensor(slope))
     check(layer)
 
 
@@ -210,33 +166,23 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused() -> None:
 # --- what cannot be explained --------------------------------------------------------------------
 
 
-def test_a_cache_given_to_the_model_is_refused() -> None:
-    """Before it runs: in version 4 of transformers it drops the cache if told to use none."""
-    model = transformers_model("mamba")
-    ids = torch.randint(19, (1, 6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_are_refused(family: str) -> None:
+    """Before the model runs."""
+    model, ids = transformers_model(family), torch.randint(19, (1, 6))
     with torch.no_grad():
         cache = model(ids, use_cache=True).cache_params
     with pytest.raises(CachedStateError, match=r"^cache_params=.* was passed") as caught:
         record(model, ids[:, :1], cache_params=cache)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("by_position", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_cache_given_to_the_mixer_is_refused(family: str, by_position: bool) -> None:
-    model = transformers_model(family)
-    ids = torch.randint(19, (1, 6))
-    with torch.no_grad():
-        cache = model(ids, use_cache=True).cache_params
     mixer = model.backbone.layers[0].mixer
-    args, kwargs = ((cache,), {}) if by_position else ((), {"cache_params": cache})
-    layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs, **continuing(6))
-    with pytest.raises(CachedStateError, match="cache"):
-        _ = layer.operator
+    for args, kwargs in (((cache,), {}), ((), {"cache_params": cache})):
+        layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs, **continuing(6))
+        with pytest.raises(CachedStateError, match="cache"):
+            _ = layer.operator
 
 
-@pytest.mark.parametrize("by_position", [False, True])
-def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any, by_position: bool) -> None:
+def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any) -> None:
     from mamba_ssm.utils.generation import InferenceParams
 
     mixer = randomise(mamba_ssm.make_mamba(5, layer_idx=0))
@@ -244,13 +190,12 @@ def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any, by_position: bool) -> N
     with torch.no_grad():
         mixer(torch.randn(1, 4, 5), inference_params=cache)
     cache.seqlen_offset = 4
-    args, kwargs = ((cache,), {}) if by_position else ((), {"inference_params": cache})
-    layer = record(mixer, torch.randn(1, 1, 5), *args, **kwargs)[0]
-    with pytest.raises(CachedStateError, match="inference_params"):
-        _ = layer.operator
+    for args, kwargs in (((cache,), {}), ((), {"inference_params": cache})):
+        layer = record_one(mixer, torch.randn(1, 1, 5), *args, **kwargs)
+        with pytest.raises(CachedStateError, match="inference_params"):
+            _ = layer.operator
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("parameter", "component"),
     [
@@ -263,50 +208,183 @@ def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any, by_position: bool) -> N
         ("in_proj.weight", "values"),
     ],
 )
-def test_a_bad_weight_is_named(parameter: str, component: str, bad: float) -> None:
-    model = transformers_model("mamba")
-    name = "backbone.layers.1.mixer"
-    with torch.no_grad():
-        model.get_parameter(f"{name}.{parameter}").view(-1)[1] = bad
-    first, second = record(model, torch.randint(19, (2, 5)))
-    check(first)
-    with pytest.raises(NonFiniteError, match=component) as caught:
-        _ = second.operator
-    assert repr(name) in str(caught.value)
-    assert isinstance(caught.value, ValueError)
+def test_a_bad_weight_is_named(parameter: str, component: str) -> None:
+    for bad in (float("nan"), float("inf")):
+        model, name = transformers_model("mamba"), "backbone.layers.1.mixer"
+        with torch.no_grad():
+            model.get_parameter(f"{name}.{parameter}").view(-1)[1] = bad
+        first, second = record(model, torch.randint(19, (2, 5)))
+        check(first)
+        with pytest.raises(NonFiniteError, match=component) as caught:
+            _ = second.operator
+        assert repr(name) in str(caught.value)
+        assert isinstance(caught.value, ValueError)
 
 
 def test_a_bad_input_is_named() -> None:
-    mixer = transformers_model("mamba").backbone.layers[0].mixer
     hidden = torch.randn(2, 5, 5)
     hidden[0, 3, 2] = float("nan")
     with pytest.raises(NonFiniteError, match="values"):
-        _ = record_one(mixer, hidden).operator
+        _ = record_one(transformers_model("mamba").backbone.layers[0].mixer, hidden).operator
 
 
-def matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor]:
-    parts = mamba1_parts(mixer, hidden, kwargs.get("attention_mask"))
-    return {name: alpha(parts, name) for name in ABLATIONS}
+# --- LoRA adapters, whose weights are not zero ---------------------------------------------------
+
+TARGETS = ["in_proj", "x_proj", "out_proj"]
+
+
+def with_lora(layers: nn.Module, targets: list[str], dtype: torch.dtype | None = None) -> None:
+    """Adapters of rank 2 with random weights, put in place.
+
+    peft refuses some projections of models whose configuration says mamba; as a list of layers
+    without a configuration it takes them.
+    """
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=targets, lora_dropout=0.0)
+    peft.inject_adapter_in_model(config, layers)
+    added = [parameter for name, parameter in layers.named_parameters() if "lora_" in name]
+    for parameter in added:
+        parameter.data = torch.randn(parameter.shape, dtype=dtype or parameter.dtype) * 0.5
+    assert len(added) == 2 * len(targets) * sum(hasattr(m, "A_log") for m in layers.modules())
+
+
+def is_adapted(layer: Layer, adapters: list[str]) -> None:
+    """The operator has the weights of these adapters and no others."""
+    check(layer)
+    parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states, None, adapters=adapters)
+    assert relative_error(layer.output, parts.output) <= FLOAT32, "the oracle is not the module"
+    assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_around_dt_proj_do_not_count(family: str) -> None:
+    """Its weight is read, past the adapter."""
+    model, ids = transformers_model(family), torch.randint(19, (2, 7))
+    plain = record(model, ids)
+    with_lora(model.backbone.layers, ["dt_proj"])
+    for before, layer in zip(plain, record(model, ids), strict=True):
+        assert relative_error(before.output, layer.output) <= FLOAT32
+        is_adapted(layer, [])
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_kernels_of_version_4_read_dt_proj_by_its_weight(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code: Any = ModuleType("code_of_version_4")
+    code.mamba_inner_fn = print
+    code._lazy_load_causal_conv1d = lambda: (print, print if found else None)
+    monkeypatch.setitem(sys.modules, code.__name__, code)
+    mixer = type("MambaMixer", (), {"slow_forward": None, "__module__": code.__name__})()
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert _calls_dt_proj(mixer, on_gpu) != found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adapters_in_mamba_ssm(request: pytest.FixtureRequest, fused: bool) -> None:
+    """The module reads in_proj by its weight, and on the fused path every projection."""
+    package = request.getfixturevalue("mamba_ssm_fused" if fused else "mamba_ssm")
+    mixer = randomise(package.make_mamba(5))
+    with_lora(nn.ModuleList([mixer]), TARGETS)
+    is_adapted(record_one(mixer, torch.randn(2, 8, 5)), [] if fused else ["x_proj", "out_proj"])
+
+
+def test_a_peft_model() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "x_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(transformers_model("mamba"), config).eval()
+    for layer in record(wrapped, input_ids=torch.randint(19, (2, 6))):
+        is_adapted(layer, ["in_proj", "x_proj"])
+
+
+def test_float32_adapters_on_a_bfloat16_model() -> None:
+    model = transformers_model("mamba").to(torch.bfloat16)
+    with_lora(model.backbone.layers, ["in_proj", "x_proj"], torch.float32)
+    for layer in record(model, torch.randint(19, (2, 6))):
+        assert layer.linear.values.dtype == torch.float32
+        assert layer.reconstruction_error() <= 8e-2
+        parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states)
+        assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
+
+
+# --- Jamba and Zamba -----------------------------------------------------------------------------
+
+
+def hybrid(family: str, **options: Any) -> Any:
+    # an epsilon that keeps the norms of two features well conditioned
+    return attention_model(family, **{"rms_norm_eps": 0.05} | options)
+
+
+def is_mamba(layer: Layer) -> bool:
+    return "Mamba" in type(layer.mixer.module).__name__
+
+
+def heads_of(mixer: Any) -> Iterator[Any]:
+    """The heads of Zamba's mixer, whose input projection alternates between values and gates."""
+    size = mixer.intermediate_size // mixer.n_mamba_heads
+
+    def part(weight: Tensor, bias: Tensor | None = None, at: Any = slice(None)) -> SimpleNamespace:
+        return SimpleNamespace(weight=weight[at], bias=None if bias is None else bias[at])
+
+    for g in range(mixer.n_mamba_heads):
+        mine = torch.arange(g * size, (g + 1) * size)
+        rows = torch.cat([2 * mine, 2 * mine + 1])
+        yield SimpleNamespace(
+            in_proj=part(mixer.in_proj.weight, mixer.in_proj.bias, rows),
+            conv1d=part(mixer.conv1d.weight, mixer.conv1d.bias, mine),
+            x_proj=part(mixer.x_proj_weight[g]),
+            dt_proj=part(mixer.dt_proj_weight[g], mixer.dt_proj_bias[g]),
+            out_proj=part(mixer.out_proj.weight[:, mine]),
+            **{"A_log": mixer.A_log[g], "D": mixer.D[g], "activation": "silu"},
+        )
+
+
+@torch.no_grad()
+def hybrid_matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor] | None:
+    if "Mamba" not in type(mixer).__name__:
+        return None
+    heads = heads_of(mixer) if type(mixer).__name__ == "ZambaMambaMixer" else [mixer]
+    found = [matrices(head, hidden, kwargs) for head in heads]
+    return {name: torch.cat([each[name] for each in found], 1) for name in ABLATIONS}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"kernel": 3},
-        {"kernel": 1, "bias": True, "state": 1},
-        {"kernel": 7, "conv_bias": False, "state": 16},
-        {"width": 1, "kernel": 3},
-        {"width": 17, "kernel": 2, "bias": True},
+        ("jamba", {"mamba_proj_bias": True}),
+        ("jamba", {"mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_state": 1}),
+        ("jamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
+        ("zamba", {"n_mamba_heads": 1, "mamba_d_conv": 2, "mamba_conv_bias": False}),
+        ("zamba", {"n_mamba_heads": 4, "mamba_proj_bias": True}),
+        ("zamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
     ],
 )
-def test_contract(make_mixer: MakeMixer, options: dict[str, Any]) -> None:
-    leaks = contract.LEAKS if options.get("bias") and options["kernel"] > 1 else {}
-    contract.holds(make_mixer(**options), options.get("width", 5), matrices, leaks)
+def test_contract_of_hybrids(family: str, options: dict[str, Any]) -> None:
+    model, ids = hybrid(family, **options), torch.randint(1, 23, (2, 9))
+    leaks = LEAKS if "mamba_proj_bias" in options else {}
+    check_adapter(lambda: model, ids, hybrid_matrices, leaks, CORE)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_contract_of_models(family: str, bias: bool) -> None:
-    model = transformers_model(family, use_bias=bias, use_conv_bias=not bias)
-    ids, leaks = torch.randint(19, (2, 9)), contract.LEAKS if bias else {}
-    check_adapter(lambda: model, ids, matrices, leaks, contract.CORE)
+@pytest.mark.parametrize("family", ["jamba", "zamba"])
+def test_caches_of_hybrids_are_refused(family: str) -> None:
+    model = hybrid(family)
+    cache = transformers.DynamicCache(config=model.config)
+    for layer in record(model, torch.randint(1, 23, (1, 5)), past_key_values=cache):
+        with pytest.raises(CachedStateError):
+            _ = layer.operator
+
+
+def test_stages_and_shared_weights() -> None:
+    """The shared transformer of Zamba: tensors of several modules."""
+    ids = torch.randint(1, 23, (1, 6))
+    layers = record(hybrid("zamba"), ids)
+    zamba = stages(layers)
+    kinds = [[is_mamba(layer) for layer in stage] for stage in zamba]
+    assert kinds == [[True], [False, True]] * 2 + [[True]]
+    assert all(stage[0].joins == "feeds" for stage in zamba if len(stage) == 2)
+    first, second = (x for x in layers if not is_mamba(x))
+    one, other = first.mixer.module, second.mixer.module
+    assert one.q_proj.weight.data_ptr() == other.q_proj.weight.data_ptr()
+    assert not torch.equal(first.operator.dense("heads"), second.operator.dense("heads"))
+    jamba = stages(record(hybrid("jamba"), ids))
+    assert [[is_mamba(layer) for layer in stage] for stage in jamba] == [[True], [False]] * 2

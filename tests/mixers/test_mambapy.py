@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import hybrid_checks as hybrid
+from helpers.contract import FLOAT32, check, linear, record, record_one
 from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices
 from torch import Tensor, nn
 from zoo.mambapy import MODELS
@@ -21,16 +21,9 @@ from captum_ssm.mixers.registry import adapter_for
 
 pytestmark = pytest.mark.slow
 
-FLOAT32 = 1e-5  # for any draw; typical is 2e-7
-
 
 def blocks(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if adapter_for(module) is not None)
-
-
-def flow_is_whole(model: Any, inputs: Tensor) -> None:
-    found = LatimFlow(model).decompose(inputs, (-1, 3))
-    assert bool((found.delta.abs() <= 1e-5 * (1 + found.output.abs())).all())
 
 
 def one_direction(
@@ -55,7 +48,7 @@ def one_direction(
     ratio = act(u) / u
     v = act(u).flip(1) if scan_flips else act(u)
     state = a_log.shape[1]
-    selected = hybrid.apply_linear(x_proj, v)
+    selected = linear(x_proj, v)
     t, b, c = selected.split([selected.shape[-1] - 2 * state, state, state], -1)
     if module.dt_layernorm is not None:
         t, b, c = (
@@ -68,7 +61,7 @@ def one_direction(
                 (c, module.C_layernorm),
             )
         )
-    dt = F.softplus(hybrid.apply_linear(dt_proj, t))
+    dt = F.softplus(linear(dt_proj, t))
     core = scan_matrices(dt, -a_log.detach().double().exp(), b, c)
     core = core + torch.diag_embed(skip.detach().double()[:, None].expand(-1, x.shape[1]))
     if scan_flips:
@@ -82,11 +75,10 @@ def gated(z: Tensor, matrices: Tensor) -> Tensor:
 
 def against(layer: Any, alpha: Tensor) -> None:
     assert relative_error(layer.operator.per_channel().dense(None).double(), alpha) <= FLOAT32
-    hybrid.check(layer, FLOAT32)
+    check(layer)
 
 
 @pytest.mark.parametrize("options", [
-    {},
     {"pscan": False, "bias": True},
     {"inner_layernorms": True},
     {"mup": True, "mup_base_width": 3.0},
@@ -95,55 +87,40 @@ def test_mamba(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     model = MODELS["mamba"](monkeypatch, **options)
     block = next(blocks(model))
     hidden = torch.randn(2, 7, 6)
-    x, z = hybrid.apply_linear(block.in_proj, hidden.double()).chunk(2, -1)
+    x, z = linear(block.in_proj, hidden.double()).chunk(2, -1)
     alpha = gated(F.silu(z), one_direction(block, "{}", x, F.silu))
-    against(hybrid.record_one(block, hidden), alpha)
-    flow_is_whole(model, torch.randint(16, (2, 7)))
+    against(record_one(block, hidden), alpha)
 
 
 @pytest.mark.parametrize("options", [
-    {},
     {"use_mem_eff_path": True, "n_groups": 2},
     {"learnable_init_states": True, "bias": True, "dt_limit": (0.2, 0.9)},
 ])  # fmt: skip
 def test_mamba2(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrices are those of the adapter of Mamba-2, which has tests of its own."""
     model = MODELS["mamba2"](monkeypatch, **options)
-    ids = torch.randint(16, (2, 11))
-    for layer in hybrid.record(model, ids):
-        hybrid.check(layer, FLOAT32)
-    flow_is_whole(model, ids)
+    for layer in record(model, torch.randint(16, (2, 11))):
+        check(layer)
 
 
 def test_jamba(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["jamba"](monkeypatch)
     ids = torch.randint(16, (2, 7))
-    layers = hybrid.record(model, ids)
+    layers = record(model, ids)
     assert [layer.architecture for layer in layers] == ["Mamba", "Jamba"]
     for layer in layers:
-        hybrid.check(layer, FLOAT32)
+        check(layer)
     module, hidden = layers[1].mixer.module, layers[1].call.hidden_states.double()
-    q, k = (
-        hybrid.apply_linear(p, hidden).view(2, 7, -1, 2) for p in (module.q_proj, module.k_proj)
-    )
+    q, k = (linear(p, hidden).view(2, 7, -1, 2) for p in (module.q_proj, module.k_proj))
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)
     for head in range(4):
         scores = q[:, :, head] @ k[:, :, head // 2].mT / 2**0.5
         alpha = scores.masked_fill(future, -torch.inf).softmax(-1)
         found = layers[1].operator.dense(None)[:, 2 * head].double()  # the first of two channels
         assert relative_error(found, alpha) <= FLOAT32
-    flow_is_whole(model, ids)
-
-
-def test_a_cache_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = list(blocks(MODELS["jamba"](monkeypatch)))[1]
-    x = torch.randn(1, 3, 8)
-    with pytest.raises(CachedStateError, match="cache=tuple"):
-        mambapy_attention(module, Call((x, (None, None)), {}, (x, None)))
 
 
 @pytest.mark.parametrize("options", [
-    {},
     {"divide_output": False},
     {"bidirectional": False},
     {"pscan": False, "inner_layernorms": True},
@@ -152,41 +129,38 @@ def test_vision(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     model = MODELS["vision"](monkeypatch, **options)
     block = next(blocks(model))
     hidden = torch.randn(2, 7, 8)
-    x, z = hybrid.apply_linear(block.in_proj, hidden.double()).chunk(2, -1)
+    x, z = linear(block.in_proj, hidden.double()).chunk(2, -1)
     alpha = one_direction(block, "{}", x, F.silu)
     if options.get("bidirectional", True):
         alpha = alpha + one_direction(block, "{}_b", x.flip(1), F.silu).flip(-1, -2)
         alpha = alpha / 2 if options.get("divide_output", True) else alpha
-    against(hybrid.record_one(block, hidden), gated(F.silu(z), alpha))
-    flow_is_whole(model, hidden)
+    against(record_one(block, hidden), gated(F.silu(z), alpha))
 
 
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("options", [
-    {},
     {"BC_layer_norm": True, "bias": True},
     {"dilation": 2},
-    {"activation": nn.GELU()},
-    {"use_pscan": True, "norm": "LayerNorm"},
+    {"activation": nn.GELU(), "use_pscan": True, "norm": "LayerNorm"},
 ])  # fmt: skip
 def test_deeptab(options: dict[str, Any], both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["deeptab"](monkeypatch, bidirectional=both, **options)
     block = next(blocks(model))
     act = options.get("activation", F.silu)
     hidden = torch.randn(2, 7, 8)
-    x, z = hybrid.apply_linear(block.in_proj_fwd, hidden.double()).chunk(2, -1)
+    x, z = linear(block.in_proj_fwd, hidden.double()).chunk(2, -1)
     alpha = gated(act(z), one_direction(block, "{}_fwd", x, act))
     if both:
-        x_b = hybrid.apply_linear(block.in_proj_bwd, hidden.double()).chunk(2, -1)[0]
+        x_b = linear(block.in_proj_bwd, hidden.double()).chunk(2, -1)[0]
         back = gated(act(z), one_direction(block, "{}_bwd", x_b, act, scan_flips=True))
         alpha = torch.cat([alpha, back], 1) / 2
-    against(hybrid.record_one(block, hidden), alpha)
-    flow_is_whole(model, hidden)
+    against(record_one(block, hidden), alpha)
 
 
-def test_channels_that_are_mixed_before_the_scan_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["deeptab"](monkeypatch, use_learnable_interaction=True)
     with pytest.raises(UnsupportedMixerError, match="use_learnable_interaction=True"):
         LatimFlow(model).attribute(torch.randn(1, 5, 8), (-1, 3))
+    module, x = list(blocks(MODELS["jamba"](monkeypatch)))[1], torch.randn(1, 3, 8)
+    with pytest.raises(CachedStateError, match="cache=tuple"):
+        mambapy_attention(module, Call((x, (None, None)), {}, (x, None)))

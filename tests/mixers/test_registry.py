@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
+from helpers.contract import check, record
 from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
@@ -20,11 +23,7 @@ from captum_ssm import (
     Edges,
     ImplicitAttentionRollout,
     LatimFlow,
-    LatimLogit,
-    MambaAttribution,
-    MambaLRP,
     StateMemory,
-    TransformerAttribution,
     knock_out,
     register_mixer,
     supported_architectures,
@@ -85,17 +84,15 @@ class Net(nn.Module):
         return hidden
 
 
-def test_a_registered_mixer_is_served() -> None:
+def test_a_registered_mixer_is_served_and_so_are_subclasses() -> None:
     register_mixer(Shift, linearize_shift, family="Token shift")
-    model = Net(Shift(), nn.Tanh(), Shift())
-    with torch.no_grad(), trace(model) as t:
-        model(torch.randn(2, 5, 4))
-    assert [(layer.name, layer.architecture) for layer in t.layers] == [
+    layers = record(Net(Shift(), nn.Tanh(), SlightlyDifferentShift()), torch.randn(2, 5, 4))
+    assert [(layer.name, layer.architecture) for layer in layers] == [
         ("mixers.0", "Token shift"),
         ("mixers.2", "Token shift"),
     ]
-    for layer in t.layers:
-        assert layer.reconstruction_error() <= 1e-6
+    for layer in layers:
+        check(layer)
         gate = layer.mixer.module.gate(layer.call.hidden_states).sigmoid()  # (B, L, C)
         own, earlier = layer.mixer.module.weight.T
         matrices = layer.operator.dense(None)
@@ -103,39 +100,24 @@ def test_a_registered_mixer_is_served() -> None:
         below = matrices.diagonal(-1, dim1=-2, dim2=-1).mT
         assert relative_error(diagonal, gate * own) <= 1e-6
         assert relative_error(below, gate[:, 1:] * earlier) <= 1e-6
+    register_mixer(SlightlyDifferentShift, linearize_shift, family="own")
+    layers = record(Net(Shift(), SlightlyDifferentShift()), torch.randn(1, 3, 4))
+    assert [layer.architecture for layer in layers] == ["Token shift", "own"]
 
 
 def test_a_class_can_be_registered_by_name() -> None:
     path = f"{Shift.__module__}.{Shift.__qualname__}"
     register_mixer(path, linearize_shift)
     assert supported_architectures()[-1] == Architecture("Shift", path.split(".")[0], path, "")
-    with torch.no_grad(), trace(model := Net(Shift())) as t:
-        model(torch.randn(1, 3, 4))
-    assert t.layers[0].reconstruction_error() <= 1e-6
-
-
-def test_subclasses_are_served_by_the_nearest_class() -> None:
-    register_mixer(Shift, linearize_shift, family="base")
-    model = Net(SlightlyDifferentShift())
-    with torch.no_grad(), trace(model) as t:
-        model(torch.randn(1, 3, 4))
-    assert t.layers[0].architecture == "base"
-    register_mixer(SlightlyDifferentShift, linearize_shift, family="own")
-    with torch.no_grad(), trace(Net(Shift(), *model.mixers)) as t:
-        pass
-    both = Net(Shift(), SlightlyDifferentShift())
-    with torch.no_grad(), trace(both) as t:
-        both(torch.randn(1, 3, 4))
-    assert [layer.architecture for layer in t.layers] == ["base", "own"]
+    check(*record(Net(Shift()), torch.randn(1, 3, 4)))
 
 
 def test_a_subclass_of_a_real_mixer_is_served() -> None:
     mixer = transformers_model("mamba").backbone.layers[0].mixer
     mixer.__class__ = type("QuietMixer", (type(mixer),), {})
-    with torch.no_grad(), trace(mixer) as t:
-        mixer(torch.randn(2, 6, 5))
-    assert t.layers[0].architecture == "Mamba"
-    assert t.layers[0].reconstruction_error() <= 5e-6
+    (layer,) = record(mixer, torch.randn(2, 6, 5))
+    assert layer.architecture == "Mamba"
+    check(layer)
 
 
 @pytest.mark.parametrize(
@@ -163,38 +145,20 @@ def test_supported_architectures() -> None:
 
 
 @transformers5
-def test_registered_names_are_real(mamba_ssm: Any) -> None:
-    """Every built-in name is that of a class which exists in the newest version."""
-    from importlib import import_module
-
+def test_registered_names_are_real_and_mamba_ssm_has_no_others(mamba_ssm: Any) -> None:
+    """In the newest versions; a class that mixes tokens and is new there is found here."""
     for architecture in supported_architectures():
         newest = architecture.tested_version == VERSIONS.get(architecture.package)
         if newest and architecture.package in ("transformers", "mamba-ssm"):
             module, name = architecture.class_path.rsplit(".", 1)
             assert issubclass(getattr(import_module(module), name), nn.Module)
-
-
-@transformers5
-def test_modules_of_mamba_ssm_are_served_or_mix_no_tokens(mamba_ssm: Any) -> None:
-    """A class that a newer version brings is found here."""
-    from importlib import import_module
-    from pkgutil import iter_modules
-
-    folder = import_module("mamba_ssm.modules")
-    found = set()
+    folder, found = import_module("mamba_ssm.modules"), set()
     for each in iter_modules(folder.__path__, "mamba_ssm.modules."):
-        module = import_module(each.name)
-        kinds = [x for x in vars(module).values() if isinstance(x, type)]
+        kinds = [x for x in vars(import_module(each.name)).values() if isinstance(x, type)]
         found |= {x for x in kinds if issubclass(x, nn.Module) and x.__module__ == each.name}
     served = {a.class_path for a in supported_architectures()}
     others = {kind.__name__ for kind in found if registry.class_path(kind) not in served}
     assert others == {"Block", "GatedMLP"} and len(found) == 7
-
-
-@pytest.mark.parametrize("name", ["MHA", "mLSTMCell", "sLSTMLayer", "LSTMCell", "Mamba4"])
-def test_copies_of_mixers_are_refused_by_their_names(name: str) -> None:
-    copied = type(name, (Shift,), {})
-    assert_refused(Net(copied()), "mixers.0", name)
 
 
 @pytest.mark.slow
@@ -240,13 +204,12 @@ def test_a_refusal_stays_short_however_much_is_served() -> None:
     assert f"and {len(families) + 288} more" in message()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks_are_refused(kind: Any) -> None:
-    model = Net(nn.Linear(4, 4), kind(4, 4, batch_first=True))
-    assert_refused(model, "mixers.1", f"torch.nn.modules.rnn.{kind.__name__}")
-
-
-def test_an_unknown_mixer_is_refused() -> None:
+def test_what_is_refused_before_it_runs() -> None:
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        model = Net(nn.Linear(4, 4), kind(4, 4, batch_first=True))
+        assert_refused(model, "mixers.1", f"torch.nn.modules.rnn.{kind.__name__}")
+    for name in ("MHA", "mLSTMCell", "sLSTMLayer", "LSTMCell", "Mamba4"):  # copies, by their names
+        assert_refused(Net(type(name, (Shift,), {})()), "mixers.0", name)
     assert_refused(Net(OtherMixer()), "mixers.0", f"{__name__}.OtherMixer")
 
 
@@ -256,14 +219,13 @@ def test_a_run_of_an_unknown_mixer_is_refused() -> None:
     ids = torch.randint(19, (1, 4))
     runs: list[Callable[[], Any]] = [
         lambda: LatimFlow(model).attribute(ids, (-1, 3)),
-        lambda: MambaLRP(model).attribute(ids, (-1, 3)),
         lambda: ImplicitAttentionRollout(model).attribute(ids),
-        lambda: TransformerAttribution(model).attribute(ids, target=(-1, 3)),
-        lambda: LatimLogit(model).attribute(ids, (-1, 3)),
         lambda: list(StateMemory(model).of(ids)),
         lambda: EdgeEffects(model).attribute(ids, (-1, 3)),
+        lambda: record(model, ids),
+        lambda: _without_edges(model, ids),
     ]
-    for run in (*runs, lambda: _traced(model, ids), lambda: _without_edges(model, ids)):
+    for run in runs:
         with pytest.raises(UnsupportedMixerError) as caught:
             run()
         message = str(caught.value)
@@ -271,11 +233,6 @@ def test_a_run_of_an_unknown_mixer_is_refused() -> None:
         assert "has no adapter, and it ran. docs/howto/adding_an_architecture.md shows" in message
         assert message.endswith("name the mixers to use with layers=[...].")
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def _traced(model: Any, ids: Tensor) -> None:
-    with trace(model):
-        model(ids)
 
 
 def _without_edges(model: Any, ids: Tensor) -> None:
@@ -291,7 +248,7 @@ def test_what_did_not_run_is_no_reason_to_refuse() -> None:
     register_mixer(Shift, linearize_shift)
     model = transformers_model("mamba")
     ids = torch.randint(19, (1, 4))
-    methods: list[Any] = [LatimFlow, ImplicitAttentionRollout, MambaAttribution, LatimLogit]
+    methods: list[Any] = [LatimFlow, ImplicitAttentionRollout]
     wanted = [method(model).attribute(ids, target=(-1, 3)) for method in methods]
     with knock_out(model, Edges(layers=0, sources=1)), torch.no_grad():
         without = model(ids).logits
@@ -333,33 +290,26 @@ def test_no_unknown_mixer_is_overlooked_that_is_called_past_its_hooks() -> None:
 
 def test_naming_the_layers_vouches_for_the_rest() -> None:
     model = transformers_model("mamba", num_hidden_layers=3)
-    model.backbone.layers[1].mixer.out_proj = nn.Sequential(
-        model.backbone.layers[1].mixer.out_proj, nn.Identity()
-    )
+    mixer = model.backbone.layers[1].mixer
+    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Identity())
     model.lm_head = nn.Sequential(OtherMixer(5), model.lm_head)
     names = ["backbone.layers.2.mixer", "backbone.layers.0.mixer"]
-    with torch.no_grad(), trace(model.backbone, layers=[n.partition(".")[2] for n in names]) as t:
-        model.backbone(torch.randint(19, (1, 4)))
-    assert [layer.name for layer in t.layers] == ["layers.0.mixer", "layers.2.mixer"]
-    with torch.no_grad(), trace(model, layers=names[:1]) as t:
-        model.backbone(torch.randint(19, (1, 4)))
-    assert [layer.name for layer in t.layers] == names[:1]
+    for chosen in (names, names[:1]):
+        with torch.no_grad(), trace(model, layers=chosen) as t:
+            model.backbone(torch.randint(19, (1, 4)))
+        assert [layer.name for layer in t.layers] == sorted(chosen)
 
 
 def test_parts_of_a_served_mixer_are_not_strangers() -> None:
     """What looks like a mixer inside or around a served one belongs to it."""
     register_mixer(Shift, linearize_shift)
-    inner = Shift()
+    inner, around = Shift(), AroundMixer()
     inner.add_module("part", OtherMixer())
-    around = AroundMixer()
     around.add_module("core", Shift())
-    for model, names in ((Net(inner), ["mixers.0"]), (Net(around), ["mixers.0.core"])):
-        with trace(model):
-            pass
+    for model, name in ((Net(inner), "mixers.0"), (Net(around), "mixers.0.core")):
         with torch.no_grad(), trace(model) as t:
-            for name in names:
-                model.get_submodule(name)(torch.randn(1, 3, 4))
-        assert [layer.name for layer in t.layers] == names
+            model.get_submodule(name)(torch.randn(1, 3, 4))
+        assert [layer.name for layer in t.layers] == [name]
 
 
 def test_a_model_without_mixers() -> None:

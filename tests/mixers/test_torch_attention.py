@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.contract import check, record_one
+from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import randomise
 
@@ -24,78 +26,39 @@ def attention(**options: Any) -> Any:
     return randomise(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options).double())
 
 
-@torch.no_grad()
-def by_tokens(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
-    """One token, one head at a time."""
-    out, size = torch.zeros_like(x), WIDTH // HEADS
-    bias = torch.zeros(3 * WIDTH).double() if module.in_proj_bias is None else module.in_proj_bias
-    parts = zip(module.in_proj_weight.chunk(3), bias.chunk(3), strict=True)
-    q, k, v = (x @ weight.T + shift for weight, shift in parts)
-    for b in range(len(x)):
-        for h in range(HEADS):
-            part = slice(h * size, (h + 1) * size)
-            for i in range(TOKENS):
-                read = [j for j in range(TOKENS) if not hidden[b, i, j]]
-                scores = [float(q[b, i, part] @ k[b, j, part]) / math.sqrt(size) for j in read]
-                weights = [math.exp(score - max(scores)) for score in scores]
-                for j, weight in zip(read, weights, strict=True):
-                    out[b, i, part] += weight / sum(weights) * v[b, j, part]
-    return module.out_proj(out)
-
-
-#: By name: options of the module, arguments of the call, which pairs are hidden.
-NONE = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool)
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
-    "plain": ({}, {}, NONE),
-    "without weights": ({}, {"need_weights": False}, NONE),
-    "weights by head": ({}, {"average_attn_weights": False}, NONE),
-    "without a bias": ({"bias": False}, {}, NONE),
-    "causal": ({}, {"attn_mask": CAUSAL}, CAUSAL.expand(2, -1, -1)),
-    "causal, said twice": (
-        {},
-        {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
-        CAUSAL.expand(2, -1, -1),
-    ),
-    "added": (
-        {},
-        {"attn_mask": torch.zeros(TOKENS, TOKENS).masked_fill(CAUSAL, -math.inf).double()},
-        CAUSAL.expand(2, -1, -1),
-    ),
-    "by head": ({}, {"attn_mask": CAUSAL.expand(2 * HEADS, -1, -1)}, CAUSAL.expand(2, -1, -1)),
-    "padded": ({}, {"key_padding_mask": PADDED}, PADDED[:, None].expand(-1, TOKENS, -1)),
+ADDED = torch.zeros(TOKENS, TOKENS).masked_fill(CAUSAL, -math.inf).double()
+#: By name: options of the module and arguments of the call.
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "without weights": ({}, {"need_weights": False}),
+    "weights by head": ({}, {"average_attn_weights": False}),
+    "without a bias": ({"bias": False}, {}),
+    "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+    "added": ({}, {"attn_mask": ADDED}),
+    "by head": ({}, {"attn_mask": CAUSAL.expand(2 * HEADS, -1, -1)}),
+    "padded": ({}, {"key_padding_mask": PADDED}),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_reproduces_the_module(name: str) -> None:
-    options, arguments, hidden = CALLS[name]
+    options, arguments = CALLS[name]
     module, x = attention(**options), torch.randn(2, TOKENS, WIDTH).double()
-    with torch.no_grad(), trace(module) as record:
-        out, _ = module(x, x, x, **arguments)
-    (layer,) = record.layers
-    assert layer.reconstruction_error() <= 1e-11
-    assert torch.allclose(layer.linear.output(), by_tokens(module, x, hidden), atol=1e-11)
-    assert torch.equal(out, layer.output)
-    wanted = None if name != "padded" else ~PADDED
-    assert record.mask is wanted or torch.equal(record.mask, wanted)
+    layer = record_one(module, x, x, x, **arguments)
+    check(layer, 1e-11)
+    with torch.no_grad():
+        _, weights = module(
+            x, x, x, **arguments | {"need_weights": True, "average_attn_weights": False}
+        )
+    assert relative_error(layer.operator.dense("heads"), weights) <= 1e-11
+    found = layer.linear.mask
+    assert found is None if name != "padded" else torch.equal(found, ~PADDED)
 
 
 def test_a_sequence_without_a_batch() -> None:
     module, x = randomise(nn.MultiheadAttention(WIDTH, HEADS).double()), torch.randn(TOKENS, WIDTH)
-    with torch.no_grad(), trace(module) as record:
-        module(*3 * [x.double()], key_padding_mask=PADDED[1])
-    (layer,) = record.layers
-    wanted = by_tokens(module, x[None].double(), PADDED[1:, None].expand(-1, TOKENS, -1))
-    assert layer.reconstruction_error() <= 1e-11
-    assert torch.allclose(layer.linear.output(), wanted, atol=1e-11)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    module, x = attention().to(dtype), torch.randn(2, TOKENS, WIDTH).to(dtype)
-    with torch.no_grad(), trace(module, verify=True) as record:
-        module(x, x, x)
-    record.layers[0].verify()
+    layer = record_one(module, *3 * [x.double()], key_padding_mask=PADDED[1])
+    check(layer, 1e-11)
+    assert not layer.operator.dense("heads")[..., :2].any()
 
 
 class Encoder(nn.Module):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from helpers.hybrid_checks import check, record
+from helpers import contract
+from helpers.contract import check, record, record_one
 from oracles import relative_error
 from oracles import vmamba as oracle
 from torch import Tensor, nn
 
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    MambaAttribution,
-    register_mixer,
-    trace,
-)
+from captum_ssm import ImplicitAttentionRollout, register_mixer
 from captum_ssm.errors import OptionError, UnsupportedMixerError
+from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 from captum_ssm.models import VMamba
 from captum_ssm.models.vmamba import SS2D
 from captum_ssm.tracing import find_mixers
@@ -27,7 +23,6 @@ from captum_ssm.tracing import find_mixers
 pytestmark = pytest.mark.slow
 
 FLOAT32 = 1e-5
-SIZES = [(3, 4), (1, 5), (4, 1)]
 #: Options of the mixer, and what they are to the oracle.
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -50,32 +45,20 @@ def by_hand(module: nn.Module, hidden: Tensor, size: tuple[int, int], **form: An
     return [oracle.Mixer(weights, example.double(), size, **form) for example in hidden]
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("options", "form"), FORMS)
-def test_the_operator_is_the_module(
-    options: dict[str, Any], form: dict[str, Any], size: tuple[int, int]
-) -> None:
-    module, hidden = mixer(**options), torch.randn(2, size[0] * size[1], 5)
-    wanted = by_hand(module, hidden, size, **form)
-    output = torch.stack([one.output for one in wanted])
-    (layer,) = record(module, hidden, size=size)
-    assert layer.architecture == "VMamba" and layer.operator.mixing.value == "controlled"
-    check(layer)
-    assert relative_error(layer.output, output) <= FLOAT32
-    module.double()
-    (layer,) = record(module, hidden.double(), size)
-    check(layer, 1e-12)
-    assert relative_error(layer.output, output) <= 1e-11
-    assert torch.equal(
-        layer.values.squeeze(-1), module.in_proj(hidden.double())[..., : layer.values.shape[2]]
-    )
-    matrices = torch.stack([one.matrices() for one in wanted])
-    operator = layer.operator.per_channel()
-    assert relative_error(operator.dense(None), matrices) <= 1e-11
-    assert relative_error(operator.dense(), matrices.mean(1)) <= 1e-11
-    assert relative_error(operator.rows([1]), matrices.mean(1)[:, [1]]) <= 1e-11
-    assert relative_error(operator.mean_rmatvec(torch.ones(2, len(hidden[0])).double()),
-                          matrices.mean(1).sum(1)) <= 1e-11  # fmt: skip
+def test_contract(options: dict[str, Any], form: dict[str, Any]) -> None:
+    def matrices(module: Any, hidden: Tensor, kwargs: Any) -> Tensor:
+        wanted = by_hand(module, hidden, kwargs["size"], **form)
+        assert relative_error(
+            module(hidden, **kwargs), torch.stack([x.output for x in wanted])
+        ) <= (1e-11)
+        return torch.stack([x.matrices() for x in wanted])
+
+    for size in ((3, 4), (1, 5), (4, 1)):
+        # an operator refers to the mixer's own parameters, and a map has no other lengths
+        clauses = ("float32", "float64", "bfloat16", "matrices", "batches")
+        tokens = size[0] * size[1]
+        contract.holds(mixer(**options), 5, matrices, tokens=tokens, clauses=clauses, size=size)
 
 
 def test_parts_that_are_left_out_become_the_identity() -> None:
@@ -95,27 +78,12 @@ def test_parts_that_are_left_out_become_the_identity() -> None:
     assert wanted.output.shape == (6, 5)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-2), (torch.float16, 1e-2)])
-def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
-    module = mixer(forward_type="v05").to(dtype)
-    (layer,) = record(module, torch.randn(2, 12, 5).to(dtype), size=(3, 4))
-    assert layer.output.dtype == dtype and layer.values.dtype == torch.float32
-    check(layer, tolerance)
-
-
-def test_another_class_of_that_name_is_refused() -> None:
+def test_classes_by_name() -> None:
     other = type("SS2D", (nn.Linear,), {"__module__": "classification.models.vmamba"})
     with pytest.raises(UnsupportedMixerError, match=r"models\.vmamba\.SS2D mixes tokens and has"):
         find_mixers(nn.Sequential(other(2, 2)))
-
-
-def test_a_subclass_is_served() -> None:
-    class Own(SS2D):
-        pass
-
-    module = oracle.randomise(Own(5, d_state=3))
-    (layer,) = record(module, torch.randn(2, 12, 5), size=(3, 4))
-    check(layer)
+    own = oracle.randomise(type("Own", (SS2D,), {})(5, d_state=3))
+    check(record_one(own, torch.randn(2, 12, 5), size=(3, 4)))
     with pytest.raises(OptionError, match="a class or its full name"):
         register_mixer("SS2D", lambda module, call: call)
 
@@ -137,65 +105,78 @@ def images(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, 16, 32)
 
 
-class Reference:
-    """A float64 run of a model: of each layer the mean matrix, and the gradient's mean."""
-
-    def __init__(self, model: Any, pictures: Tensor, target: int) -> None:
-        model = copy.deepcopy(model).double()
-        calls: list[tuple[Any, Tensor, tuple[int, int]]] = []
-        outputs: list[Tensor] = []
-
-        def note(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-            calls.append((module, args[0].detach(), kwargs["size"]))
-            outputs.append(out)
-
-        for module in model.modules():
-            if isinstance(module, SS2D):
-                module.register_forward_hook(note, with_kwargs=True)
-        gradients = torch.autograd.grad(model(pictures.double())[:, target].sum(), outputs)
-        self.sizes = [size for _, _, size in calls]
-        self.means = [
-            torch.stack([one.matrices().mean(0) for one in by_hand(module, hidden, size)])
-            for module, hidden, size in calls
-        ]
-        self.gradients = [gradient.mean(-1, keepdim=True) for gradient in gradients]
-
-    def folded(self, matrices: list[Tensor], coarser: str) -> Tensor:
-        """The mean row of the last layer, carried to the first, (B, h, w)."""
-        rows = []
-        for example in range(len(matrices[0])):
-            row = torch.full((len(matrices[-1][0]),), 1 / len(matrices[-1][0])).double()
-            for number in reversed(range(len(matrices))):
-                if len(row) != len(matrices[number][0]):
-                    at = row.view(self.sizes[number + 1])
-                    row = oracle.spread(at, self.sizes[number], *COARSER[coarser]).flatten()
-                row = row + row @ matrices[number][example]
-            rows.append(row.view(self.sizes[0]))
-        return torch.stack(rows)
-
-
-@pytest.mark.parametrize("downsample", ["v3", "v1", "v2"])
+@pytest.mark.parametrize("downsample", COARSER)
 def test_rollouts_go_through_all_stages(downsample: str) -> None:
-    network, pictures = model(downsample), images()
-    reference = Reference(network, pictures, target=1)
-    method: Any = ImplicitAttentionRollout(network)
-    found = method.attribute(pictures, components="exact", per_token=True)
-    wanted = reference.folded(reference.means, downsample)
-    assert relative_error(found, wanted) <= FLOAT32
-    weighted = [(g * m).relu() for g, m in zip(reference.gradients, reference.means, strict=True)]
-    method = MambaAttribution(network)
-    found = method.attribute(pictures, target=1, components="exact", per_token=True)
-    assert relative_error(found, reference.folded(weighted, downsample)) <= FLOAT32
+    network, pictures = model(downsample).double(), images().double()
+    layers = record(network, pictures)
+    sizes = [layer.map.size for layer in layers]
+    assert sizes == [(4, 8), (2, 4), (2, 4), (1, 2)]
+    wanted = []
+    for example in range(2):
+        row = torch.full(sizes[-1], 0.5).double()
+        for layer, size in zip(layers[::-1], sizes[::-1], strict=True):
+            if row.shape != size:
+                row = oracle.spread(row, size, *COARSER[downsample])
+            (by,) = by_hand(layer.mixer.module, layer.call.hidden_states[[example]], size)
+            row = row + (row.flatten() @ by.matrices().mean(0)).view(size)
+        wanted.append(row)
+    found = ImplicitAttentionRollout(network).attribute(
+        pictures, components="exact", per_token=True
+    )
+    assert relative_error(found, torch.stack(wanted)) <= FLOAT32
 
 
-def test_maps_of_every_layer() -> None:
-    network, pictures = model(), images()
-    with torch.no_grad(), trace(network) as t:
-        network(pictures)
-    assert [layer.map.size for layer in t.layers] == [(4, 8), (2, 4), (2, 4), (1, 2)]
-    for layer in t.layers:
-        check(layer)
-    found = ImplicitAttention(network).matrices(pictures, components="exact")
-    reference = Reference(network, pictures, target=1)
-    for matrix, wanted in zip(found, reference.means, strict=True):
-        assert relative_error(matrix, wanted) <= FLOAT32
+# --- maps, their windows, and relevance carried past a convolution ---------------------------
+
+
+def tokens_read(conv: nn.Conv2d, size: tuple[int, int]) -> Tensor:
+    """1 where an output (row) reads a token (column), (L', L), found by moving one token."""
+    assert conv.weight.dtype == torch.float64
+    with torch.no_grad():
+        conv.weight.abs_().add_(0.1)
+        still = conv(torch.zeros(1, 1, *size).double())
+        moved = torch.eye(size[0] * size[1]).double().view(-1, 1, *size)
+        return ((conv(moved) - still)[:, 0].flatten(1).T != 0).double()
+
+
+@pytest.mark.parametrize("options", [
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 2, "stride": 2},
+    {"kernel_size": (1, 4), "stride": (1, 3), "padding": (0, 2)},
+    {"kernel_size": 3, "dilation": 2, "stride": 2, "padding": 2},
+])  # fmt: skip
+def test_tokens_that_are_read_share_equally(options: dict[str, object]) -> None:
+    for size in ((6, 6), (5, 8), (7, 4)):
+        conv = nn.Conv2d(1, 1, **options).double()  # type: ignore[arg-type]
+        reduction = Reduction(conv, size)
+        read = tokens_read(conv, size)
+        height, width = reduction.reduced
+        assert height * width == len(read)
+        row = torch.randn(3, len(read), dtype=torch.float64)
+        wanted = row @ (read / read.sum(-1, keepdim=True))
+        found = reduction.spread(row)
+        assert relative_error(found, wanted) <= 1e-12
+        torch.testing.assert_close(found.sum(-1), row.sum(-1))
+        assert relative_error(reduction.spread(row.float()), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 4), (9, 2)])
+@pytest.mark.parametrize("side", [1, 3, 8])
+def test_square_windows(size: tuple[int, int], side: int) -> None:
+    windows = square_windows(size, side, torch.device("cpu"))
+    across = -(-size[1] // side)
+    assert windows.places.shape == (-(-size[0] // side) * across, side * side)
+    assert windows.tokens == size[0] * size[1]
+    for w, held in enumerate(windows.places.tolist()):
+        for place, (i, j) in enumerate(itertools.product(range(side), repeat=2)):
+            row, column = w // across * side + i, w % across * side + j
+            inside = row < size[0] and column < size[1]
+            assert held[place] == (row * size[1] + column if inside else -1)
+
+
+def test_outputs_in_order() -> None:
+    windows = square_windows((5, 4), 3, torch.device("cpu"))
+    tokens = torch.randn(2, 20, 6)
+    padded = torch.cat([tokens, torch.full((2, 1, 6), torch.nan)], 1)  # place -1 is padding
+    cut = padded[:, windows.places].flatten(0, 1)  # (B W, T, E)
+    assert torch.equal(TokenMap((5, 4), windows).in_order(cut), tokens)

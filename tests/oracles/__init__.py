@@ -117,7 +117,7 @@ def mamba1_parts(
     """The mixer's forward pass from its parameters, step by step in float64.
 
     Args:
-        mixer: MambaMixer, FalconMambaMixer, or mamba_ssm's Mamba.
+        mixer: MambaMixer, FalconMambaMixer, JambaMambaMixer, or mamba_ssm's Mamba.
         hidden: its input (B, L, E).
         mask: 1 for tokens, 0 for padding.
         adapters: projections whose LoRA weights, if there are any, count.
@@ -155,6 +155,12 @@ def mamba1_parts(
         t, b, c = (
             s / (s.pow(2).mean(-1, keepdim=True) + mixer.config.mixer_rms_eps).sqrt()
             for s in (t, b, c)
+        )
+    elif hasattr(mixer, "dt_layernorm"):
+        norms = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
+        t, b, c = (
+            s / (s.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+            for s, norm in zip((t, b, c), norms, strict=True)
         )
     dt = torch.log1p(torch.exp(F.linear(t, *dt_proj)))
     a = -mixer.A_log.detach().double().exp()

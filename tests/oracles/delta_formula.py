@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.hybrid_checks import Formula, apply_linear, causal_taps, keep_of, per_value_channel
+from helpers.contract import causal_taps, keep_of, linear
 from torch import Tensor
 
 from oracles import diagonal_matrices, times
 
 
-def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
+def formula(module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """The matrices of every channel (B, C, L, L)."""
     hidden = hidden.detach().double()
     batch, tokens, _ = hidden.shape
     keep = keep_of(kwargs.get("attention_mask"), hidden)
@@ -34,7 +36,7 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
     q, k = (x.repeat_interleave(heads // key_heads, 2) for x in (q / state**0.5, k))
     core = _delta_matrices(q, k, beta, log_decay)
 
-    core = per_value_channel(core, per_head)
+    core = core.repeat_interleave(per_head, 1)
     width = heads * per_head
     ratio = torch.where(u == 0, 0.5, s / torch.where(u == 0, 1.0, u))[..., -width:].view(v.shape)
     inner = diagonal_matrices(ratio, v.shape) @ conv[:, -width:]
@@ -45,10 +47,7 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
     sigmoid = 1 / (1 + torch.exp(-z))
     gate = sigmoid if getattr(norm, "activation", "silu") == "sigmoid" else z * sigmoid
     rms = (y.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
-    alpha = diagonal_matrices(gate * norm.weight.detach().double() / rms, v.shape) @ mixing
-    out_proj = getattr(module, "out_proj", None) or module.o_proj
-    out = times(alpha, v).flatten(2)
-    return Formula(v, alpha, apply_linear(out_proj, out))
+    return diagonal_matrices(gate * norm.weight.detach().double() / rms, v.shape) @ mixing
 
 
 def _delta_matrices(q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
@@ -71,16 +70,16 @@ def _qwen3_next_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     batch, tokens, _ = hidden.shape
     groups, state, per_head = module.num_k_heads, module.head_k_dim, module.head_v_dim
     each = module.num_v_heads // groups
-    wide = apply_linear(module.in_proj_qkvz, hidden).view(batch, tokens, groups, -1)
+    wide = linear(module.in_proj_qkvz, hidden).view(batch, tokens, groups, -1)
     q, k, v, z = wide.split([state, state, each * per_head, each * per_head], -1)
-    b, a = apply_linear(module.in_proj_ba, hidden).view(batch, tokens, groups, -1).chunk(2, -1)
+    b, a = linear(module.in_proj_ba, hidden).view(batch, tokens, groups, -1).chunk(2, -1)
     v, z = (x.reshape(batch, tokens, -1, per_head) for x in (v, z))
     return q, k, v, z, torch.sigmoid(b.flatten(2)), _log_decay(module, a.flatten(2))
 
 
 def _qwen3_5_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     groups, state, per_head = module.num_k_heads, module.head_k_dim, module.head_v_dim
-    wide = apply_linear(module.in_proj_qkv, hidden)
+    wide = linear(module.in_proj_qkv, hidden)
     q, k, v = wide.split([groups * state, groups * state, module.num_v_heads * per_head], -1)
     q, k, v, z = (
         x.unflatten(-1, (-1, width))
@@ -88,25 +87,25 @@ def _qwen3_5_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
             (q, state),
             (k, state),
             (v, per_head),
-            (apply_linear(module.in_proj_z, hidden), per_head),
+            (linear(module.in_proj_z, hidden), per_head),
         )
     )
-    beta = torch.sigmoid(apply_linear(module.in_proj_b, hidden))
-    return q, k, v, z, beta, _log_decay(module, apply_linear(module.in_proj_a, hidden))
+    beta = torch.sigmoid(linear(module.in_proj_b, hidden))
+    return q, k, v, z, beta, _log_decay(module, linear(module.in_proj_a, hidden))
 
 
 def _olmo_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     q, k = (
-        apply_linear(p, hidden).unflatten(-1, (module.num_k_heads, -1))
+        linear(p, hidden).unflatten(-1, (module.num_k_heads, -1))
         for p in (module.q_proj, module.k_proj)
     )
     v, z = (
-        apply_linear(p, hidden).unflatten(-1, (module.num_v_heads, -1))
+        linear(p, hidden).unflatten(-1, (module.num_v_heads, -1))
         for p in (module.v_proj, module.g_proj)
     )
-    beta = torch.sigmoid(apply_linear(module.b_proj, hidden))
+    beta = torch.sigmoid(linear(module.b_proj, hidden))
     beta = 2 * beta if module.allow_neg_eigval else beta
-    return q, k, v, z, beta, _log_decay(module, apply_linear(module.a_proj, hidden))
+    return q, k, v, z, beta, _log_decay(module, linear(module.a_proj, hidden))
 
 
 def _kimi_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -114,9 +113,9 @@ def _kimi_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     q, k, v, a, z = (
         x.unflatten(-1, (heads, -1))
         for x in (
-            apply_linear(module.q_proj, hidden),
-            apply_linear(module.k_proj, hidden),
-            apply_linear(module.v_proj, hidden),
+            linear(module.q_proj, hidden),
+            linear(module.k_proj, hidden),
+            linear(module.v_proj, hidden),
             _low_rank(forget, "f", hidden) + forget.dt_bias.detach().double(),
             _low_rank(module, "g", hidden),
         )
@@ -124,14 +123,14 @@ def _kimi_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     rate = forget.A_log.detach().double().exp().view(heads, 1)
     bound = _BOUNDS[type(module).__name__](forget)
     log_decay = -rate * F.softplus(a) if bound is None else bound / (1 + torch.exp(-rate * a))
-    return q, k, v, z, torch.sigmoid(apply_linear(module.b_proj, hidden)), log_decay
+    return q, k, v, z, torch.sigmoid(linear(module.b_proj, hidden)), log_decay
 
 
 def _low_rank(module: Any, name: str, hidden: Tensor) -> Tensor:
     """One projection, or two in a row."""
     parts = [p for end in ("", "_a", "_b") if (p := getattr(module, f"{name}{end}_proj", None))]
     for part in parts:
-        hidden = apply_linear(part, hidden)
+        hidden = linear(part, hidden)
     return hidden
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers.hybrid_checks import Formula, apply_linear, per_value_channel
+from helpers.contract import linear
 from torch import Tensor
 
 from oracles import diagonal_matrices
@@ -25,7 +25,6 @@ class Parts:
     skip: Tensor  # (H,)
     norm: Tensor  # (B, L, H, P)
     gate: Tensor  # (B, L, H, P)
-    output: Tensor  # (B, L, E)
 
 
 @torch.no_grad()
@@ -34,7 +33,7 @@ def mamba3_parts(mixer: Any, hidden: Tensor) -> Parts:
     hidden, heads, state = hidden.detach().double(), len(mixer.dt_bias), mixer.d_state
     batch, tokens, _ = hidden.shape
     groups, width = mixer.num_bc_heads, mixer.d_inner
-    projected = apply_linear(mixer.in_proj, hidden)
+    projected = linear(mixer.in_proj, hidden)
     angles = projected.shape[-1] - 2 * width - 2 * groups * state - 3 * heads
     sizes = [width, width, groups * state, groups * state, heads, heads, heads, angles]
     z, x, b, c, step, decay, end, rate = projected.split(sizes, -1)
@@ -79,12 +78,12 @@ def mamba3_parts(mixer: Any, hidden: Tensor) -> Parts:
     if mixer.is_outproj_norm:
         rms = (mixed.pow(2).mean(-1, keepdim=True) + mixer.norm.eps).sqrt()
         norm = mixer.norm.weight.double().view(heads, -1) / rms
-    output = apply_linear(mixer.out_proj, (gate * norm * mixed).flatten(2))
-    return Parts(values, scan, skip, norm, gate, output)
+    return Parts(values, scan, skip, norm, gate)
 
 
-def alpha(parts: Parts, components: Collection[str]) -> Tensor:
+def matrices(mixer: Any, hidden: Tensor, components: Collection[str]) -> Tensor:
     """The implicit attention matrices (B, D, L, L) with some components only."""
+    parts = mamba3_parts(mixer, hidden)
     shape = parts.values.shape
     eye = torch.eye(shape[1], dtype=torch.float64)
     core = torch.zeros_like(parts.scan)
@@ -94,13 +93,8 @@ def alpha(parts: Parts, components: Collection[str]) -> Tensor:
         core = core + parts.skip[:, None, None] * eye
     if not {"scan", "skip"} & set(components):
         core = core + eye
-    out = per_value_channel(core, shape[-1])
+    out = core.repeat_interleave(shape[-1], 1)
     for name, weight in (("norm", parts.norm), ("gate", parts.gate)):
         if name in components:
             out = diagonal_matrices(weight, shape) @ out
     return out
-
-
-def formula(mixer: Any, hidden: Tensor, components: Collection[str]) -> Formula:
-    parts = mamba3_parts(mixer, hidden)
-    return Formula(parts.values, alpha(parts, components), parts.output)

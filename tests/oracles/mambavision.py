@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ class Layer:
     size: Size
     side: int
     hidden: Tensor  # (B W, T, E)
-    gradient: Tensor | None = None  # of the mixer's output, (B W, T, E)
 
     def alpha(self, components: Collection[str]) -> Tensor:
         """(B, C, L, L) over the map."""
@@ -101,20 +100,10 @@ def over_the_map(blocks: Tensor, size: Size, side: int) -> Tensor:
     return out
 
 
-def in_order(x: Tensor, size: Size, side: int) -> Tensor:
-    """(B W, T, E) as (B, L, E)."""
-    windows = -(-size[0] // side) * -(-size[1] // side)
-    tokens = [x[window::windows, place] for _, window, place in held(size, side)]
-    return torch.stack(tokens, 1)
-
-
-def run(
-    model: Any, images: Tensor, select: Callable[[Tensor], Tensor] | None = None
-) -> list[Layer]:
-    """The mixers of one run in float64; with ``select`` (of the output) also their gradients."""
+def run(model: Any, images: Tensor) -> list[Layer]:
+    """The mixers of one run in float64."""
     model = copy.deepcopy(model).double()
     layers: list[Layer] = []
-    outputs: list[Tensor] = []
 
     def watch(level: Any) -> None:
         def enter(module: Any, args: Any) -> None:
@@ -122,7 +111,6 @@ def run(
 
         def leave(module: Any, args: Any, output: Tensor) -> None:
             layers.append(Layer(module, level.size, level.window_size, args[0].detach()))
-            outputs.append(output)
 
         level.register_forward_pre_hook(enter)
         for block in level.blocks:
@@ -131,34 +119,6 @@ def run(
     for level in model.levels:
         if not level.conv:
             watch(level)
-    with torch.enable_grad():
-        output = model(images.double())
-        if select is not None:
-            for layer, g in zip(layers, torch.autograd.grad(select(output), outputs), strict=True):
-                layer.gradient = g
+    with torch.no_grad():
+        model(images.double())
     return layers
-
-
-def shares(fine: Size, coarse: Size) -> Tensor:
-    """(L', L): the tokens read by a 3 x 3 convolution of stride 2 and padding 1 share equally."""
-    out = torch.zeros(coarse[0] * coarse[1], fine[0] * fine[1], dtype=torch.float64)
-    for r, c in itertools.product(range(coarse[0]), range(coarse[1])):
-        for i, j in itertools.product(range(2 * r - 1, 2 * r + 2), range(2 * c - 1, 2 * c + 2)):
-            if 0 <= i < fine[0] and 0 <= j < fine[1]:
-                out[r * coarse[1] + c, i * fine[1] + j] = 1
-    return out / out.sum(-1, keepdim=True)
-
-
-def rollout(layers: list[Layer], matrices: list[Tensor]) -> Tensor:
-    """The mean over tokens of the product of I + matrix, as a map of the first layer, (B, h, w).
-
-    A matrix of shares stands between the layers of two maps.
-    """
-    batch, first = len(matrices[0]), layers[0].size
-    product = torch.eye(first[0] * first[1]).double().repeat(batch, 1, 1)
-    at = first
-    for layer, matrix in zip(layers, matrices, strict=True):
-        if layer.size != at:
-            product, at = shares(at, layer.size) @ product, layer.size
-        product = product + matrix @ product
-    return product.mean(1).view(batch, *first)

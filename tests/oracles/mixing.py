@@ -46,13 +46,12 @@ class Observed:
         return "gated" if self.rescaled and self.local else "controlled"
 
 
-def observe(matrices: Matrices, draw: Callable[[], Tensor], reach: int = 0) -> Observed:
+def observe(matrices: Matrices, draw: Callable[[], Tensor]) -> Observed:
     """Look at the matrices for two random inputs, and for one that differs in a single token.
 
     Args:
         matrices: the matrices at given data.
         draw: random data (B, TOKENS, E).
-        reach: how many tokens back the factors of a token read (a short convolution of gates).
     """
     data, token = draw(), 3
     touched = data.clone()
@@ -60,8 +59,8 @@ def observe(matrices: Matrices, draw: Callable[[], Tensor], reach: int = 0) -> O
     one, other, nearby = matrices(data), matrices(draw()), matrices(touched)
     scale = one.abs().max()
     elsewhere = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
-    elsewhere[token : token + reach + 1] = False
-    elsewhere[:, token : token + reach + 1] = False
+    elsewhere[token] = False
+    elsewhere[:, token] = False
     beside = ~torch.eye(TOKENS, dtype=torch.bool)
     return Observed(
         mixes=_clear(one.abs() / scale * beside),

@@ -24,10 +24,6 @@ from oracles.latim import alti
 Mode = Literal["real", "frozen", "half", "direct"]
 #: By module, what hooks multiply its output with.
 Factors = Mapping[nn.Module, Tensor]
-#: Blocks that hold mixers.
-_HOLDING = (
-    wrapped.Residual, wrapped.Pair, wrapped.Beside, wrapped.Doubled, wrapped.Bare
-)  # fmt: skip
 
 
 @dataclass

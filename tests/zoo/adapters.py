@@ -83,10 +83,6 @@ def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architecture
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
-def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model(**options))
-
-
 def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(short_conv.make_model(family))
 
@@ -125,9 +121,8 @@ ADAPTERS: dict[str, architectures.Make] = {
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
     **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
     **{
-        f"{name} of delta rules": partial(of_delta, family=name)
-        for name in delta.FAMILIES
-        if name != "qwen4_exp"
+        name: partial(networks.of_delta, family=name)
+        for name in ("qwen3_5", "qwen3_5_moe", "bailing_hybrid", "glm5_next")
     },
     "mambapy": partial(of_mambapy, family="mamba"),
     "mambapy mamba2": partial(of_mambapy, family="mamba2"),
@@ -136,10 +131,6 @@ ADAPTERS: dict[str, architectures.Make] = {
     "mambapy jamba with norms": partial(of_mambapy, family="jamba", inner_layernorms=True),
     "deeptab": partial(of_mambapy, family="deeptab"),
     "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
-    **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
-    **{
-        f"{name} of short convolutions": partial(of_short_convolutions, family=name)
-        for name in short_conv.FAMILIES
-        if name != "lfm2"  # which is there already
-    },
+    **dict.fromkeys(MIXED_BEFORE, partial(networks.of_delta, family="qwen4_exp", **delta.N_GRAMS)),
+    **{name: partial(of_short_convolutions, family=name) for name in ("lfm2_moe", "lfm3")},
 }

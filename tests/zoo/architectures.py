@@ -10,24 +10,14 @@ import oracles
 import pytest
 import torch
 import transformers
-from helpers.versions import renamed
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.models import VisionMamba
-from zoo import attention, delta, fla_cpu, mamba_ssm_cpu
+from zoo import attention, delta, fla_cpu, mamba_ssm_cpu, recurrent, short_conv
 from zoo import mamba2 as mamba2_models
 from zoo.mamba import randomise, transformers_model
-
-_SMALL: dict[str, Any] = {
-    "vocab_size": 19,
-    "hidden_size": 12,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 3,
-}
 
 
 @dataclass
@@ -80,15 +70,8 @@ def jamba(_: pytest.MonkeyPatch) -> Case:
 
 
 def recurrent_gemma(_: pytest.MonkeyPatch) -> Case:
-    options = _SMALL | {
-        "num_attention_heads": 3,
-        "head_dim": 4,
-        "lru_width": 9,
-        "attention_window_size": 5,
-        "block_types": ["recurrent", "recurrent", "attention"],
-    }
-    config = transformers.RecurrentGemmaConfig(**renamed("recurrent_gemma", options))
-    return language(randomise(transformers.RecurrentGemmaForCausalLM(config)))
+    model = transformers.RecurrentGemmaForCausalLM(recurrent.griffin_config())
+    return language(randomise(model))
 
 
 def rwkv(_: pytest.MonkeyPatch) -> Case:
@@ -101,24 +84,14 @@ def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def minimax(_: pytest.MonkeyPatch) -> Case:
-    config = transformers.MiniMaxConfig(
-        **_SMALL,
-        head_dim=4,
-        block_size=16,
-        num_local_experts=2,
-        num_experts_per_tok=2,
-        experts_implementation="eager",
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    )
-    model = randomise(transformers.MiniMaxForCausalLM(config))
+    model = recurrent.minimax_model(hidden_size=12, num_attention_heads=2)
     for layer in model.model.layers[::2]:  # a small output would be enlarged, with its rounding
         layer.self_attn.norm.variance_epsilon = 1e-2
     return language(model)
 
 
 def lfm2(_: pytest.MonkeyPatch) -> Case:
-    config = transformers.Lfm2Config(**_SMALL, layer_types=["conv", "full_attention", "conv"])
-    return language(randomise(transformers.Lfm2ForCausalLM(config)))
+    return language(short_conv.make_model("lfm2", num_key_value_heads=1))
 
 
 def gpt_neox(_: pytest.MonkeyPatch) -> Case:

@@ -86,59 +86,51 @@ _STREAMS: dict[str, Any] = {
     "indexer_budget": 4,
     "indexer_compress_ratio": 2,
 }
-#: By model: common name, mixer class, model class, config class and options.
-_CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+#: By model: mixer class, model class, config class and options.
+_CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "qwen3_next": (
-        "Qwen3-Next",
         "Qwen3NextGatedDeltaNet",
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         {**_GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0},
     ),
     "qwen3_5": (
-        "Qwen3.5",
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextConfig",
         {**_GROUPED, **_WIDE, "head_dim": 8},
     ),
     "qwen3_5_moe": (
-        "Qwen3.5",
         "Qwen3_5MoeGatedDeltaNet",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeTextConfig",
         {**_GROUPED, **_EXPERTS, "head_dim": 8},
     ),
     "olmo_hybrid": (
-        "OLMo Hybrid",
         "OlmoHybridGatedDeltaNet",
         "OlmoHybridForCausalLM",
         "OlmoHybridConfig",
         {**_GROUPED, **_WIDE, "linear_allow_neg_eigval": True},
     ),
     "kimi_linear": (
-        "Kimi Linear",
         "KimiLinearDeltaAttention",
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
         {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
     ),
     "qwen4_exp": (
-        "Qwen4-Exp",
         "Qwen4ExpTextGatedDeltaNet",
         "Qwen4ExpForCausalLM",
         "Qwen4ExpTextConfig",
         {**_GROUPED, **_EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
     ),
     "bailing_hybrid": (
-        "Ling 3",
         "BailingHybridDeltaAttention",
         "BailingHybridForCausalLM",
         "BailingHybridConfig",
         {**LATENT_EXPERTS, "num_key_value_heads": None},
     ),
     "glm5_next": (
-        "GLM-5.3-Flash",
         "Glm5NextTextLinearAttention",
         "Glm5NextForConditionalGeneration",
         "Glm5NextTextConfig",
@@ -175,7 +167,7 @@ class Family:
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._name = name
-        self.name, mixer, model, config, self._options = _CLASSES[name]
+        mixer, model, config, self._options = _CLASSES[name]
         self._model, self._config = named(model), named(config)
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         without_kernels(modeling, monkeypatch)

@@ -320,23 +320,19 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         out = delta(*head_first(q, k, v, beta))[0]
         return out.transpose(1, 2).to(v.dtype), None
 
-    def run_gated_delta(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        allow_neg_eigval: bool,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
+    def in_kernel(q: Tensor, k: Tensor, beta: Tensor, options: Any) -> tuple[Tensor, ...]:
+        """Queries, keys and steps as the kernels of gated rules make them."""
         for name in ("qk_l2norm", "gate", "beta_sigmoid"):
             assert options[f"use_{name}_in_kernel"]
-        shared = v.shape[2] // q.shape[2]
-        q, k = (l2norm(x.float()).repeat_interleave(shared, 2) for x in (q, k))
-        beta = torch.sigmoid(beta.float()) * (2 if allow_neg_eigval else 1)
-        out = gated_delta(q, k, v, beta, gate(g, A_log, dt_bias))[0]
+        beta = torch.sigmoid(beta.float()) * (2 if options["allow_neg_eigval"] else 1)
+        return l2norm(q.float()), l2norm(k.float()), beta
+
+    def run_gated_delta(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        q, k, beta = in_kernel(q, k, beta, options)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        out = gated_delta(q, k, v, beta, gate(g, options["A_log"], options["dt_bias"]))[0]
         return out.to(v.dtype), None
 
     def run_rwkv7(
@@ -356,25 +352,13 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         return out.transpose(1, 2).to(v.dtype), None
 
     def run_kda(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        allow_neg_eigval: bool,
-        lower_bound: float | None,
-        **options: Any,
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, None]:
-        for name in ("qk_l2norm", "gate", "beta_sigmoid"):
-            assert options[f"use_{name}_in_kernel"]
-        if lower_bound is None:
-            logs = kda_gate(g, A_log, dt_bias)
-        else:
-            logs = kda_bounded_gate(g, A_log, dt_bias, lower_bound)
-        beta = torch.sigmoid(beta.float()) * (2 if allow_neg_eigval else 1)
-        return kda(l2norm(q.float()), l2norm(k.float()), v, logs, beta)[0], None
+        q, k, beta = in_kernel(q, k, beta, options)
+        given = g, options["A_log"], options["dt_bias"]
+        bound = options["lower_bound"]
+        logs = kda_gate(*given) if bound is None else kda_bounded_gate(*given, bound)
+        return kda(q, k, v, logs, beta)[0], None
 
     def run_linear(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
         wanted = {name: options[name] for name in ("scale", "normalize") if name in options}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,26 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.versions import named
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
 from oracles import vmamba as vmamba_oracle
 from torch import Tensor, nn
 
 from captum_ssm.models import RWKV7, VisionMamba, VMamba
-from zoo import architectures, attention, fla_cpu, mamba2
+from zoo import architectures, attention, delta, fla_cpu, mamba2
 from zoo.mamba import randomise
 
-_DELTA = {
-    "vocab_size": 19,
-    "hidden_size": 12,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "rms_norm_eps": 1e-3,
-    "layer_types": ["linear_attention", "full_attention"],
-    "pad_token_id": 0,
-}
 #: Families of flash-linear-attention.
 _FLA = ("GLA", "RetNet", "HGRN", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet")
 _VIM: dict[str, dict[str, Any]] = {
@@ -102,53 +90,8 @@ def xlstm(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.language(randomise(xLSTMForCausalLM(config)))
 
 
-def olmo_hybrid(patch: pytest.MonkeyPatch) -> architectures.Case:
-    model_class = named("OlmoHybridForCausalLM")
-    _use_references(patch, model_class)
-    config = named("OlmoHybridConfig")(
-        **_DELTA,
-        num_key_value_heads=1,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=3,
-        linear_value_head_dim=5,
-    )
-    return architectures.language(randomise(model_class(config)))
-
-
-def kimi_linear(patch: pytest.MonkeyPatch) -> architectures.Case:
-    model_class = named("KimiLinearForCausalLM")
-    _use_references(patch, model_class)
-    config = named("KimiLinearConfig")(
-        **_DELTA,
-        num_key_value_heads=2,
-        linear_num_heads=2,
-        linear_head_dim=5,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=2,
-        v_head_dim=3,
-        kv_lora_rank=6,
-        mlp_layer_types=["dense", "dense"],
-    )
-    return architectures.language(randomise(model_class(config)))
-
-
-def _use_references(patch: pytest.MonkeyPatch, model_class: Any) -> None:
-    """The models' own torch functions in place of kernels."""
-    module = sys.modules[model_class.__module__]
-    for name in (
-        "torch_chunk_gated_delta_rule",
-        "torch_recurrent_gated_delta_rule",
-        "chunk_kimi_delta_attention",
-        "recurrent_kimi_delta_attention",
-        "causal_conv1d_fn",
-        "causal_conv1d_update",
-    ):
-        reference = getattr(module, name, None)
-        while hasattr(reference, "__wrapped__"):
-            reference = reference.__wrapped__
-        if reference is not None:
-            patch.setattr(module, name, reference)
+def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(delta.Family(family, patch).model(**options))
 
 
 Make = Callable[[pytest.MonkeyPatch], architectures.Case]
@@ -159,9 +102,9 @@ NETWORKS: dict[str, Make] = (
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
     | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
     | {f"vmamba {form}": partial(vmamba, **options) for form, options in _VMAMBA.items()}
-    | {"rwkv7": rwkv7, "xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
+    | {family: partial(of_delta, family=family) for family in ("olmo_hybrid", "kimi_linear")}
+    | {"rwkv7": rwkv7, "xlstm": xlstm}
 )
-del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
 
 #: Models whose embeddings enter the first block as they are, or scaled.
 STRAIGHT_IN = (

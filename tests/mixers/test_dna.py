@@ -1,0 +1,307 @@
+"""Caduceus, HyenaDNA and StripedHyena 2, and RWKV-7 in plain PyTorch."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import contract
+from helpers.contract import record, record_one
+from oracles import conv_matrices, diagonal_matrices, dna, relative_error
+from oracles import rwkv7 as rwkv7_oracle
+from oracles import vim as vim_oracle
+from torch import Tensor
+from zoo.mamba import randomise
+
+from captum_ssm import LatimFlow, StateMemory
+from captum_ssm.attr.call.components import parse_components
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.mixers import Call
+from captum_ssm.mixers.registry import adapter_for
+from captum_ssm.models import RWKV7, Caduceus, OneHot, StripedHyena, load_striped_hyena
+from captum_ssm.models.dna import (
+    BiMamba,
+    HyenaCascade,
+    HyenaOperator,
+    StrandsMixer,
+    StripedAttention,
+)
+from captum_ssm.operators import DeltaRule, Mixing
+
+pytestmark = pytest.mark.slow
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    return {name: w.detach().double() for name, w in module.state_dict().items()}
+
+
+def check_formula(module: Any, width: int, tokens: int, formula: Any, **refuses: str) -> None:
+    """The module computes the formula of one example, and keeps the contract."""
+    hidden = torch.randn(2, tokens, width)
+    wanted = [formula(weights_of(module), each.double()) for each in hidden]
+    assert relative_error(module(hidden), torch.stack(wanted)) <= 1e-5
+    contract.holds(module, width, refuses=refuses)
+
+
+# --- Caduceus ----------------------------------------------------------------------------------
+
+
+def strands(both: bool, **options: Any) -> Any:
+    one = BiMamba(d_model=5, **({"d_state": 3} | options))
+    return vim_oracle.randomise(StrandsMixer(one) if both else one)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one strand", "both strands"])
+def test_contract_of_caduceus(both: bool) -> None:
+    for options in ({}, {"bias": True, "conv_bias": False, "d_conv": 2}):
+        formula = dna.both_strands if both else dna.bi_mamba
+        check_formula(strands(both, **options), 10 if both else 5, 7, formula)
+
+
+def test_the_directions_are_mambas_of_mamba_ssm(mamba_ssm: Any) -> None:
+    module, hidden = strands(both=False), torch.randn(2, 9, 5)
+    one, other = (mamba_ssm.Mamba(d_model=5, d_state=3, use_fast_path=False) for _ in range(2))
+    one.load_state_dict(module.mamba_fwd.state_dict())
+    other.load_state_dict(module.mamba_rev.state_dict())
+    wanted = one(hidden) + other(hidden.flip(1)).flip(1)
+    assert relative_error(module(hidden), wanted) <= 1e-6
+
+
+def test_matrices_of_the_heads_of_both_strands() -> None:
+    """Those of the second half are those of the reverse complement, seen from the other end."""
+    module, hidden = strands(both=True).double(), torch.randn(1, 6, 10).double()
+    one, other = hidden.chunk(2, -1)
+
+    def exact(module: Any, x: Tensor) -> Tensor:
+        linear = record_one(module, x).linear
+        return linear.restrict(parse_components("exact")).operator.dense(None)
+
+    ahead, back = exact(module.submodule, one), exact(module.submodule, other.flip(1, 2))
+    assert relative_error(exact(module, hidden), torch.cat([ahead, back.flip(-1, -2)], 1)) <= 1e-12
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_relevance_of_the_other_strand_is_that_of_the_strand(fused: bool) -> None:
+    model = Caduceus(d_model=6, n_layer=3, num_classes=3, fused=fused, d_state=3)
+    model, ids = vim_oracle.randomise(model).double(), torch.randint(7, 11, (2, 9))
+    other = torch.tensor(dna.OTHER)[ids].flip(1)
+    found = LatimFlow(model).attribute(ids, 1)  # references of centred ones run from the first on
+    assert relative_error(LatimFlow(model).attribute(other, 1).flip(1), found) <= 1e-10
+
+
+# --- HyenaDNA ----------------------------------------------------------------------------------
+
+
+def hyena(**options: Any) -> Any:
+    return randomise(HyenaOperator(**({"d_model": 4, "l_max": 12, "filter_order": 6} | options)))
+
+
+@pytest.mark.parametrize("options", [{"order": 3}, {"short_filter_order": 2, "features": 3}])
+def test_contract_of_hyena(options: dict[str, Any]) -> None:
+    check_formula(hyena(**options), 4, 12, dna.hyena, bfloat16="off by")
+    with pytest.raises(InputError, match="13 tokens were given, but the filters reach over l_max"):
+        hyena(**options)(torch.randn(1, 13, 4))
+
+
+def test_matrices_of_hyena() -> None:
+    """gate (filter + bias) gate conv, of each channel."""
+    module, hidden = hyena().double(), torch.randn(1, 7, 4).double()
+    w = weights_of(module)
+    _, short = dna.hyena_parts(w, hidden[0])
+    shape = (1, 7, 4, 1)
+    gates = [diagonal_matrices(x[None, ..., None], shape) for x in short.split(4, 1)[:2]]
+    long = dna.filters(dna.under(w, "filter_fn."), 7).T[:, None]
+    core = conv_matrices(long, list(range(7)), shape)
+    core = core + diagonal_matrices(w["filter_fn.bias"].view(1, 1, 4, 1), shape)
+    conv = conv_matrices(w["short_filter.weight"][8:], [2, 1, 0], shape)
+    layer = record_one(module, hidden)
+    found = layer.linear.restrict(parse_components("exact")).operator.dense(None)
+    assert relative_error(found, gates[0] @ core @ gates[1] @ conv) <= 1e-12
+    assert layer.linear.restrict({"scan"}).operator.mixing is Mixing.FIXED
+
+
+# --- StripedHyena 2 ----------------------------------------------------------------------------
+
+CASCADES: dict[str, dict[str, Any]] = {
+    "se": {"length": 4, "groups": 3},
+    "mr": {"length": 128, "groups": 2},
+    "li": {"state_size": 3},
+}
+SIZES: dict[str, Any] = {
+    "heads": 2,
+    "inner_mlp_size": 10,
+    "se_length": 4,
+    "se_groups": 2,
+    "mr_groups": 4,
+    "state_size": 3,
+}
+LAYOUT = ("se", "mr", "li", "attention", "se")
+
+
+def fading(module: Any) -> Any:
+    """With random parameters; what grows would hide all else."""
+    for name, parameter in randomise(module).named_parameters():
+        if name.endswith("log_poles"):
+            parameter.data = -parameter.data.abs()
+    return module
+
+
+def striped_hyena(**options: Any) -> Any:
+    return fading(StripedHyena(LAYOUT, 8, 16, **(SIZES | options)))
+
+
+@pytest.mark.parametrize("kind", CASCADES)
+def test_contract_of_cascades(kind: str) -> None:
+    module = fading(HyenaCascade(6, kind, **CASCADES[kind]))
+    check_formula(module, 18, 9, dna.cascade, **({"bfloat16": "off by"} if kind == "li" else {}))
+    leaves = record_one(module, torch.randn(2, 9, 18)).operator.leaves()
+    assert ("skip" in {leaf.component for leaf in leaves}) is (kind != "se")
+
+
+def test_contract_of_striped_attention() -> None:
+    module = randomise(StripedAttention(8, heads=2, base=50.0, scaling=2.0))
+    check_formula(module, 8, 7, lambda w, h: dna.striped_attention(w, h, 2, 2.0))
+
+
+def test_the_model_computes_the_formula() -> None:
+    made, ids = striped_hyena().double(), torch.randint(7, 11, (2, 9))
+    wanted = [dna.striped_hyena(weights_of(made), each, heads=2) for each in ids]
+    assert relative_error(made(ids), torch.stack(wanted)) <= 1e-12
+    x = torch.nn.functional.one_hot(ids - 7, 4).mT.double()
+    found = LatimFlow(OneHot(made)).attribute(x, (-1, 3))
+    assert relative_error(found.sum(1), LatimFlow(made).attribute(ids, (-1, 3))) <= 1e-9
+
+
+def released(width: int, vocab: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the first five blocks of Evo 2, 1B."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding_layer.weight": (vocab, width),
+        "norm.scale": (width,),
+    }
+    own: dict[str, dict[str, tuple[int, ...]]] = {
+        "se": {"h": (128, 1, 7)},
+        "mr": {"h": (128, 1, 128), "D": (width,)},
+        "li": {"log_poles": (width, 16, 1), "residues": (width, 16), "D": (width,)},
+    }
+    for i, kind in enumerate(LAYOUT):
+        block = {
+            "pre_norm.scale": (width,),
+            "post_norm.scale": (width,),
+            "mlp.l1.weight": (inner, width),
+            "mlp.l2.weight": (inner, width),
+            "mlp.l3.weight": (width, inner),
+        }
+        if kind == "attention":
+            block |= {
+                "inner_mha_cls.Wqkv.weight": (3 * width, width),
+                "inner_mha_cls.out_proj.weight": (width, width),
+                "inner_mha_cls.out_proj.bias": (width,),
+                "inner_mha_cls.rotary_emb.inv_freq": (64,),
+            }
+        else:
+            block |= {
+                "filter.short_filter_weight": (3 * width, 1, 3),
+                "projections.weight": (3 * width, width),
+                "out_filter_dense.weight": (width, width),
+                "out_filter_dense.bias": (width,),
+                **{f"filter.{name}": shape for name, shape in own[kind].items()},
+            }
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def test_the_released_names_and_shapes() -> None:
+    sizes = {"heads": 15, "inner_mlp_size": 5120, "se_groups": 128, "mr_groups": 128}
+    with torch.device("meta"):
+        made = StripedHyena(LAYOUT, 1920, **sizes)
+    found = {name: tuple(w.shape) for name, w in made.state_dict().items()}
+    assert found == released(1920, 512, 5120)
+
+
+def test_a_checkpoint_is_read_off_its_weights(tmp_path: Path) -> None:
+    """As of the published code, with bytes of a kernel for numbers of eight bits beside it."""
+    made, ids = striped_hyena(mr_length=130, short_filter_length=2), torch.randint(16, (2, 9))
+    weights: dict[str, Any] = dict(made.state_dict())
+    weights["blocks.0.projections._extra_state"] = io.BytesIO(b"scales")
+    torch.save(weights, tmp_path / "evo2.pt")
+    loaded = load_striped_hyena(tmp_path / "evo2.pt", eps=1e-6)
+    assert torch.equal(loaded(ids), made(ids))
+    scaled = load_striped_hyena(tmp_path / "evo2.pt", rotary_scaling=4.0)
+    assert relative_error(scaled(ids), made(ids)) > 1e-4
+
+
+def test_bad_options() -> None:
+    for options, what in (
+        ({"layout": ("se", "mamba")}, "use one of .* for each block"),
+        ({"layout": ()}, "use one of .* for each block"),
+        ({"layout": ("se",), "se_groups": 3}, "se_groups=3 does not divide hidden_size=8"),
+    ):
+        with pytest.raises(OptionError, match=what):
+            StripedHyena(**({"hidden_size": 8} | SIZES | options))  # type: ignore[arg-type]
+
+
+#: Modules, the width of their input, and how many tensors play each role.
+ROLES: list[tuple[Any, int, dict[str, int]]] = [
+    (lambda: strands(False), 5, {"content": 1, "key": 2, "query": 2, "gate": 1, "step": 2}),
+    (lambda: strands(True), 10, {"content": 1, "key": 2, "query": 2, "gate": 1, "step": 2}),
+    (lambda: hyena(order=3), 4, {"content": 1, "gate": 3}),
+    (lambda: fading(HyenaCascade(6, "li", state_size=3)), 18, {"content": 1, "gate": 2}),
+    (lambda: randomise(StripedAttention(8, heads=2)), 8, {"content": 1, "key": 1, "query": 1}),
+]
+
+
+@pytest.mark.parametrize(("make", "width", "counts"), ROLES)
+def test_roles_come_with_their_graphs(make: Any, width: int, counts: dict[str, int]) -> None:
+    module, hidden = make(), torch.randn(1, 5, width, requires_grad=True)
+    (_, adapter) = adapter_for(module) or pytest.fail("no adapter")
+    made_of = adapter(module, Call((hidden,), {}, module(hidden))).made_of
+    assert {role: len(found) for role, found in made_of.items()} == counts
+    assert all(x.requires_grad for found in made_of.values() for x in found)
+
+
+# --- RWKV-7 in plain PyTorch -------------------------------------------------------------------
+
+
+def rwkv7(depth: int) -> Any:
+    ranks = {"decay_rank": 4, "step_rank": 3, "value_rank": 2, "gate_rank": 5}
+    return rwkv7_oracle.randomise(RWKV7(20, 24, depth, 8, 10, **ranks)).double()
+
+
+def test_values_reach_later_layers_past_those_between() -> None:
+    """Where layers between add nothing, all relevance of a token goes by the first one's values."""
+    network, ids = rwkv7(2), torch.randint(20, (1, 6))
+    first, second = (block.att for block in network.blocks)
+    with torch.no_grad():
+        first.output.weight.zero_()
+        for block in network.blocks:
+            block.ffn.value.weight.zero_()
+        second.v0.fill_(50.0)  # its own values are not used
+        second.value.weight.mul_(100.0)
+    before = LatimFlow(network).attribute(ids, (-1, 3))
+    with torch.no_grad():
+        second.value.weight.zero_()
+    assert relative_error(LatimFlow(network).attribute(ids, (-1, 3)), before) <= 1e-9
+    assert before[:, :-1].abs().max() > 0
+
+
+def test_the_state_holds_what_the_tokens_wrote() -> None:
+    """Against the state of the loop that computes the logits."""
+    network, ids = rwkv7(1), torch.randint(20, (1, 8))
+    (layer,) = StateMemory(network).of(ids)
+    weights = {name: x.squeeze() for name, x in network.state_dict().items()}
+    state = torch.zeros(3, 8, 8, dtype=torch.float64)
+    before = first = torch.zeros(24, dtype=torch.float64)
+    for token in ids[0]:
+        x = rwkv7_oracle.norm(network.emb.weight[token], weights, "blocks.0.ln0")
+        here = rwkv7_oracle.norm(x, weights, "blocks.0.ln1").detach()
+        _, first = rwkv7_oracle.mixed(weights, 0, here, before, state, first)
+        before = here
+    (found,) = layer.state(-1)
+    assert relative_error(found.view(state.shape), state) <= 1e-11
+    (scan,) = (x for x in record(network, ids)[0].operator.leaves() if isinstance(x, DeltaRule))
+    assert scan.erase is not None and scan.erase_step is not None
+    torch.testing.assert_close(scan.erase.norm(dim=-1), torch.ones(1, 8, 3, dtype=torch.float64))
+    assert bool((scan.erase_step > 0).all()) and bool((scan.erase_step < 1).all())

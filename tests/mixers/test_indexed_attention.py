@@ -1,0 +1,156 @@
+"""GLM-5.3-Flash and Qwen4-Exp: attention to what an indexer picks, in models of several streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.contract import check, record
+from oracles import relative_error
+from torch import Tensor
+from zoo.delta import N_GRAMS, Family
+from zoo.mamba import padded_batch
+
+from captum_ssm import (
+    Edges,
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    MambaAttribution,
+    knock_out,
+)
+from captum_ssm.errors import InputError
+
+pytestmark = pytest.mark.slow
+
+#: The third layer reads what the second one's indexer picks.
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense", "dense", "sparse", "dense"],
+}
+
+
+def glm(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
+    model = Family("glm5_next", patch).model(**options)
+    model.set_attn_implementation(kind)
+    return model
+
+
+def qwen(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
+    model = Family("qwen4_exp", patch).model(**options)
+    model.set_attn_implementation(kind)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_glm_reads_what_is_picked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = padded_batch([11, 7])
+    layers = record(glm(monkeypatch, kind, **SHARED), ids.clamp_min(3), attention_mask=mask)
+    for layer in layers:
+        check(layer)
+    attention = [layer for layer in layers if hasattr(layer.mixer.module, "indexer")]
+    for layer in attention:
+        matrices = layer.operator.dense("heads")
+        assert not matrices.triu(1).any() and not matrices[1, :, :, :4].any()
+        # of 11 tokens at most 4, and the beginning of the pool that the query stands in
+        assert int((matrices[0] > 0).sum(-1).max()) <= 5
+        assert torch.equal(layer.linear.mask, mask.bool())
+    picked = [layer.operator.dense("heads")[0, 0] > 0 for layer in attention]
+    assert torch.equal(*picked)
+
+
+def test_tokens_that_nobody_reads_are_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one completes a pool that is not picked, and is read by nobody after it."""
+    one = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    one |= {"mlp_layer_types": ["dense"], "indexer_types": ["full"]}
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model, ids = glm(monkeypatch, **one), torch.randint(3, 15, (1, 12))
+        (layer,) = record(model, ids)
+        if not layer.operator.dense("heads")[0, :, -1, -1].any():
+            break
+    else:
+        raise AssertionError("every last token read itself")
+    assert layer.linear.mask is None
+    own = LatimFlow(model).attribute(ids, target=(-1, 3), per_token=True)[0]
+    assert own[-1] != 0
+
+
+def test_streams_of_glm_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added to several streams, and mixed among them, is all of the output."""
+    ids, mask = padded_batch([11, 7])
+    model, ids = glm(monkeypatch, **SHARED), ids.clamp_min(3)
+    for rule in ("frozen", "half", "centred"):
+        relevance, delta = LatimFlow(model).attribute(
+            ids, (-1, 3), (mask,), rule=rule, return_convergence_delta=True
+        )
+        assert delta.abs().max() <= 1e-5
+        assert not relevance[mask == 0].any()
+    with pytest.raises(InputError, match="residual stream"):
+        LatimALTI(model).attribute(ids, target=(-1, 3))
+
+
+@pytest.mark.parametrize("options", [N_GRAMS, {"output_gate_type": "silu"}])
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_every_layer_of_qwen(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = padded_batch([13, 8])
+    layers = record(qwen(monkeypatch, kind, **options), ids, attention_mask=mask)
+    kinds = [type(layer.mixer.module).__name__.removeprefix("Qwen4ExpText") for layer in layers]
+    assert kinds == ["GatedDeltaNet", "Attention", "GatedDeltaNet"]
+    for layer in layers:
+        check(layer)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_qwen_reads_what_the_indexer_chose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens at most, in pairs, and those of a pair that is not complete."""
+    model = qwen(monkeypatch, kind)
+    layer = record(model, torch.randint(3, 19, (2, 13)))[1]
+    read = (layer.operator.dense(None) != 0).any(1).sum(-1)
+    assert read.tolist() == [[1, 2, 3, 4, 5, *(4, 5) * 4]] * 2
+    model.model.layers[1].self_attn.indexer.index_qk_proj.weight.data.zero_()  # all are alike
+    ids, mask = padded_batch([20, 13])
+    layer = record(model, ids, attention_mask=mask)[1]
+    unread = (layer.operator.dense(None) == 0).all(1).all(-2)
+    assert bool(unread[0].any()), "one pair of tokens is read by everyone"
+    assert torch.equal(layer.linear.mask, mask.bool())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_n_grams_add_is_no_tokens(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything adds up to the logit, with the biases that the first block brings in."""
+    model = qwen(monkeypatch, **N_GRAMS).double()
+    ids, mask = padded_batch([9, 6])
+    found = LatimFlow(model).decompose(ids, (-1, 3), mask if padded else torch.ones_like(mask))
+    assert bool((found.delta.abs() <= 1e-5 * found.output.abs().clamp_min(1e-2)).all())
+    added = sum(found.biases.values())
+    assert relative_error(found.tokens.sum(1) + added, found.output) <= 1e-5
+    assert bool(found.biases["model.layers.0"].any())
+    assert bool((found.tokens[mask == 0] == 0).all()) or not padded
+
+
+def test_what_n_grams_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = qwen(monkeypatch, **N_GRAMS), torch.randint(3, 19, (1, 9))
+    for method in (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution):
+        target = {"target": (-1, 3)} if method is MambaAttribution else {}
+        with pytest.raises(InputError, match=r"mixed in module 'model\.layers\.0\.ple\.conv1d'"):
+            method(model).attribute(ids, **target)
+    edges = Edges("model.layers.2.linear_attn", [1], [5])
+    with pytest.raises(InputError, match="cannot be followed"), knock_out(model, edges):
+        model(ids)
+
+
+def test_the_rollout_of_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without n-grams: the product over layers of the matrices and the stream they are added to."""
+    model, ids = qwen(monkeypatch), torch.randint(3, 19, (2, 9))
+    product: Tensor = torch.eye(9).double()
+    for layer in record(model, ids):
+        product = (torch.eye(9).double() + layer.operator.dense().double()) @ product
+    found = ImplicitAttentionRollout(model).attribute(ids)
+    assert relative_error(found.double(), product[:, -1]) <= 1e-5
