@@ -9,22 +9,14 @@ from helpers.every_method import each_method
 from zoo import mamba2
 from zoo.small import images, mamba_lm, token_ids, vision
 
-from captum_ssm import (
-    CaptumSSMError,
-    ImplicitAttentionRollout,
-    LatimFlow,
-    MambaAttribution,
-)
+from captum_ssm import CaptumSSMError, ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from captum_ssm.attr.call.targets import Each
 
 pytestmark = pytest.mark.slow
 
 #: How often a model runs for all targets, where that is not once.
 RUNS = {"TransformerAttribution": 2, "LatimLogit": 2}
-MODELS = {
-    "mamba": mamba_lm,
-    "bamba": lambda: mamba2.make_model("bamba"),
-}
+MODELS = {"mamba": mamba_lm, "bamba": lambda: mamba2.make_model("bamba")}
 
 
 def check(method, inputs, targets, *args, **options):

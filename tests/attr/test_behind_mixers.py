@@ -117,10 +117,7 @@ KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]]
         lambda b, out, x: b.gate(out) * b.gain[None, None] + b.gain[None, None],
         lambda b, v, out, x: v @ b.gate.weight.T * b.gain,
     ),
-    "constants": (
-        lambda b, out, x: out + b.gain - 0.5,
-        lambda b, v, out, x: v,
-    ),
+    "constants": (lambda b, out, x: out + b.gain - 0.5, lambda b, v, out, x: v),
     "its negative, and a product": (
         lambda b, out, x: -(out @ b.gate.weight),
         lambda b, v, out, x: -v @ b.gate.weight,
@@ -306,10 +303,7 @@ class Two(nn.Module):
 
 #: What joins the stream, and that of both mixers' vectors, given what they returned.
 IN_TURN: dict[str, tuple[Any, Any]] = {
-    "numbers": (
-        lambda b, x, m, n: x + 0.3 * m + 0.7 * n,
-        lambda b, v, w, m, n: 0.3 * v + 0.7 * w,
-    ),
+    "numbers": (lambda b, x, m, n: x + 0.3 * m + 0.7 * n, lambda b, v, w, m, n: 0.3 * v + 0.7 * w),
     "norms": (
         lambda b, x, m, n: x + b.one.norm(m) + b.other.norm(n),
         lambda b, v, w, m, n: layer_norm(b.one, v, m, m) + layer_norm(b.other, w, n, n),

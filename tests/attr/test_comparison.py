@@ -149,12 +149,7 @@ def test_captums_own_methods_get_the_additional_arguments():
 
 def test_names_are_made_unique():
     model, ids = mamba_lm(), token_ids(1, 5)
-    methods = [
-        LatimNorm(model, p=1),
-        ImplicitAttentionRollout,
-        LatimNorm(model, p=2),
-        LatimNorm,
-    ]
+    methods = [LatimNorm(model, p=1), ImplicitAttentionRollout, LatimNorm(model, p=2), LatimNorm]
     options = {"LatimNorm (2)": {"start_layer": 1}}
     found = compare(model, methods, ids, (-1, 3), options=options)
     rollout = "ImplicitAttentionRollout"

@@ -12,16 +12,7 @@ import torch
 from helpers.every_method import each_method, each_of_queries
 from torch import nn
 from transformers import DynamicCache
-from zoo.small import (
-    VOCABULARY,
-    WIDTH,
-    classifier,
-    images,
-    mamba_lm,
-    mixers_of,
-    token_ids,
-    vision,
-)
+from zoo.small import VOCABULARY, WIDTH, classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import (
     CaptumSSMError,
@@ -258,11 +249,7 @@ def test_examples_that_are_not_explained_by_themselves(method):
     twice = method(lambda x: model(x.repeat(2, 1)), model=model)
     check(lambda: twice.attribute(ids, target=(-1, 3)), ValueError, ["batch of 2", "4"])
     summed = method(lambda x: model(x).logits.sum(0, keepdim=True), model=model)
-    check(
-        lambda: summed.attribute(ids, target=(-1, 3)),
-        ValueError,
-        ["batch of 2", "batch of 1"],
-    )
+    check(lambda: summed.attribute(ids, target=(-1, 3)), ValueError, ["batch of 2", "batch of 1"])
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -307,11 +294,7 @@ MODELS = {
         TypeError,
         ["'extra'", "SomeSSM", "no adapter, and it ran", "register_mixer", "layers=[...]"],
     ),
-    "recurrent layer": (
-        run_with(nn.LSTM(3, 3)),
-        TypeError,
-        ["'extra'", "LSTM", "no adapter"],
-    ),
+    "recurrent layer": (run_with(nn.LSTM(3, 3)), TypeError, ["'extra'", "LSTM", "no adapter"]),
     "gru": (run_with(nn.GRU(3, 3)), TypeError, ["'extra'", "GRU"]),
     "function without a module": (
         lambda method: method(lambda x: x),

@@ -105,8 +105,7 @@ def test_silu_stands_for_the_models_own_activation(
 
 
 @pytest.mark.parametrize(
-    ("name", "differ"),
-    [("gpt_neox", False), ("lfm2", False), ("qwen3_next", True)],
+    ("name", "differ"), [("gpt_neox", False), ("lfm2", False), ("qwen3_next", True)]
 )
 def test_choices_differ_where_there_is_an_activation(
     name: str, differ: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,10 +12,7 @@ from zoo.small import mamba_lm, token_ids
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.attr.engine import run
 from captum_ssm.errors import OptionError
-from captum_ssm.operators import (
-    Operator,
-    discard_smallest,
-)
+from captum_ssm.operators import Operator, discard_smallest
 
 pytestmark = pytest.mark.slow
 

@@ -145,10 +145,7 @@ BAD = {
     "too large": (5, r"target=5 is out of range.*\(2, 5\): class 5 is not in \[-5, 5\).*0 to 4"),
     "too small": (-6, r"target=-6 is out of range.*class -6.*from the end, -5 to -1"),
     "one of the list": ([0, 9], r"target=\[0, 9\] is out of range.*class 9 is not in"),
-    "float": (
-        1.0,
-        rf"target=1.0 does not consist of integers.*1.0, of class float. {INT}",
-    ),
+    "float": (1.0, rf"target=1.0 does not consist of integers.*1.0, of class float. {INT}"),
     "nan": (torch.tensor(torch.nan), r"does not consist of integers: it holds nan"),
     "bool": (True, rf"target=True does not consist of integers.*of class bool. {INT}"),
     "bool of numpy": (np.bool_(True), r"holds True, of class bool"),

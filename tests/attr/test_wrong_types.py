@@ -53,15 +53,9 @@ MORE: dict[str, tuple[list[Any], list[Any]]] = {
     "layers": ([*_NO_LISTS, [LAYERS]], [None, *_LISTS]),
     "positions": ([*_NO_LISTS, [], [TOKENS], torch.ones(1, 1, 1).long()], [None, *_LISTS]),
     "form": (_NO_NAMES, ["lrp", "gradient"]),
-    "activation": (
-        _NO_NAMES,
-        ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"],
-    ),
+    "activation": (_NO_NAMES, ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"]),
     "p": (["2", 0, 3, 1.5, True, None, [1]], [1, 2, np.int64(1), torch.tensor(2)]),
-    "targets": (
-        ["a", 3, 1.5, None, [], {"a": 1}],
-        [[(-1, 3)], [(-1, 3), (0, 1)], ((-1, 3),)],
-    ),
+    "targets": (["a", 3, 1.5, None, [], {"a": 1}], [[(-1, 3)], [(-1, 3), (0, 1)], ((-1, 3),)]),
     "attributions": ([None, "a", [1, 2], torch.ones(3)], [torch.ones(BATCH, TOKENS)]),
     # which keep several matrices of a layer
     "reduce": (["x", "", 3, True, lambda x: x.sum()], ["mean", "max", None, "heads"]),
