@@ -278,7 +278,11 @@ def test_a_model_that_writes_into_a_mixers_input() -> None:
     """Autograd refuses such a model by itself."""
     model, seen = mamba_lm(), list[Tensor]()
     model.backbone.layers[1].norm.register_forward_hook(lambda *args: seen.append(args[2]))
-    model.backbone.norm_f.register_forward_pre_hook(lambda *_: seen[-1].detach().mul_(2) and None)
+
+    def write(*_: Any) -> None:
+        seen[-1].detach().mul_(2)
+
+    model.backbone.norm_f.register_forward_pre_hook(write)
     for method in (Row, Rollout):
         check(lambda method=method: method(model).attribute(IDS, (-1, 3)),
               (ValueError, RuntimeError), [f"{LAYERS}1.mixer", "in place"])  # fmt: skip
@@ -347,7 +351,7 @@ def test_gradients_that_are_missing(case: str, recipe: str) -> None:
     check(lambda: Weighted(make(model), model).attribute(ids, **asked), RuntimeError, fragments)
     if case == "a layer":
         last = Weighted(model, layers=[f"{LAYERS}2.mixer"])
-        assert last.attribute(ids, **asked).any()
+        assert last.attribute(ids, **asked).isfinite().all()  # the advice works
 
 
 def test_inference_mode() -> None:

@@ -171,7 +171,7 @@ COMMON: list[dict[str, Any]] = [
     {"start_layer": 1},
     {"components": "s6"},
     {"components": "exact", "heads": [1, 0, 13]},
-    {"components": ("scan", "skip"), "start_layer": 2},
+    {"components": ("conv", "gate"), "start_layer": 2},
     {"reduce": "max"},
     {"reduce": "min", "heads": [5]},
     {"reduce": "product", "heads": [4, 2]},

@@ -39,6 +39,9 @@ def row(family: str, length: str, call: str) -> dict[str, float]:
     return found
 
 
+# --- the table -----------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mamba", "Gated DeltaNet"])
 def test_counts_are_those_of_the_table(family: str) -> None:
@@ -54,9 +57,19 @@ def test_counts_are_those_of_the_table(family: str) -> None:
             assert not budgets.grown(wanted, counts), (family, length, call, "write it anew")
 
 
+@pytest.mark.parametrize("name", ["launches", "synchronisations", "bytes"])
+def test_a_twentieth_more_is_too_much(name: str) -> None:
+    wanted = {"launches": 100.0, "synchronisations": 1.0, "bytes": 1e6, "flops": 1e6}
+    assert budgets.grown({**wanted, name: 1.06 * wanted[name]}, wanted) == [name]
+    assert not budgets.grown({**wanted, name: 1.04 * wanted[name]}, wanted)
+
+
 def test_the_page_shows_the_table() -> None:
     page = (speed_page.DOCS / speed_page.PAGE).read_text(encoding="utf-8")
     assert speed_page.on_a_gpu(TABLE) in page
+
+
+# --- bounds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
