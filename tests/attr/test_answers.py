@@ -30,10 +30,8 @@ from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
 
-PROMPT, TEXT = (
-    "anna owns the lamp . bob owns the kite . ? anna owns the",
-    "lamp . ? bob owns the kite .",
-)
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+TEXT = "lamp . ? bob owns the kite ."
 POSITIONS, TOKENS, WEIGHTS = [5, 7, 10], [3, 4, 5], [1.0, 0.5, -2.0]
 
 
@@ -151,12 +149,8 @@ def test_what_a_span_adds_up_to() -> None:
     each = chances[torch.arange(13, 21), ids[0, 14:]]
     expected = torch.stack([each[span.start : span.stop].sum() for span in found.spans.ranges])
     assert near(found.spans.outputs.float(), expected.detach(), 1e-5)
-    assert found.input_tokens == [
-        "anna owns the lamp .",
-        "bob owns the kite .",
-        "?",
-        "anna owns the",
-    ]
+    sentences = ["anna owns the lamp .", "bob owns the kite .", "?", "anna owns the"]
+    assert found.input_tokens == sentences
     by_token = explain.attribute(PROMPT, TEXT, spans="sentence", contrast="all")
     sums = [
         by_token.token_attr[:, some].sum(1)
@@ -165,24 +159,18 @@ def test_what_a_span_adds_up_to() -> None:
     assert near(found.token_attr, torch.stack(sums, 1), 5e-6)
 
 
-@pytest.mark.parametrize("method", [LatimFlow, LatimLogit])
-def test_a_batch_of_one_is_not_divided(method: Any) -> None:
-    explain, asked = explainer(method), {"spans": "sentence", "contrast": "all"}
-    found = explain.attribute(PROMPT, TEXT, internal_batch_size=1, **asked)
-    assert torch.equal(found.token_attr, explain.attribute(PROMPT, TEXT, **asked).token_attr)
-    with pytest.raises(OptionError, match="internal_batch_size=0"):
-        explain.attribute(PROMPT, TEXT, internal_batch_size=0, **asked)
-
-
-@pytest.mark.parametrize("budget, error", [("1MiB", None), (1, OptionError)])
-def test_a_budget_is_for_the_rows_that_spans_are_made_of(budget: Any, error: Any) -> None:
-    explain = explainer(MambaAttribution)
-    if error is not None:
-        with pytest.raises(error, match="memory_budget=1 bytes is too little"):
-            explain.attribute(PROMPT, TEXT, spans="sentence", memory_budget=budget)
-        return
-    found = explain.attribute(PROMPT, TEXT, spans="sentence", memory_budget=budget)
-    assert near(found.token_attr, explain.attribute(PROMPT, TEXT, spans="sentence").token_attr)
+def test_a_batch_of_one_and_a_budget() -> None:
+    """A budget is for the rows that spans are made of."""
+    asked, whole = {"spans": "sentence"}, explainer(MambaAttribution)
+    expected = whole.attribute(PROMPT, TEXT, **asked).token_attr
+    for options in ({"internal_batch_size": 1}, {"memory_budget": "1MiB"}):
+        assert near(whole.attribute(PROMPT, TEXT, **asked, **options).token_attr, expected)
+    for options, said in (
+        ({"internal_batch_size": 0}, "internal_batch_size=0"),
+        ({"memory_budget": 1}, "memory_budget=1 bytes is too little"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            whole.attribute(PROMPT, TEXT, **asked, **options)
 
 
 def test_features_of_the_prompt_by_mask_and_ranges() -> None:
@@ -217,14 +205,10 @@ class Chat:
 def test_turns_of_a_chat() -> None:
     model, vocabulary = load_bundled()
     explain = SSMLLMAttribution(LatimFlow(model), Chat(vocabulary))
-    messages = [
-        {"role": "user", "content": "anna owns the lamp ."},
-        {"role": "assistant", "content": "bob owns the kite ."},
-        {"role": "user", "content": "anna owns the"},
-    ]
+    turns = ["anna owns the lamp .", "bob owns the kite .", "anna owns the"]
+    messages = [{"role": "user", "content": turn} for turn in turns]
     found = explain.attribute(messages, "lamp .", spans="all", prompt_spans="turn")
-    turns = ["? anna owns the lamp .", "? bob owns the kite .", "? anna owns the"]
-    assert found.input_tokens == turns
+    assert found.input_tokens == [f"? {turn}" for turn in turns]
     with pytest.raises(OptionError, match="turn"):
         explain.attribute(PROMPT, "lamp .", spans="all", prompt_spans="turn")
 
@@ -249,6 +233,8 @@ def test_turns_of_a_chat() -> None:
 def test_wrong_spans(options: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         explainer().attribute(PROMPT, TEXT, **options)
+    with pytest.raises(OptionError, match="hops=2 needs"):
+        explainer(MambaAttribution).attribute(PROMPT, TEXT, hops=2)
 
 
 # --- hops -----------------------------------------------------------------------------------------
@@ -350,11 +336,6 @@ def test_results_in_other_forms() -> None:
     found.plot_token_attr()
 
 
-def test_hops_need_sums() -> None:
-    with pytest.raises(OptionError, match="hops=2 needs"):
-        explainer(MambaAttribution).attribute(PROMPT, TEXT, hops=2)
-
-
 # --- against another text, and in several sittings ------------------------------------------------
 
 
@@ -374,45 +355,34 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     asked: dict[str, Any] = {"spans": "sentence", "contrast": "all", "hops": 2}
     explain = explainer()
     whole = explain.attribute(PROMPT, TEXT, **asked)
-    answered = []
-    own = linear_method._each_decomposed
+    own, answered, limit = linear_method._each_decomposed, [], 4
 
-    def ended(*args: Any) -> Any:
-        if len(answered) == 4:
+    def counted(*args: Any) -> Any:
+        if len(answered) == limit:
             raise KeyboardInterrupt
         answered.append(args)
         return own(*args)
 
-    monkeypatch.setattr(linear_method, "_each_decomposed", ended)
+    monkeypatch.setattr(linear_method, "_each_decomposed", counted)
+    asked["resume"] = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+        explain.attribute(PROMPT, TEXT, **asked)
     assert len(list((tmp_path / "run").glob("*.pt"))) == 4
-    answered.clear()
-    monkeypatch.setattr(
-        linear_method, "_each_decomposed", lambda *args: (answered.append(args), own(*args))[1]
-    )
-    found = explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+    answered, limit = [], 100
+    found = explain.attribute(PROMPT, TEXT, **asked)
     assert near(found.token_attr, whole.token_attr, 1e-6)
     assert near(found.generated_attr, whole.generated_attr, 1e-6)
-    left = len(answered)
-    answered.clear()
-    explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+    assert len(answered) == len(list((tmp_path / "run").glob("*.pt"))) - 4
+    answered = []
+    explain.attribute(PROMPT, TEXT, **asked)
     assert not answered
-    assert left == len(list((tmp_path / "run").glob("*.pt"))) - 4
     for other in ({"rule": "half"}, {"hops": 1}, {"spans": "all"}, {"contrast": "mean"}):
         with pytest.raises(OptionError, match="another"):
-            explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **{**asked, **other})
+            explain.attribute(PROMPT, TEXT, **{**asked, **other})
     model, vocabulary = load_bundled()
     with torch.no_grad():
         model.lm_head.weight[3] += 1
     with pytest.raises(OptionError, match="another"):
-        SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(
-            PROMPT, TEXT, resume=tmp_path / "run", **asked
-        )
+        SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(PROMPT, TEXT, **asked)
     with pytest.raises(OptionError, match="resume="):
         explain.attribute(PROMPT, TEXT, resume=tmp_path / "run")
-
-
-def test_progress_over_spans(capsys: pytest.CaptureFixture[str]) -> None:
-    explainer().attribute(PROMPT, TEXT, spans="sentence", show_progress=True)
-    assert "LatimFlow" in capsys.readouterr().err

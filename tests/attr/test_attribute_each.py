@@ -9,22 +9,14 @@ from helpers.every_method import each_method
 from zoo import mamba2
 from zoo.small import images, mamba_lm, token_ids, vision
 
-from captum_ssm import (
-    CaptumSSMError,
-    ImplicitAttentionRollout,
-    LatimFlow,
-    MambaAttribution,
-)
+from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.attr.call.targets import Each
 
 pytestmark = pytest.mark.slow
 
 #: How often a model runs for all targets, where that is not once.
 RUNS = {"TransformerAttribution": 2, "LatimLogit": 2}
-MODELS = {
-    "mamba": mamba_lm,
-    "bamba": lambda: mamba2.make_model("bamba"),
-}
+MODELS = {"mamba": mamba_lm, "bamba": lambda: mamba2.make_model("bamba")}
 
 
 def check(method, inputs, targets, *args, **options):
@@ -63,12 +55,6 @@ def test_classes_of_images_give_grids(method):
     assert runs <= RUNS.get(method.__name__, 1)
 
 
-def test_a_query_of_the_users_holds_for_every_target():
-    explain = ImplicitAttentionRollout(mamba_lm())
-    found = explain.attribute_each(token_ids(1, 6), [(5, 3), (2, 2)], query=4)
-    assert torch.equal(found[0], found[1]) and not found[:, :, 5:].any()
-
-
 def test_checkpointed_graphs_serve_every_target():
     model = mamba_lm()
     model.gradient_checkpointing_enable()
@@ -82,10 +68,3 @@ def test_deltas_come_with_the_flow_of_each_target():
     found, deltas = explain.attribute(ids, Each([(5, 3), (2, 1)]), return_convergence_delta=True)
     assert found.shape == (2, 2, 6) and deltas.shape == (2, 2)
     assert deltas.abs().max() <= 1e-4
-
-
-@each_method
-def test_no_target_is_an_error(method):
-    with pytest.raises(CaptumSSMError, match="targets is empty") as caught:
-        method(mamba_lm()).attribute_each(token_ids(1, 4), [])
-    assert isinstance(caught.value, ValueError)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+from zoo.small import VOCABULARY, mamba_lm
 
 import captum_ssm
+from captum_ssm import LatimFlow, LatimLogit, LatimNorm, MambaLRP
 from captum_ssm.attr.catalogue import DEFAULT, METHODS, Cost, Entry
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.testing.options import OPTIONS, Values
@@ -53,3 +57,22 @@ def test_no_method_waits_for_the_catalogue() -> None:
     )
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])
+def test_contributions_are_multiplied_by_the_input(method: Any) -> None:
+    """What the embedding does not hold contributes nothing."""
+    model = mamba_lm().double()
+    asked = method(model)
+    assert asked.multiplies_by_inputs and not LatimNorm(model).multiplies_by_inputs
+    ids = torch.randperm(VOCABULARY)[None, :7]
+    target = int(ids[0, -1])  # no token of the prompt: embedding and head are tied
+    ids, silent = ids[:, :-1], torch.arange(6) == 2
+    with torch.no_grad():
+        model.get_input_embeddings().weight[ids[0, 2]] = 0
+        model.get_input_embeddings().weight[ids[0, 4]] *= 2
+    options = {"baselines": 0} if method is LatimFlow else {}  # nothing, not the mean of the tokens
+    relevance = asked.attribute(ids, target=(-1, target), **options)[0]
+    if method is not LatimLogit:  # its map of the earlier layers has shares for every token
+        assert not relevance[silent].any()
+    assert relevance[~silent].all()

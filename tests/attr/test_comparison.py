@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients, NoiseTunnel
 from helpers.every_method import METHODS
 from helpers.latim_vectors import a_model
-from zoo.small import classifier, images, mamba_lm, token_ids, vision
+from helpers.snapshots import context
+from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm import (
     ImplicitAttention,
@@ -16,15 +21,19 @@ from captum_ssm import (
     LatimFlow,
     LatimNorm,
     MambaAttribution,
+    MambaLRP,
     TransformerAttribution,
     compare,
 )
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import OptionError, TargetError
 
 pytestmark = pytest.mark.slow
 
+
 #: Those that read one traced forward run, and those that need one of their own.
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]
+
+
 #: Captum says so when it makes its inputs require gradients.
 REQUIRES_GRAD = pytest.mark.filterwarnings(
     "ignore:Input Tensor . did not already require gradients"
@@ -34,9 +43,6 @@ REQUIRES_GRAD = pytest.mark.filterwarnings(
 def close(found, expected):
     scale = expected.abs().max()
     torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-6)
-
-
-# --- as alone ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mamba", "vim"])
@@ -59,17 +65,6 @@ def test_one_method_under_two_rules():
     assert not torch.allclose(found["content"], found["cause"], rtol=0.1)
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-def test_images(per_token):
-    model, pictures = vision("middle"), images(2)
-    methods = [*SHARING, TransformerAttribution, LatimFlow]
-    found = compare(model, methods, pictures, [1, 4], per_token=per_token)
-    for method in methods:
-        relevance = found[method.get_name()]
-        assert relevance.shape == ((2, 3, 4) if per_token else pictures.shape)
-        close(relevance, method(model).attribute(pictures, [1, 4], per_token=per_token))
-
-
 def test_embeddings_with_a_mask_and_parts_of_the_batch():
     model, mask = classifier("last"), torch.ones(3, 6).long()
     mask[1, 4:] = 0
@@ -81,18 +76,9 @@ def test_embeddings_with_a_mask_and_parts_of_the_batch():
     query = torch.tensor([2, 3, 5])
     options = {"MambaAttribution": {"query": query}, "LatimFlow": {"contrast": [0, 1, 2]}}
     methods = [*SHARING, LatimFlow]
+    asked = {"model": model, "options": options, "per_token": False}
     whole, parts = (
-        compare(
-            forward,
-            methods,
-            embeddings,
-            [1, 0, 4],
-            mask,
-            model=model,
-            options=options,
-            per_token=False,
-            internal_batch_size=size,
-        )
+        compare(forward, methods, embeddings, [1, 0, 4], mask, internal_batch_size=size, **asked)
         for size in (None, 2)
     )
     for method in methods:
@@ -128,33 +114,9 @@ def test_captums_own_methods_join_the_table():
     assert not found["gradient"].requires_grad
 
 
-@REQUIRES_GRAD
-def test_captums_own_methods_get_the_additional_arguments():
-    model = classifier("last")
-    embeddings = model.backbone.embeddings(token_ids(2, 6)).detach()
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-
-    def forward(x, mask=None):
-        return model(inputs_embeds=x, attention_mask=mask)
-
-    method = InputXGradient(forward)
-    found = compare(forward, [method], embeddings, 2, mask, model=model)["Input X Gradient"]
-    expected = method.attribute(embeddings.clone(), target=2, additional_forward_args=mask)
-    close(found, expected.detach().sum(-1))
-    assert not found[1, 4:].any() and found[0, 4:].any()
-
-
-# --- names, options, errors ----------------------------------------------------------------------
-
-
 def test_names_are_made_unique():
     model, ids = mamba_lm(), token_ids(1, 5)
-    methods = [
-        LatimNorm(model, p=1),
-        ImplicitAttentionRollout,
-        LatimNorm(model, p=2),
-        LatimNorm,
-    ]
+    methods = [LatimNorm(model, p=1), ImplicitAttentionRollout, LatimNorm(model, p=2), LatimNorm]
     options = {"LatimNorm (2)": {"start_layer": 1}}
     found = compare(model, methods, ids, (-1, 3), options=options)
     rollout = "ImplicitAttentionRollout"
@@ -162,14 +124,6 @@ def test_names_are_made_unique():
     expected = LatimNorm(model).attribute(ids, (-1, 3), start_layer=1)
     close(found["LatimNorm (2)"], expected)
     close(found["LatimNorm"], LatimNorm(model, p=1).attribute(ids, (-1, 3)))
-
-
-def test_names_of_ones_own_and_layers():
-    model, ids = mamba_lm(), token_ids(1, 5)
-    layers = ["backbone.layers.1.mixer"]
-    found = compare(model, {"mine": ImplicitAttention}, ids, (-1, 3), layers=layers)
-    assert list(found) == ["mine"]
-    close(found["mine"], ImplicitAttention(model, layers=layers).attribute(ids, (-1, 3)))
 
 
 MISUSE = {
@@ -191,6 +145,90 @@ def test_misuse(message):
         compare(mamba_lm(), methods, token_ids(1, 4), (-1, 3), **options)
 
 
-def test_no_input():
-    with pytest.raises(InputError, match="inputs is empty"):
-        compare(mamba_lm(), [LatimNorm], torch.zeros(1, 0).long())
+class Counted(torch.autograd.Function):
+    """The identity; counts the backward passes that begin at it."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Counted.passes += 1
+        return gradient
+
+
+def counted(model):
+    """A function that runs the model, the list of its runs, and their outputs."""
+    runs = []
+
+    def function(*args):
+        out = model(*args)
+        runs.append(weakref.ref(out.logits))
+        return Counted.apply(out.logits)
+
+    Counted.passes = 0
+    return function, runs
+
+
+def test_one_forward_and_one_backward():
+    function, runs = counted(model := mamba_lm())
+    gradient = TransformerAttribution(function, model, form="gradient")
+    methods = [*(m(function, model) for m in SHARING), MambaAttribution(function, model), gradient]
+    compare(function, methods, token_ids(2, 6), (-1, 3))
+    assert (len(runs), Counted.passes) == (1, 1)
+
+
+def test_what_runs_under_rules_of_its_own_runs_by_itself():
+    function, runs = counted(model := mamba_lm())
+    compare(function, [*SHARING, LatimFlow, MambaLRP], token_ids(2, 6), (-1, 3), model=model)
+    assert len(runs) == 5  # each of the two, and once to compare the number
+    runs.clear()
+    lrp = TransformerAttribution(function, model, form="lrp")
+    compare(function, [MambaAttribution, lrp], token_ids(2, 6), (-1, 3), model=model)
+    assert len(runs) == 2
+
+
+def test_no_graph_where_nobody_takes_gradients():
+    model, ids, recording = mamba_lm(), token_ids(1, 5), []
+    model.backbone.layers[0].mixer.register_forward_hook(
+        lambda module, args, output: recording.append(torch.is_grad_enabled())
+    )
+    compare(model, [ImplicitAttention, LatimNorm, LatimFlow], ids, (-1, 3))
+    assert len(recording) == 2 and not recording[0]  # the second run is LatimFlow's own
+    recording.clear()
+    with torch.no_grad():
+        compare(model, [ImplicitAttention, MambaAttribution], ids, (-1, 3))
+    assert recording == [True]
+
+
+def test_nothing_is_left_behind():
+    function, runs = counted(model := mamba_lm())
+    before = copy.deepcopy(model.state_dict())
+    compare(function, SHARING, token_ids(2, 6), (-1, 3), model=model)
+    with pytest.raises(TargetError):
+        compare(function, SHARING, token_ids(2, 6), (-1, 99), model=model)
+    gc.collect()
+    assert len(runs) == 2 and all(run() is None for run in runs)
+    assert context() == {}
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_batches_in_parts_hold_one_run_at_a_time():
+    alive = []
+    model = mamba_lm()
+    runs = []
+
+    def function(ids):
+        gc.collect()
+        alive.append(sum(run() is not None for run in runs))
+        out = model(ids).logits
+        runs.append(weakref.ref(out))
+        return Counted.apply(out)
+
+    compare(function, SHARING, token_ids(4, 5), (-1, 3), model=model, internal_batch_size=1)
+    assert len(runs) == 4 and not any(alive)

@@ -32,17 +32,12 @@ from captum_ssm.tracing import find_mixers
 pytestmark = pytest.mark.slow
 
 SAME, FLOAT32 = 1e-6, 1e-5
-#: What is tried whatever else is: a recurrence and attention of a window.
-QUICK = ("recurrent_gemma",)
 #: Kinds beyond the zoo whose vectors of pairs of tokens are looked at.
 VECTORS = (*architectures.ZOO, "falcon_h1", "rwkv7", "xlstm", "zamba with attention")
 
 
 def target_of(case: Case) -> Any:
     return 1 if networks.own_output(case).dim() == 2 else (-1, 3)
-
-
-# --- sums ----------------------------------------------------------------------------------------
 
 
 def parts_and_roles_add_up(case: Case, name: str) -> None:
@@ -101,9 +96,6 @@ def contributions_to_a_logit_add_up(case: Case, name: str) -> None:
             assert ((summed - found.tokens).abs().amax(-1) <= FLOAT32 * size).all()
 
 
-# --- operators are held to their modules ---------------------------------------------------------
-
-
 def operators_hold_in_half_precision(case: Case, name: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         half = copy.deepcopy(case.model).to(dtype)
@@ -122,9 +114,6 @@ def operators_hold_with_padding(case: Case, name: str) -> None:
         lambda ids, mask: case.model(ids, attention_mask=mask), model=case.model
     ).decompose(case.inputs, targets, mask, verify=True)
     assert not explained.tokens[mask == 0].any()
-
-
-# --- modes and copies ----------------------------------------------------------------------------
 
 
 def bfloat16_is_explained_in_float32(case: Case, name: str) -> None:
@@ -187,14 +176,6 @@ def a_forward_that_fails_leaves_nothing(case: Case, name: str) -> None:
     assert expected.difference(explain(copy.deepcopy(case.model), case)) <= SAME
 
 
-def strips_of_few_rows_are_the_whole(case: Case, name: str) -> None:
-    asked = {"query": "mean", "clamp": "abs", "normalize_rows": True, **case.target}
-    budget = case.inputs.shape[0] * 4 * 16 * 8  # a row or two of up to 16 tokens
-    method = MambaAttribution(case.model)
-    found = method.attribute(case.inputs, memory_budget=budget, **asked)
-    assert relative_error(found, method.attribute(case.inputs, **asked)) <= FLOAT32
-
-
 def memories_of_states(case: Case, name: str) -> None:
     if name == "vit":  # attention that reads what comes later has no cache
         return
@@ -252,19 +233,12 @@ OF_THE_ZOO: tuple[Question, ...] = (
     modes_change_nothing,
     copies_are_explained_as_the_model_is,
     a_forward_that_fails_leaves_nothing,
-    strips_of_few_rows_are_the_whole,
     memories_of_states,
     a_mixer_shared_by_two_blocks_is_two_layers,
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in networks.NETWORKS
-    ],
-)
+@pytest.mark.parametrize("name", networks.NETWORKS)
 def test_questions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_zoo = name in architectures.ZOO
     case = architectures.ZOO[name](monkeypatch) if in_zoo else networks.make(name, monkeypatch)

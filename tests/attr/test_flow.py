@@ -1,4 +1,4 @@
-"""What LatimFlow takes, gives and refuses."""
+"""LatimFlow's decomposition: against the frozen network, what it takes, gives and refuses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.frozen_networks import NETWORKS
+from helpers.versions import transformers5
+from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo import attention, mamba2
+from zoo.mamba import randomise
 from zoo.small import images, mamba_lm, token_ids, vision
 
-from captum_ssm import CaptumSSMError, LatimFlow, MambaLRP
-from captum_ssm.errors import GradientModeError, NotLinearError
+from captum_ssm import LatimFlow, MambaLRP
+from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
+from captum_ssm.errors import GradientModeError, NotLinearError, OptionError
 
 pytestmark = pytest.mark.slow
+
 
 METHODS = pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
 TARGET = (-1, 3)
@@ -24,7 +31,89 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> bool:
     return oracles.relative_error(found, wanted) <= tolerance
 
 
-# --- what is refused -----------------------------------------------------------------------------
+@pytest.mark.parametrize("method, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_relevance_is_that_of_the_matrices(network, method, rule):
+    model, *parts = network()
+    model.double()
+    ids = token_ids(2, 7)
+    for target in [(6, 3), (2, 5)]:
+        found = method(model).decompose(ids, target, rule=rule).inputs
+        wanted = torch.stack(
+            [frozen.relevance(model, *parts, row, target, rule == "half") for row in ids]
+        )
+        assert oracles.relative_error(found, wanted) <= NETWORKS[network]
+        assert not found[:, target[0] + 1 :].any()
+
+
+def test_constants_are_named_by_the_modules_that_add_them():
+    model = mamba_lm(use_bias=True)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(19))
+    found = LatimFlow(model).decompose(token_ids(3), (-1, 3), rule="frozen")
+    layers = range(3)
+    wanted = {f"backbone.layers.{i}.mixer{part}" for i in layers for part in ("", ".in_proj")}
+    wanted |= {f"backbone.layers.{i}.mixer.out_proj" for i in layers} | {"lm_head"}
+    assert set(found.biases) == wanted
+    assert all(bias.shape == (3,) and bias.any() for bias in found.biases.values())
+    bias = model.lm_head.bias[3].detach()
+    torch.testing.assert_close(found.biases["lm_head"], bias.expand(3))
+    assert torch.equal(found.bias, sum(found.biases.values()))
+
+
+@pytest.mark.parametrize("rule", ["frozen", "centred"])
+def test_what_enters_and_leaves_mixers_by_feature(rule):
+    model, ids = mamba_lm(use_bias=True), token_ids(2)
+    explain, targets = LatimFlow(model), [(-1, 3), (4, 2)]
+    whole = [explain.decompose(ids, target, rule=rule) for target in targets]
+    each = explain.decompose_each(ids, targets, rule=rule, features=True, internal_batch_size=1)
+    one = explain.decompose(ids, targets[0], rule=rule, features=True, roles=False)
+    for found, wanted in zip([*each, one], [*whole, whole[0]], strict=True):
+        assert oracles.relative_error(found.inputs, wanted.inputs) <= 1e-5
+        for name in ("streams", "mixers"):
+            pairs = list(zip(getattr(found, name), getattr(wanted, name), strict=True))
+            assert len(pairs) == 3
+            for by_feature, by_token in pairs:
+                assert by_feature.shape == (2, 11, model.config.hidden_size)
+                assert oracles.relative_error(by_feature.sum(-1), by_token) <= 1e-5
+    first = explain.decompose(ids, targets[0], features=True)  # the embeddings are that stream
+    assert oracles.relative_error(first.streams[0], first.inputs) <= 1e-5
+    with pytest.raises(OptionError, match="features='yes'"):
+        explain.decompose(ids, targets[0], features="yes")
+
+
+def test_the_parts_of_a_batch_are_stacked():
+    model, ids = mamba_lm(use_bias=True), token_ids(3)
+    whole = LatimFlow(model).decompose(ids, (-1, 3))
+    parts = [LatimFlow(model).decompose(row[None], (-1, 3)) for row in ids]
+    found = stacked(parts)
+    for name in ("inputs", "output", "tokens", "bias"):
+        assert oracles.relative_error(getattr(found, name), getattr(whole, name)) <= 1e-5
+    for name in ("streams", "mixers"):
+        pairs = zip(getattr(found, name), getattr(whole, name), strict=True)
+        assert all(oracles.relative_error(*pair) <= 1e-5 for pair in pairs)
+    assert found.biases.keys() == whole.biases.keys()
+
+
+def test_what_is_exact():
+    inputs, output = torch.tensor([[1.0, 2.0], [3.0, -3.0]]), torch.tensor([3.0, 0.5])
+
+    def found(bias: float) -> Decomposition:
+        biases = {"a": torch.tensor([0.0, bias])}
+        return Decomposition(inputs, (), (), biases, output, torch.zeros(2))
+
+    assert exact(found(0.5)) and not exact(found(0.6))
+    assert not exact(found(float("nan")))
+
+
+def test_rounding_of_what_passes_a_layer_counts():
+    inputs, output = torch.ones(1, 2), torch.tensor([2.01])
+
+    def found(past: torch.Tensor | None) -> Decomposition:
+        return Decomposition(inputs, (), (), {}, output, torch.zeros(1), past=past)
+
+    assert not exact(found(None)) and not exact(found(torch.zeros(1, 2)))
+    assert exact(found(torch.tensor([[9.0, -9.0]])))  # of what cancels, too
+    assert exact(found(torch.zeros(1, 2).bfloat16()))
 
 
 class Cubed(torch.autograd.Function):
@@ -37,13 +126,6 @@ class Cubed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 3 * x**2 * gradients[0]
-
-
-def test_a_function_that_cannot_be_seen_into_is_named():
-    model = mamba_lm()
-    forward = lambda ids: Cubed.apply(model(ids).logits)  # noqa: E731
-    with pytest.raises(NotLinearError, match="Cubed"):
-        LatimFlow(forward, model=model).attribute(token_ids(), TARGET)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -60,34 +142,37 @@ def test_checkpoints_of_the_users_own_are_refused(reentrant):
         LatimFlow(model).attribute(token_ids(1), TARGET)
 
 
-def test_a_function_without_a_rule_is_named():
-    model = mamba_lm()
-
+def without_rule(model: Any) -> Any:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.lgamma(x)
 
     model.backbone.norm_f = nn.Sequential(model.backbone.norm_f, Odd())
-    with pytest.raises(NotLinearError, match=r"'backbone.norm_f.1'.*lgamma"):
-        LatimFlow(model).attribute(token_ids(), TARGET)
-    assert issubclass(NotLinearError, CaptumSSMError)
+    return model
 
 
-def test_probabilities_are_refused():
-    model = mamba_lm()
-    with pytest.raises(GradientModeError, match="softmax"):
-        LatimFlow(lambda x: model(x).logits.softmax(-1), model=model).attribute(token_ids(), TARGET)
+#: What is made of a model, and how it is refused.
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "its own backward": (lambda m: lambda x: Cubed.apply(m(x).logits), NotLinearError, "Cubed"),
+    "no rule": (without_rule, NotLinearError, r"'backbone.norm_f.1'.*lgamma"),
+    "softmax": (lambda m: lambda x: m(x).logits.softmax(-1), GradientModeError, "softmax"),
+}
 
 
-# --- the rule unless another is named ------------------------------------------------------------
+@pytest.mark.parametrize("case", REFUSED)
+def test_functions_that_are_refused(case: str) -> None:
+    (make, error, said), model = REFUSED[case], mamba_lm()
+    function = make(model)
+    with pytest.raises(error, match=said):
+        LatimFlow(function, model=model).attribute(token_ids(), TARGET)
 
 
 @pytest.mark.parametrize(
     "method, zero_bias, rule, other",
     [
         (LatimFlow, False, "frozen", "centred"),
-        pytest.param(LatimFlow, True, "frozen", "half", marks=pytest.mark.slow),
-        pytest.param(MambaLRP, False, "half", "centred", marks=pytest.mark.slow),
+        (LatimFlow, True, "frozen", "half"),
+        (MambaLRP, False, "half", "centred"),
         (MambaLRP, True, "half", "frozen"),
     ],
 )
@@ -118,9 +203,6 @@ def test_tokens_are_compared_with_their_mean_unless_told_otherwise():
     assert not close(found.inputs, by_nothing.inputs, 1e-2)
 
 
-# --- batches, threads, layouts -------------------------------------------------------------------
-
-
 @METHODS
 @pytest.mark.parametrize("grid", [(3, 4), (2, 5)])
 def test_pixels_sum_to_patches(method, grid):
@@ -130,3 +212,43 @@ def test_pixels_sum_to_patches(method, grid):
     assert pixels.shape == pictures.shape and patches.shape == (2, *grid)
     assert close(pixels.view(2, 3, grid[0], 4, grid[1], 3).sum((1, 3, 5)), patches)
     assert delta.abs().max() <= 1e-4
+
+
+def test_experts_with_biases():
+    """Tokens of several examples meet in an expert, whose bias belongs to them all."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(12, 3)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(12, 7), nn.SiLU(), nn.Linear(7, 12)) for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, x.shape[-1])
+            weights, chosen = self.router(flat).softmax(-1).topk(2)
+            out = torch.zeros_like(flat)
+            for index, expert in enumerate(self.experts):
+                token, rank = torch.where(chosen == index)
+                part = expert(flat[token]) * weights[token, rank, None]
+                out.index_add_(0, token, part)
+            return out.view_as(x)
+
+    model = mamba2.make_model("bamba")
+    for layer in model.model.layers:
+        layer.feed_forward = randomise(Experts())
+    explain, ids = LatimFlow(model), token_ids(4)
+    found = explain.decompose(ids, TARGET)
+    assert (found.delta.abs() / found.inputs.abs().flatten(1).sum(1)).max() <= 1e-5
+    alone = torch.cat([explain.attribute(row[None], TARGET) for row in ids])
+    assert close(found.tokens, alone)
+
+
+@transformers5
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_of_transformers(implementation):
+    model, ids = attention.attention_model("jamba"), token_ids(3)
+    wanted = LatimFlow(model).attribute(ids, TARGET)
+    model.set_experts_implementation(implementation)
+    assert close(LatimFlow(model).attribute(ids, TARGET), wanted)

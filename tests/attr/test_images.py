@@ -1,18 +1,22 @@
-"""Images: patch grids, other tokens among the patches, pixels."""
+"""Images: how patches are found among a model's tokens, and pixels of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_method import each_method, each_of_queries
 from oracles.dense import UNIFIED, Run, add_identity, error, query_row, rollout
-from torch import nn
-from zoo.small import CLASSES, WIDTH, images, mamba_lm, mixers_of, randomise, vision
+from torch import Tensor, nn
+from zoo.small import CLASSES, GRID, WIDTH, images, mamba_lm, mixers_of, randomise, vision
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from captum_ssm.errors import InputError
 
 pytestmark = pytest.mark.slow
+
 
 FOLDS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
 
@@ -43,13 +47,6 @@ def test_patches_are_laid_out_row_by_row(cls):
     expected = row[:, model.patch_tokens()].view(2, 3, 4)
     found = ImplicitAttentionRollout(model).attribute(pictures, query="last", per_token=True)
     assert error(found, expected) <= 1e-5
-
-
-def test_the_last_patch_before_the_cls_token_sees_no_later_patch():
-    model, pictures = vision("middle", (3, 4)), images(1, (3, 4))
-    found = ImplicitAttentionRollout(model).attribute(pictures, per_token=True)
-    assert found.flatten()[:6].all()
-    assert not found.flatten()[6:].any()
 
 
 class Block(nn.Module):
@@ -108,25 +105,6 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-@pytest.mark.parametrize("cls", ["head"])
-@each_of_queries
-def test_some_layers_only(method, cls):
-    """Later layers alone: their streams mix the patches into every other token."""
-    model, pictures = vision(cls, layers=3), images(2)
-    some = method(model, layers=["blocks.1.mixer", "blocks.2.mixer"])
-    options = {"target": 2, "query": "last", "per_token": True}
-    found = some.attribute(pictures, **options)
-    torch.testing.assert_close(found, method(model).attribute(pictures, start_layer=1, **options))
-
-
-@each_method
-def test_one_colour_channel(method):
-    model = vision("middle")
-    model.patch = randomise(nn.Conv2d(1, WIDTH, (4, 3), (4, 3)))
-    found = method(model).attribute(torch.randn(2, 1, 12, 12), target=0)
-    assert found.shape == (2, 1, 12, 12)
-
-
 @each_method
 def test_channels_last_images(method):
     model, pictures = vision("middle"), images(2)
@@ -136,48 +114,95 @@ def test_channels_last_images(method):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- errors --------------------------------------------------------------------------------------
+def test_a_patch_may_change_in_one_channel_alone() -> None:
+    """Most channels of the patch embedding do not read the image."""
+    model, pictures = vision("middle"), images(2)
+    reads = torch.zeros(WIDTH)
+    reads[3] = 1
+    with torch.no_grad():
+        model.patch.weight *= reads[:, None, None, None]
+    row = ImplicitAttentionRollout(model, layers=["blocks.0.mixer"])
+    found = row.attribute(pictures, query="last", per_token=True)
+    assert found.shape == (2, *GRID)
 
 
-class NoConvolution(nn.Module):
-    def __init__(self):
+class Stemmed(nn.Module):
+    """A model with a convolution in front of that of its patches."""
+
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = vision(None)
-        self.inner.patch = nn.Identity()
-        self.embed = nn.Linear(36, WIDTH)
+        self.stem, self.inner = nn.Conv2d(3, 3, kernel_size=1), inner
 
-    def forward(self, images):
-        x = images.unfold(2, 4, 4).unfold(3, 3, 3)  # (B, 3, h, w, 4, 3)
-        x = self.embed(x.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2))
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.inner(self.stem(pictures))
+
+
+@each_method
+def test_the_last_convolution_before_the_first_block_counts(method: Any) -> None:
+    model, pictures = Stemmed(vision(None)).eval(), images(2)
+    found = method(model).attribute(pictures, target=1, per_token=True)
+    assert found.shape == (2, *GRID)
+
+
+@pytest.mark.parametrize("size", [(12, 12), (14, 13)])
+def test_pixels_are_summed_over_the_cells_they_lie_in(size: tuple[int, int]) -> None:
+    """Also where patches do not divide the image."""
+    model, pictures = vision(None).double(), torch.randn(2, 3, *size).double()
+    pixels = LatimFlow(model).attribute(pictures, target=1)
+    wanted = torch.zeros(2, *GRID, dtype=torch.float64)
+    for y in range(size[0]):
+        for x in range(size[1]):
+            wanted[:, y * GRID[0] // size[0], x * GRID[1] // size[1]] += pixels[:, :, y, x].sum(1)
+    found = LatimFlow(model).attribute(pictures, target=1, per_token=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+class Through(nn.Module):
+    """A model whose tokens a function makes of the image."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.inner, self.read = vision(None), read
+        self.row = Sequenced(3, WIDTH, (4, 3), (4, 3))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.read(self, pictures)
         for block in self.inner.blocks:
             x = block(x)
         return self.inner.head(x.mean(1))
 
 
-class Merged(nn.Module):
+class Sequenced(nn.Conv2d):
+    """A convolution that lays its patches out in a row."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(image).flatten(2).mT
+
+
+def unfolded(model: Any, pictures: Tensor) -> Tensor:
+    x = pictures.unfold(2, 4, 4).unfold(3, 3, 3).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    return x @ model.inner.patch.weight.flatten(1).T
+
+
+def pairs(model: Any, pictures: Tensor) -> Tensor:
     """Pairs of patches become one token after the convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = vision(None, (3, 2))
-
-    def forward(self, images):
-        x = self.inner.patch(images).flatten(2).transpose(1, 2)
-        x = (x[:, ::2] + x[:, 1::2]) / 2
-        for block in self.inner.blocks:
-            x = block(x)
-        return self.inner.head(x.mean(1))
+    x = model.inner.patch(pictures).flatten(2).mT
+    return (x[:, ::2] + x[:, 1::2]) / 2
 
 
-@each_of_queries
-def test_no_convolution(method):
-    with pytest.raises(ValueError, match=r"\(2, 3, 12, 12\) look like images.*no 2-D convolution"):
-        method(NoConvolution().eval()).attribute(images(2), target=0)
+#: How a model reads an image, a method, and its refusal.
+READS: dict[str, tuple[Any, Any, str]] = {
+    "no convolution": (unfolded, ImplicitAttention, r"\(2, 3, 12, 12\) look.*no 2-D convolution"),
+    "patches in a row": (lambda m, x: m.row(x), LatimFlow, "no 2-D convolution before its first"),
+    "pairs of patches": (pairs, ImplicitAttention, r"6 tokens.*grid is 3 x 4.*per_token=True"),
+}
 
 
-@each_of_queries
-def test_a_grid_that_is_not_the_tokens(method):
-    with pytest.raises(ValueError, match=r"6 tokens.*grid is 3 x 4.*per_token=True"):
-        method(Merged().eval()).attribute(images(2), target=0)
-    found = method(Merged().eval()).attribute(images(2), target=0, per_token=True)
-    assert found.shape == (2, 6)
+@pytest.mark.parametrize("name", READS)
+def test_tokens_that_are_no_grid(name: str) -> None:
+    read, method, said = READS[name]
+    explain = method(Through(read).eval())
+    with pytest.raises(InputError, match=said):
+        explain.attribute(images(2), target=0, per_token=method is LatimFlow)
+    if name == "pairs of patches":
+        assert explain.attribute(images(2), target=0, per_token=True).shape == (2, 6)

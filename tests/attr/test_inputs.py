@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import each_method, each_of_queries
+from helpers.every_method import each_method
 from torch import Tensor, nn
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 
@@ -15,49 +15,45 @@ from captum_ssm import MambaAttribution
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @each_method
-def test_embeddings_of_a_model_with_input_ids_only(method: Any, mamba_ssm: Any) -> None:
-    model, ids = mamba_ssm.make_lm(d_model=WIDTH).eval(), torch.randint(16, (3, 6))
+def test_embeddings_of_a_model_with_input_ids_only(
+    fused: bool, method: Any, request: pytest.FixtureRequest
+) -> None:
+    package = request.getfixturevalue("mamba_ssm_fused" if fused else "mamba_ssm")
+    model, ids = package.make_lm(d_model=WIDTH).eval(), torch.randint(16, (3, 6))
     expected = method(model).attribute(ids, target=(4, 3))
     embeddings = model.backbone.embedding(ids).detach()
     found = method(model).attribute(embeddings, target=(4, 3))
-    assert found.shape == (3, 6, WIDTH)
     torch.testing.assert_close(found.sum(-1), expected, rtol=1e-5, atol=1e-6)
     # it is these embeddings that run, not those of some token
     other = method(model).attribute(embeddings + 1, target=(4, 3))
     assert not torch.allclose(other, found, rtol=1e-3)
-    assert not model.backbone.embedding._forward_hooks
 
 
+class Series(nn.Module):
+    """A model of no ids: the first argument is the sequence itself, or every other entry of it."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.mix, self.inner = classifier("last").backbone, nn.Linear(4, WIDTH, bias=False)
+        self.stride = stride
+
+    def forward(self, series: Tensor) -> Tensor:
+        return self.mix(inputs_embeds=self.inner(series[:, :: self.stride])).last_hidden_state[
+            :, -1
+        ]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
 @each_method
-def test_embeddings_of_a_fused_model(method: Any, mamba_ssm_fused: Any) -> None:
-    model = mamba_ssm_fused.make_lm(d_model=WIDTH).eval()
-    ids = torch.randint(16, (2, 6))
-    expected = method(model).attribute(ids, target=(4, 3))
-    found = method(model).attribute(model.backbone.embedding(ids).detach(), target=(4, 3))
-    torch.testing.assert_close(found.sum(-1), expected, rtol=1e-5, atol=1e-6)
-
-
-@each_method
-def test_a_model_that_takes_sequences_of_features(method: Any) -> None:
-    """No ids anywhere: the first argument is the sequence itself."""
-    backbone = classifier("last").backbone
-
-    class Series(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = backbone
-            self.inner = nn.Linear(4, WIDTH, bias=False)
-
-        def forward(self, series: Tensor) -> Tensor:
-            return self.mix(inputs_embeds=self.inner(series)).last_hidden_state[:, -1]
-
-    model, series = Series().eval(), torch.randn(2, 9, 4)
+def test_a_model_that_takes_sequences_of_features(method: Any, stride: int) -> None:
+    model, series = Series(stride).eval(), torch.randn(2, 9, 4)
     found = method(model).attribute(series, target=2)
-    assert found.shape == (2, 9, 4)
-    read = model.inner(series).detach()
-    expected = method(backbone).attribute(read, target=(-1, 2), per_token=True)
-    torch.testing.assert_close(found.sum(-1), expected, rtol=1e-5, atol=1e-6)
+    assert found.shape == (2, 9, 4) and (stride == 1 or not found[:, 1::2].any())
+    read = model.inner(series[:, ::stride]).detach()
+    expected = method(model.mix).attribute(read, target=(-1, 2), per_token=True)
+    torch.testing.assert_close(found[:, ::stride].sum(-1), expected, rtol=1e-4, atol=1e-6)
 
 
 @each_method
@@ -75,24 +71,15 @@ TARGETS = {
 }
 
 
-def in_parts(method: Any, model: Any, *args: Any, **options: Any) -> None:
-    inputs = token_ids(5, 6)
-    whole = method(model).attribute(inputs, *args, **options)
-    for size in (2, 3, 100):
-        parts = method(model).attribute(inputs, *args, internal_batch_size=size, **options)
-        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert len({tuple(row.flatten().tolist()) for row in whole}) == len(whole)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_parts_with_targets_of_every_form(target: str) -> None:
-    in_parts(MambaAttribution, mamba_lm(), TARGETS[target])
-
-
-@pytest.mark.parametrize("query", [torch.tensor([[1, 2]] * 4 + [[0, 5]])])
-@each_of_queries
-def test_parts_with_queries(method: Any, query: Any) -> None:
-    in_parts(method, mamba_lm(), (5, 1), query=query)
+    """The contract of methods tries parts with every option."""
+    explain, inputs = MambaAttribution(mamba_lm()), token_ids(5, 6)
+    whole = explain.attribute(inputs, TARGETS[target])
+    for size in (2, 3, 100):
+        parts = explain.attribute(inputs, TARGETS[target], internal_batch_size=size)
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert len({tuple(row.flatten().tolist()) for row in whole}) == len(whole)
 
 
 class Scaled(nn.Module):

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.latim_vectors import Unhooked, a_model, all_vectors, layer_of, record
+from helpers.latim_vectors import a_model, all_vectors, record
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error
 from torch import Tensor
 from zoo import attention, mamba2
 from zoo.mamba import padded_batch, transformers_model
-from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
+from zoo.small import mamba_lm, mixers_of, token_ids
 
 from captum_ssm import LatimALTI, trace
-from captum_ssm.attr.vectors import contributions
-from captum_ssm.attr.vectors.shares import AltiShares
-from captum_ssm.errors import OptionError, ReconstructionError
-from captum_ssm.operators import DenseHeads
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +25,6 @@ def streams_of(model: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
     with torch.no_grad(), trace(model, streams=True) as t:
         model(*args, **kwargs)
     return [layer.residual for layer in t.layers]
-
-
-# --- maps ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -113,24 +106,6 @@ def test_rows_of_nothing_stay_with_the_token() -> None:
         assert not torch.equal(found[0], found[1])
 
 
-def test_positions_and_tiles() -> None:
-    model, ids = mamba_lm(), token_ids(2, 8)
-    method = LatimALTI(model)
-    whole = method.maps(ids)
-    each = torch.tensor([[7, 2], [-8, 3]])
-    with pytest.MonkeyPatch.context() as patch:
-        for elements in (contributions._TILE_ELEMENTS, 700, 1):
-            patch.setattr(contributions, "_TILE_ELEMENTS", elements)
-            for found, rows in zip(method.maps(ids, positions=each), whole, strict=True):
-                assert relative_error(found[0], rows[0, [7, 2]]) <= 1e-5
-                assert relative_error(found[1], rows[1, [0, 3]]) <= 1e-5
-    chosen = method.maps(ids, layers=[-1, 0])
-    assert torch.equal(chosen[0], whole[2]) and torch.equal(chosen[1], whole[0])
-
-
-# --- stages -------------------------------------------------------------------------------------
-
-
 def test_parallel_mixers_have_one_map() -> None:
     model, ids = mamba2.make_model("falcon_h1"), token_ids(2, 7)
     layers, streams = record(model, ids), streams_of(model, ids)
@@ -193,93 +168,28 @@ def test_mixers_that_feed_others(family: str) -> None:
     assert next(found, None) is None
 
 
-class Recorded(Unhooked):
-    """A layer as far as its mixing looks at it."""
-
-    __hash__ = object.__hash__
-    way = ()
-    has_stream = True
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_mixers_that_feed_those_that_feed_others(masked: bool) -> None:
-    """Nothing is left of a padded token, whatever its mixers make of it."""
-    layers = []
-    for joins in ("feeds", "feeds", "residual"):
-        operator = DenseHeads(torch.rand(2, 3, 5, 5), 4)
-        layers.append(Recorded(**vars(layer_of(operator, None)), joins=joins, name=joins))
-    streams = {layer: torch.randn(2, 5, 12) for layer in layers}
-    mask = torch.tensor([[True] * 5, [False, False, True, True, True]]) if masked else None
-    found = AltiShares(layers, streams, mask=mask).matrix()
-    first, second = (oracle.alti(all_vectors(x), streams[x]) for x in layers[:2])
-    vectors = all_vectors(layers[2]).double()
-    if mask is None:
-        wanted = fed(vectors, streams[layers[2]], second @ first)
-        assert relative_error(found, wanted) <= 1e-5
-    else:
-        assert not found[1, 2:, :2].any()
-        assert torch.equal(found[1, :2], torch.eye(5)[:2])
-        assert relative_error(found.sum(-1), torch.ones(2, 5)) <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["bert", "olmo_hybrid"])
-def test_what_stands_behind_mixers_of_transformers(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """BERT's output projection, and the norm behind attention in OLMo."""
-    case = a_model(name, monkeypatch)
-    model = case.model.double()
-    layers, streams = record(model, case.inputs), streams_of(model, case.inputs)
-    found = LatimALTI(model).maps(case.inputs)
-    assert len(found) == len(layers)
-    for one, layer, stream in zip(found, layers, streams, strict=True):
-        vectors, block = all_vectors(layer), layer.block
-        if name == "bert":
-            joined = vectors @ block.output.dense.weight.detach().T
-        elif not layer.name.endswith("self_attn"):
-            joined = vectors
-        else:
-            norm = block.post_attention_layernorm
-            size = layer.output.double().square().mean(-1, keepdim=True) + norm.variance_epsilon
-            joined = vectors / size.sqrt()[:, :, None] * norm.weight.detach()
-        assert relative_error(one, oracle.alti(joined, stream)) <= 1e-6, layer.name
-
-
 #: What reads the stream after the mixer's output has joined it.
 READERS: dict[str, str | None] = {
-    "mamba": None,
-    "mamba_ssm": None,
-    "mamba_ssm_fused": None,
-    "mamba2_ssm": None,
-    "vim": None,
-    "jamba": "pre_ff_layernorm",
-    "bamba": "pre_ff_layernorm",
-    "falcon_h1": "pre_ff_layernorm",
-    "granitemoehybrid": "post_attention_layernorm",
-    "recurrent_gemma": "channel_pre_norm",
-    "rwkv": "ln2",
-    "qwen3_next": "post_attention_layernorm",
-    "minimax": "post_attention_layernorm",
-    "lfm2": "ffn_norm",
-    "llama": "post_attention_layernorm",
-    "gpt2": "ln_2",
+    **dict.fromkeys(("mamba", "mamba_ssm", "mamba_ssm_fused", "mamba2_ssm", "vim")),
+    **dict.fromkeys(("jamba", "bamba", "falcon_h1"), "pre_ff_layernorm"),
+    **dict.fromkeys(("granitemoehybrid", "qwen3_next", "minimax", "llama"),
+                    "post_attention_layernorm"),
+    "recurrent_gemma": "channel_pre_norm", "rwkv": "ln2", "lfm2": "ffn_norm", "gpt2": "ln_2",
     "vit": "layernorm_after",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stream plus scaled outputs is what the block reads next, up to a common factor."""
-    case = a_model(name, monkeypatch)
-    reader, seen, handles = READERS[name], [], []
-    if reader is not None:
-        for module in case.model.modules():
-            if hasattr(module, reader):
-                handles.append(
-                    getattr(module, reader).register_forward_pre_hook(
-                        lambda module, args: seen.append(args[0].detach().clone())
-                    )
-                )
+    case, reader, seen = a_model(name, monkeypatch), READERS[name], list[Tensor]()
+    handles = [
+        getattr(module, reader).register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].detach().clone())
+        )
+        for module in case.model.modules()
+        if reader is not None and hasattr(module, reader)
+    ]
     streams = streams_of(case.model, case.inputs)
     for handle in handles:
         handle.remove()
@@ -296,20 +206,6 @@ def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(total * factor, read) <= 1e-5
         assert factor == pytest.approx(1, abs=1e-5) or name == "minimax"
     assert len(seen) >= len(joined) - 1 > 0
-
-
-def test_streams_leave_no_hooks() -> None:
-    model, ids = mamba_lm(), token_ids(1, 4)
-    with pytest.raises(RuntimeError, match="stop"), trace(model, streams=True) as t:
-        model(ids)
-        raise RuntimeError("stop")
-    assert len(t.layers) == 3
-    model(ids)
-    assert len(t.layers) == 3
-    assert not any(m._forward_pre_hooks for m in model.modules())
-
-
-# --- relevance ----------------------------------------------------------------------------------
 
 
 def product(maps: list[Tensor]) -> Tensor:
@@ -336,58 +232,6 @@ def test_rollout_and_mean(activation: str) -> None:
     alone = LatimALTI(model, residual=False, activation=activation)
     rows = torch.stack(alone.maps(ids)).mean(0)[:, -1]
     assert relative_error(alone.attribute(ids, query="last", aggregate="mean"), rows) <= 1e-5
-
-
-@pytest.mark.parametrize("aggregate", ["rollout", "mean"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_is_its_examples(side: str, aggregate: str) -> None:
-    model = classifier("last")
-    ids, mask = padded_batch([8, 5, 1])
-    mask = mask if side == "left" else mask.flip(1)
-    found = LatimALTI(model).attribute(ids, 2, mask, aggregate=aggregate)
-    assert not found[mask == 0].any()
-    maps = LatimALTI(model).maps(ids, additional_forward_args=mask)
-    for row in range(3):
-        own = mask[row].bool()
-        single = ids[row : row + 1, own]
-        alone = LatimALTI(model).attribute(single, 2, aggregate=aggregate)
-        assert relative_error(found[row : row + 1, own], alone) <= 1e-5
-        for one, other in zip(maps, LatimALTI(model).maps(single), strict=True):
-            assert relative_error(one[row][own][:, own], other[0]) <= 1e-5
-            assert torch.equal(one[row][~own], torch.eye(8)[~own])
-
-
-def test_images_and_sub_batches() -> None:
-    model, pictures = vision("middle"), images(3)
-    method = LatimALTI(model)
-    whole = method.attribute(pictures, per_token=True)
-    tokens = product(method.maps(pictures))[:, model.cls_position]
-    wanted = tokens[:, model.patch_tokens()].view(3, 3, 4)
-    assert relative_error(whole, wanted) <= 1e-5
-    found = method.attribute(pictures, per_token=True, internal_batch_size=2, verify=True)
-    assert relative_error(found, whole) <= 1e-5
-
-
-def test_hybrids_roll_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = a_model("zamba", monkeypatch)
-    method = LatimALTI(case.model)
-    wanted = product(method.maps(case.inputs))[:, -1]
-    assert relative_error(method.attribute(case.inputs, query="last"), wanted) <= 1e-5
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-def test_options_are_checked() -> None:
-    model, ids = mamba_lm(), token_ids(2, 5)
-    with pytest.raises(OptionError, match="aggregate='sum' is not known"):
-        LatimALTI(model).attribute(ids, query="last", aggregate="sum")
-    with pytest.raises(OptionError, match=r"residual=False\. Use aggregate='mean'"):
-        LatimALTI(model, residual=False).attribute(ids, query="last")
-    with pytest.raises(ReconstructionError):
-        LatimALTI(model).maps(ids, verify=1e-12)
-    with pytest.raises(OptionError, match="layers names -4, but there are 3"):
-        LatimALTI(model).maps(ids, layers=[-4])
 
 
 def test_a_mixer_alone_has_no_stream() -> None:

@@ -1,4 +1,4 @@
-"""LATIM with norms: maps and relevance are those of the loop's vectors."""
+"""LATIM with norms: maps, relevance and contribution vectors are those of the loop."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import oracles
 import pytest
 import torch
 from oracles import latim as oracle
-from oracles import relative_error
+from oracles import mamba2_formula, relative_error, vim
 from oracles import vim as vim_oracle
 from torch import Tensor
-from zoo import architectures
+from zoo import architectures, mamba2
 from zoo.attention import attention_model
-from zoo.mamba import padded_batch, transformers_model
-from zoo.small import mamba_lm, token_ids, vision
+from zoo.mamba import padded_batch, randomise, transformers_model
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimNorm, trace
-from captum_ssm.errors import InputError, OptionError, QueryError
+from captum_ssm.attr.vectors import contributions
 from captum_ssm.models import VisionMamba
+from captum_ssm.models.vim import VimMixer
+from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
 
+
 EXACT = 1e-12
+
+
 CHOICES = ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"]
 
 
@@ -43,20 +48,68 @@ def by_loop(
     return found
 
 
-# --- maps ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("activation", CHOICES)
-def test_maps_are_the_loops(activation: str, p: int) -> None:
-    model = transformers_model(use_bias=True).double()
-    ids, mask = padded_batch([7, 4])
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
+def test_maps_are_the_loops(family: str, activation: str, p: int) -> None:
+    """With biases, padding leaks into the convolution's."""
+    model = transformers_model(family, use_bias=True).double()
+    ids, mask = padded_batch([7, 4, 1])
     wanted = by_loop(model, ids, activation, p, mask)
-    method = LatimNorm(model, p=p, activation=activation)
+    found = LatimNorm(model, p=p, activation=activation).maps(ids, None, None, mask)
+    assert all(relative_error(*pair) <= EXACT for pair in zip(found, wanted, strict=True))
+
+
+def layers_of(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
+    with torch.no_grad(), trace(model) as t:
+        model(*args, **kwargs)
+    return list(t.layers)
+
+
+def masked(model: Any) -> Callable[..., Tensor]:
+    """The model, whose second argument is the mask."""
+    return lambda ids, mask: model(ids, attention_mask=mask).logits
+
+
+def of_real(vectors: Tensor, mask: Tensor) -> Tensor:
+    """The norms of vectors (B, L, L, E) whose tokens are no padding."""
+    keep = mask.to(vectors)
+    return vectors.norm(dim=-1) * keep[:, :, None] * keep[:, None]
+
+
+@pytest.mark.parametrize("activation", CHOICES)
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
+    model = mamba2.make_model(family).double()
+    ids, mask = padded_batch([6, 3])
+    names = mamba2.mixer_names(model)
+    method = LatimNorm(masked(model), model, activation=activation)
     found = method.maps(ids, additional_forward_args=mask)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == (2, 7, 7)
-        assert relative_error(one, other) <= EXACT
+    for layer, one in zip(layers_of(model, ids, attention_mask=mask), found, strict=True):
+        if layer.name not in names:
+            continue
+        form = mamba2_formula.form_of(layer.mixer.module, model.config)
+        hidden = layer.call.hidden_states
+        wanted = oracle.mamba2(layer.mixer.module, hidden, form, activation, mask)
+        assert relative_error(one, of_real(wanted, mask)) <= EXACT
+
+
+@pytest.mark.parametrize("activation", CHOICES)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_both_directions_of_vision_mamba(tokens: int, activation: str) -> None:
+    mixer = VimMixer(5, d_state=3, bimamba_type="v2", if_divide_out=True)
+    mixer = vim.randomise(mixer).double()
+    hidden = torch.randn(2, tokens, 5).double()
+    (found,) = LatimNorm(mixer, activation=activation).maps(hidden)
+    wanted = oracle.vim(mixer, hidden, activation)
+    assert relative_error(found, wanted.norm(dim=-1)) <= EXACT
+
+
+def test_constants_beside_the_values_do_not_round(mamba_ssm: Any) -> None:
+    """Mamba2 passes channels that are not mixed to out_proj as well, however large."""
+    mixer = mamba_ssm.make_mamba2(8, d_ssm=8, headdim=4, d_state=3, ngroups=1)
+    (error,) = LatimNorm(randomise(mixer)).decomposition_error(30 * torch.randn(2, 6, 8))
+    assert error <= 1e-5
 
 
 @pytest.mark.parametrize("activation", ["linearized", "silu"])
@@ -105,8 +158,7 @@ def test_silu_stands_for_the_models_own_activation(
 
 
 @pytest.mark.parametrize(
-    ("name", "differ"),
-    [("gpt_neox", False), ("lfm2", False), ("qwen3_next", True)],
+    ("name", "differ"), [("gpt_neox", False), ("lfm2", False), ("qwen3_next", True)]
 )
 def test_choices_differ_where_there_is_an_activation(
     name: str, differ: bool, monkeypatch: pytest.MonkeyPatch
@@ -133,35 +185,32 @@ def test_layers_and_positions() -> None:
         assert relative_error(found[1], all_rows[1, [0, 3]]) <= EXACT
 
 
-def test_inputs_of_other_kinds() -> None:
-    model, ids = mamba_lm(), token_ids(2, 6)
-    wanted = LatimNorm(model).maps(ids)
-    embeddings = model.get_input_embeddings()(ids).detach()
-    for inputs in ((ids,), embeddings, (embeddings,)):
-        for one, other in zip(LatimNorm(model).maps(inputs), wanted, strict=True):
-            assert relative_error(one, other) <= 1e-6
-    with torch.inference_mode():
-        again = LatimNorm(model).maps(ids.clone())
-    assert all(torch.equal(one, other) for one, other in zip(again, wanted, strict=True))
-    assert not any(m.requires_grad or m.is_inference() for m in again)
-    images = torch.randn(2, 3, 12, 12)
-    assert [m.shape for m in LatimNorm(vision()).maps(images)] == [(2, 13, 13)] * 2
+@pytest.mark.parametrize("name", ["mamba", "gpt_neox", "vim"])
+def test_tiles_of_any_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = architectures.ZOO[name](monkeypatch)
+    whole = LatimNorm(case.model).maps(case.inputs)
+    for elements in (1, 100, 2000):
+        monkeypatch.setattr(contributions, "_TILE_ELEMENTS", elements)
+        for found, wanted in zip(LatimNorm(case.model).maps(case.inputs), whole, strict=True):
+            assert relative_error(found, wanted) <= 1e-5
 
 
-def test_a_padded_batch_is_its_examples() -> None:
-    model = mamba_lm()
-    ids, mask = padded_batch([9, 4, 1])
-    for found in zip(LatimNorm(model).maps(ids, None, None, mask), strict=True):
-        assert not found[0][mask == 0].any()
-        assert not found[0].transpose(1, 2)[mask == 0].any()
-    whole = LatimNorm(model).maps(ids, None, [-1], mask)
-    for row, length in enumerate([9, 4, 1]):
-        alone = LatimNorm(model).maps(ids[row : row + 1, 9 - length :], None, [-1])
-        for one, other in zip(whole, alone, strict=True):
-            assert relative_error(one[row, :, -length:], other[0]) <= 1e-5
+def test_tiles_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = transformers_model(hidden_size=8), torch.randint(19, (2, 13))
+    monkeypatch.setattr(contributions, "_MANY_QUERIES", 14)
+    wanted, sizes = LatimNorm(model).maps(ids), []
+    before = contributions.Contributions.before_projection
 
+    def scarce(self: contributions.Contributions, index: Tensor) -> Tensor:
+        if index.shape[1] > 4:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        sizes.append(index.shape[1])
+        return before(self, index)
 
-# --- relevance ----------------------------------------------------------------------------------
+    monkeypatch.setattr(contributions.Contributions, "before_projection", scarce)
+    for one, other in zip(LatimNorm(model).maps(ids), wanted, strict=True):
+        assert relative_error(one, other) <= 1e-5
+    assert sum(sizes) == 2 * 13 and max(sizes) == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"p": 1}, {"activation": "silu"}])
@@ -214,9 +263,6 @@ def test_padded_tokens_have_no_rows_and_no_columns(make: Callable[[], Any], side
     assert not rows[0][1, 0 if side == "left" else 1].any()
 
 
-# --- decomposition error ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("activation", CHOICES)
 def test_decomposition_error_by_hand(activation: str) -> None:
     """mean |y - sum of T - bias| / mean |y| over real tokens, the module's own y."""
@@ -256,32 +302,3 @@ def test_a_model_without_activation_has_none() -> None:
     for activation in ("identity", "silu"):
         assert max(LatimNorm(model, activation=activation).decomposition_error(ids)) <= 1e-6
     assert min(LatimNorm(model, activation="relu").decomposition_error(ids)) > 0.05
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-def test_options_are_checked() -> None:
-    model, ids = mamba_lm(), token_ids(2, 5)
-    for p in (0, 3, float("inf"), None):
-        with pytest.raises(OptionError, match=r"p=.* is not known\. Use one of 1, 2"):
-            LatimNorm(model, p=p)
-    with pytest.raises(OptionError, match="activation='tanh' is not known"):
-        LatimNorm(model, activation="tanh")
-    method = LatimNorm(model)
-    with pytest.raises(OptionError, match="layers names 3, but there are 3, numbered 0 to 2"):
-        method.maps(ids, layers=[0, 3])
-    with pytest.raises(OptionError, match="start_layer=3 leaves no layer"):
-        method.attribute(ids, query="last", start_layer=3)
-    for positions in ([5], [0, -6], torch.tensor([[0, 9], [1, 1]])):
-        with pytest.raises(QueryError, match=r"positions must lie in \[-5, 5\)"):
-            method.maps(ids, positions=positions)
-    with pytest.raises(QueryError, match="positions is empty"):
-        method.maps(ids, positions=[])
-    with pytest.raises(QueryError, match="positions has 3 rows, but the batch holds 2"):
-        method.maps(ids, positions=torch.zeros(3, 1).long())
-    for positions in (torch.ones(2).bool(), [0.5], torch.zeros(1, 1, 1).long()):
-        with pytest.raises(OptionError, match="must be a list of integers or a tensor"):
-            method.maps(ids, positions=positions)
-    with pytest.raises(InputError, match="batch of 2"):
-        method.maps(ids, additional_forward_args=torch.ones(3, 5))

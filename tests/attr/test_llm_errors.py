@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from captum.attr import TextTemplateInput
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPTNeoXConfig,
-    GPTNeoXForSequenceClassification,
-)
+from captum.attr import Saliency, TextTemplateInput
+from transformers import BertConfig, BertForMaskedLM
 from zoo import language
 from zoo.small import classifier, mamba_lm, token_ids
 
@@ -47,7 +44,7 @@ def check(call, builtin, fragments):
     assert message.endswith((".", "?", ")"))
 
 
-PROMPTS = {
+PROMPTS: dict[str, tuple[Any, list[str]]] = {
     "nothing": ([], ["The prompt is empty"]),
     "an empty tensor": (torch.zeros(1, 0).long(), ["The prompt is empty"]),
     "two sequences": (token_ids(2, 3), ["The prompt", "(2, 3)", "(1, L)"]),
@@ -64,7 +61,7 @@ PROMPTS = {
     "an id below zero": ([-1, 2], ["The prompt holds -1", "from 0"]),
     "a chat": ([{"role": "user", "content": "the"}], ["messages", "chat_template", "str"]),
 }
-TARGETS = {
+TARGETS: dict[str, tuple[Any, list[str]]] = {
     "an empty text": ("", ["target=''", "no tokens"]),
     "blanks": ("  ", ["target='  '", "no tokens"]),
     "an empty list": ([], ["target is an empty list"]),
@@ -73,120 +70,76 @@ TARGETS = {
     "two sequences": (token_ids(2, 3), ["The target", "(2, 3)"]),
     "fractions": ([0.5], ["The target", "integers"]),
     "a number": (3, ["The target", "(L,)"]),
+    "another number": (1.5, ["target"]),
     "a position and a token as text": ([(3, "x")], ["The target", "token ids"]),
     "an id too large": ([19], ["19", "embeds", "tokenizer"]),
 }
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_prompts(case):
-    prompt, fragments = PROMPTS[case]
-    check(lambda: explainer().attribute(prompt, "lamp"), ValueError, fragments)
-
-
-@pytest.mark.parametrize("case", TARGETS)
-def test_targets(case):
-    target, fragments = TARGETS[case]
-    check(lambda: explainer().attribute(PROMPT, target), ValueError, fragments)
-
-
-def test_a_prompt_without_tokens():
-    check(lambda: explainer(Bare()).attribute(" ", "the"), ValueError, ["The prompt is empty"])
-
-
-@pytest.mark.parametrize("chat", [{"content": "a", "role": "user"}])
-def test_tokenizers_without_chats(chat):
-    fragments = ["Bare", "chat template", "str"]
-    check(lambda: explainer(Bare()).attribute([chat], "the"), ValueError, fragments)
-
-
-@pytest.mark.parametrize("missing", ["encode", "decode"])
-def test_tokenizers_without_methods(missing):
-    tokenizer = type("Half", (), {"encode": list, "decode": str, missing: None})()
-    fragments = [f"no method {missing}()", "Half"]
-    check(lambda: SSMLLMAttribution(LatimFlow(mamba_lm()), tokenizer), ValueError, fragments)
-
-
-def test_methods_of_others():
-    from captum.attr import Saliency
-
-    fragments = ["attr_method is Saliency", "LatimFlow"]
-    check(lambda: SSMLLMAttribution(Saliency(mamba_lm()), Bare()), ValueError, fragments)
-
-
-# --- features ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("skip", "fragments"),
-    [
-        ("the", ["skip_tokens='the'", "['the']"]),
-        (3, ["skip_tokens=3", "[3]"]),
-        ([0, "anna", "owns", "the"], ["leaves none", "4"]),
-    ],
-)
-def test_skipped_tokens(skip, fragments):
-    check(lambda: explainer().attribute(PROMPT, "lamp", skip_tokens=skip), ValueError, fragments)
-
-
-TEMPLATES = {
-    "skipped tokens": (TextTemplateInput("{}", ["the"]), {"skip_tokens": [0]}, ["skip_tokens"]),
-    "shortened values": (
-        TextTemplateInput(lambda a: a[:2], ["the"]),
-        {},
-        ["template", "'{} feels"],
-    ),
-    "padded values": (TextTemplateInput("{:>9} owns", ["the"]), {}, ["template", "values"]),
-    "values that decide": (
-        TextTemplateInput(lambda a: a if a == "the" else "bob", ["the"]),
-        {},
-        ["template", "depends"],
-    ),
+#: Options, beside the target "lamp" where they have none.
+OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "one skipped": ({"skip_tokens": "the"}, ["skip_tokens='the'", "['the']"]),
+    "an id skipped": ({"skip_tokens": 3}, ["skip_tokens=3", "[3]"]),
+    "a list skipped": ({"skip_tokens": [[1]]}, ["skip_tokens"]),
+    "all skipped": ({"skip_tokens": [0, "anna", "owns", "the"]}, ["leaves none", "4"]),
+    "no gen_args": ({"target": None, "gen_args": 3}, ["gen_args"]),
+    "generation and target": ({"gen_args": {"max_new_tokens": 2}}, ["gen_args", "target"]),
+    "several texts": ({"target": None, "gen_args": {
+        "max_new_tokens": 2, "num_return_sequences": 2, "do_sample": True}},
+        ["gen_args=", "(2, ", "4 tokens"]),  # both may end with the next token
+    "per_token": ({"per_token": True}, ["per_token=True"]),
+    "delta": ({"return_convergence_delta": True}, ["return_convergence_delta=True"]),
+    "targets": ({"targets": True}, ["targets=True"]),
+    "parts": ({"internal_batch_size": 1.5}, ["internal_batch_size"]),
+}  # fmt: skip
+TEMPLATES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "skipped": (TextTemplateInput("{}", ["the"]), {"skip_tokens": [0]}, ["skip_tokens"]),
+    "shortened": (TextTemplateInput(lambda a: a[:2], ["the"]), {}, ["template", "'{} feels"]),
+    "padded": (TextTemplateInput("{:>9} owns", ["the"]), {}, ["template", "values"]),
+    "decides": (TextTemplateInput(lambda a: a if a == "the" else "bob", ["the"]), {},
+                ["template", "depends"]),
+}  # fmt: skip
+#: Of a tokenizer with no more than its two methods.
+BARE: dict[str, tuple[Any, list[str]]] = {
+    "nothing": (" ", ["The prompt is empty"]),
+    "a chat": ([{"content": "a", "role": "user"}], ["Bare", "chat template", "str"]),
+    "a template": (TextTemplateInput("{} owns", ["anna"]), [
+        "Bare", "'owns' where the text is 'anna owns'", "fast tokenizer"]),
+}  # fmt: skip
+CASES = {
+    **{f"prompt: {name}": (None, x, {}, said) for name, (x, said) in PROMPTS.items()},
+    **{f"target: {name}": (None, PROMPT, {"target": x}, y) for name, (x, y) in TARGETS.items()},
+    **{f"option: {name}": (None, PROMPT, *row) for name, row in OPTIONS.items()},
+    **{f"template: {name}": (None, *row) for name, row in TEMPLATES.items()},
+    **{f"bare: {name}": (Bare(), x, {"target": "the"}, y) for name, (x, y) in BARE.items()},
 }
 
 
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_templates(case):
-    prompt, options, fragments = TEMPLATES[case]
-    check(lambda: explainer().attribute(prompt, "lamp", **options), ValueError, fragments)
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_targets_and_options(case: str) -> None:
+    tokenizer, prompt, options, said = CASES[case]
+    asked = {"target": "lamp"} | options
+    check(lambda: explainer(tokenizer).attribute(prompt, **asked), ValueError, said)
 
 
-def test_templates_need_tokens_that_read_as_the_text():
-    prompt = TextTemplateInput("{} owns", ["anna"])
-    fragments = ["Bare", "'owns' where the text is 'anna owns'", "fast tokenizer"]
-    check(lambda: explainer(Bare()).attribute(prompt, "the"), ValueError, fragments)
+def test_tokenizers_without_methods() -> None:
+    for missing in ("encode", "decode"):
+        tokenizer = type("Half", (), {"encode": list, "decode": str, missing: None})()
+        check(lambda t=tokenizer: explainer(t), ValueError, [f"no method {missing}()", "Half"])
+    said = ["attr_method is Saliency", "LatimFlow"]
+    check(lambda: SSMLLMAttribution(Saliency(mamba_lm()), Bare()), ValueError, said)
 
 
-# --- models and their texts ----------------------------------------------------------------------
+def test_models_without_a_head() -> None:
+    said = ["MambaModel", "no language-modelling head", "ForCausalLM"]
+    check(lambda: explainer(model=mamba_lm().backbone), TypeError, said)
+    classes = classifier("last")
+    said = ["(position, token)", "shape (1, 5)", "logits (B, L, vocabulary)"]
+    check(lambda: explainer(model=classes).attribute(PROMPT, "lamp"), ValueError, said)
+    said = ["target=None", "Classifier", "generate()"]
+    check(lambda: explainer(model=classes).attribute(PROMPT), ValueError, said)
 
 
-def test_models_without_a_head():
-    fragments = ["MambaModel", "no language-modelling head", "ForCausalLM"]
-    check(lambda: explainer(model=mamba_lm().backbone), TypeError, fragments)
-    config = GPTNeoXConfig(
-        vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=9,
-    )  # fmt: skip
-    model = GPTNeoXForSequenceClassification(config)
-    check(lambda: explainer(model=model), TypeError, ["GPTNeoXForSequenceClassification"])
-
-
-def test_models_that_return_classes():
-    fragments = ["(position, token)", "shape (1, 5)", "logits (B, L, vocabulary)"]
-    explain = explainer(model=classifier("last"))
-    check(lambda: explain.attribute(PROMPT, "lamp"), ValueError, fragments)
-
-
-def test_models_that_cannot_generate():
-    fragments = ["target=None", "Classifier", "generate()"]
-    check(lambda: explainer(model=classifier("last")).attribute(PROMPT), ValueError, fragments)
-
-
-def dna_lm(kind):
-    torch.manual_seed(0)
-    if kind == "caduceus":
-        return Caduceus(d_model=6, n_layer=2, vocab_size=16, d_state=3).eval()
-    return HyenaDNA(d_model=6, n_layer=2, l_max=96, filter_order=5).eval()
+def caduceus() -> Any:
+    return Caduceus(d_model=6, n_layer=2, vocab_size=16, d_state=3).eval()
 
 
 def masked_lm():
@@ -196,7 +149,7 @@ def masked_lm():
     ).eval()
 
 
-@pytest.mark.parametrize("make", [masked_lm, lambda: dna_lm("caduceus")], ids=["bert", "caduceus"])
+@pytest.mark.parametrize("make", [masked_lm, caduceus])
 @pytest.mark.parametrize("options", [{}, {"spans": "all"}, {"spans": "token", "hops": 1}])
 def test_models_that_read_both_ways(make, options):
     explain = SSMLLMAttribution(LatimFlow(make()), language.word_tokenizer())
@@ -206,33 +159,10 @@ def test_models_that_read_both_ways(make, options):
 
 @pytest.mark.parametrize("spans", [None, "token"])
 def test_what_fourier_transforms_leave_is_no_reading(spans):
-    explain = SSMLLMAttribution(LatimFlow(dna_lm("hyenadna").float()), language.word_tokenizer())
+    model = HyenaDNA(d_model=6, n_layer=2, l_max=96, filter_order=5).eval()
+    explain = SSMLLMAttribution(LatimFlow(model), language.word_tokenizer())
     ids = torch.randint(7, 11, (80,)).tolist()
     assert explain.attribute(ids[:5], ids[5:], spans=spans).token_attr.shape == (75, 5)
-
-
-@pytest.mark.parametrize(
-    "gen_args", [{"max_new_tokens": 2, "num_return_sequences": 2, "do_sample": True}]
-)
-def test_several_generated_texts(gen_args):
-    fragments = ["gen_args=", "(2, ", "4 tokens"]  # both may end with the next token
-    check(lambda: explainer().attribute(PROMPT, gen_args=gen_args), ValueError, fragments)
-
-
-def test_generation_and_target_together():
-    fragments = ["gen_args", "target"]
-    check(
-        lambda: explainer().attribute(PROMPT, "lamp", gen_args={"max_new_tokens": 2}),
-        ValueError,
-        fragments,
-    )
-
-
-@pytest.mark.parametrize("name", ["per_token", "return_convergence_delta", "targets"])
-def test_options_that_are_not_the_users(name):
-    check(
-        lambda: explainer().attribute(PROMPT, "lamp", **{name: True}), ValueError, [f"{name}=True"]
-    )
 
 
 def test_asynchronous_form():

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import matplotlib
 import pytest
 import torch
-from captum.attr import LLMAttributionResult
 from zoo import language
 from zoo.small import mamba_lm
 
@@ -60,39 +59,3 @@ def test_plots_show_the_tokens_as_they_are(result, plot):
     else:
         heights = torch.tensor([bar.get_height() for bar in axes.patches]).view(2, -1).sum(0)
         assert torch.allclose(heights.float(), result.seq_attr)
-
-
-@pytest.mark.parametrize("plot", ["plot_token_attr", "plot_seq_attr"])
-def test_captums_own_result_fails_at_such_tokens(result, plot):
-    """Else the class of our own would have no point."""
-    own = LLMAttributionResult(
-        seq_attr=result.seq_attr,
-        token_attr=result.token_attr,
-        input_tokens=result.input_tokens,
-        output_tokens=result.output_tokens,
-    )
-    figure, _ = getattr(own, plot)()
-    with pytest.raises(ValueError, match=r"\^"):
-        drawn(figure)
-
-
-@pytest.mark.parametrize("plot", ["plot_token_attr", "plot_seq_attr"])
-def test_plots_can_be_shown(result, plot, monkeypatch):
-    shown = []
-    monkeypatch.setattr(matplotlib.pyplot, "show", lambda: shown.append(plot))
-    assert getattr(result, plot)(show=True) is None
-    assert shown == [plot]
-
-
-def test_one_token_in_and_one_out():
-    explain = SSMLLMAttribution(LatimFlow(mamba_lm()), language.word_tokenizer())
-    result = explain.attribute([0], [3])
-    for figure, _ in (result.plot_token_attr(), result.plot_seq_attr()):
-        assert drawn(figure)
-
-
-def test_relevance_by_token():
-    explain = SSMLLMAttribution(LatimFlow(mamba_lm()), language.word_tokenizer())
-    result = explain.attribute("anna owns the", "lamp")
-    assert list(result.seq_attr_dict) == ["<s>", "anna", "owns", "the"]
-    assert list(result.seq_attr_dict.values()) == result.seq_attr.tolist()

@@ -44,9 +44,6 @@ def test_chats_go_through_the_template(explain):
     assert torch.equal(found.token_attr, wanted.token_attr)
 
 
-# --- skipped tokens ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("skip", [["<s>", "the"], [0, 3], ["<s>", 3], ["the", "<s>", "unheard"]])
 def test_skipped_tokens_are_left_out(explain, skip):
     whole = explain.attribute(PROMPT, "lamp bob")
@@ -56,17 +53,6 @@ def test_skipped_tokens_are_left_out(explain, skip):
     assert torch.equal(found.seq_attr, whole.seq_attr[keep])
     assert torch.equal(found.generated_attr, whole.generated_attr)
     assert found.input_tokens == [whole.input_tokens[i] for i in keep]
-
-
-def test_skipped_by_the_name_in_the_vocabulary():
-    codec = Codec(language.piece_tokenizer())
-    ids = codec.encode("ab $a", special=False)
-    own = codec.own_names(ids)
-    assert own[0] != codec.names(ids)[0] and own[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
-    assert read_prompt("ab $a", codec, [own[0]]).names == codec.names(ids)[1:]
-
-
-# --- captum's inputs -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("skip", [None, ["<s>", "owns"]])
@@ -83,10 +69,7 @@ def test_token_inputs_bring_their_features(explain, skip):
 TEMPLATES = {
     "places": ("{} owns {} . {} owns", ["anna", "the lamp", "bob"]),
     "another order": ("{1} owns {2} . {0} owns", ["bob", "anna", "the lamp"]),
-    "names": (
-        "{who} owns {what} . {other} owns",
-        {"who": "anna", "what": "the lamp", "other": "bob"},
-    ),
+    "names": ("{a} owns {b} . {c} owns", {"a": "anna", "b": "the lamp", "c": "bob"}),
     "function": (lambda a, b, c: f"{a} owns {b} . {c} owns", ["anna", "the lamp", "bob"]),
 }
 WORD_PLACES = {"anna": [1], "the lamp": [3, 4], "bob": [6]}
@@ -130,19 +113,6 @@ def test_tokens_across_values_are_divided_by_characters():
         inside = [max(0, min(last, end) - max(first, at)) for at, end in ((1, 2), (3, 5))]
         wanted = torch.tensor(inside, dtype=torch.float64) / max(1, sum(inside))
         assert torch.allclose(row, wanted, atol=1e-12)
-
-
-# --- tokenizers ----------------------------------------------------------------------------------
-
-
-def test_names_are_text_where_tokens_are():
-    codec = Codec(language.byte_tokenizer())
-    ids = codec.encode("a \N{EURO SIGN}", special=False)
-    assert len(ids) == 5  # the sign is three bytes, none of which is text
-    names = codec.names(ids)
-    assert names[:2] == ["a", " "]
-    assert all(name and "\N{REPLACEMENT CHARACTER}" not in name for name in names)
-    assert Codec(language.word_tokenizer()).names(torch.tensor([17])) == ["[17]"]  # no such token
 
 
 def test_plain_tokenizers_serve():

@@ -52,14 +52,8 @@ def test_the_maps_that_the_scripts_gave(number: int, name: str, start_layer: int
     logits = model.double()(picture)
     assert error(logits, saved["logits"]) <= 1e-12
     method, components = MAPS[name]
-    found = method(model).attribute(
-        picture,
-        int(logits.argmax()),
-        components=components,
-        recipe="published_code",
-        start_layer=start_layer,
-        per_token=True,
-    )
+    asked = {"components": components, "recipe": "published_code", "start_layer": start_layer}
+    found = method(model).attribute(picture, int(logits.argmax()), per_token=True, **asked)
     assert error(found.flatten(), saved[f"start_layer_{start_layer}.{name}"].flatten()) <= 1e-12
 
 
@@ -122,16 +116,11 @@ def test_language_models(name, make, variant, start_layer):
     queries = [6, 8, 0]
     run = Run(double(model), ids, select=lambda logits: logits[range(3), queries, 4])
     gradients = run.output_gradients[start_layer:]
-    wanted = [
-        expected(
-            name,
-            layer_rows(run, variant, example, query)[start_layer:],
-            query,
-            [gradient[example] for gradient in gradients],
-            variant,
-        )
-        for example, query in enumerate(queries)
-    ]
+    wanted = []
+    for example, query in enumerate(queries):
+        rows = layer_rows(run, variant, example, query)[start_layer:]
+        of_layers = [gradient[example] for gradient in gradients]
+        wanted.append(expected(name, rows, query, of_layers, variant))
     options = {"components": variant, "recipe": "published_code", "start_layer": start_layer}
     target = [(query, 4) for query in queries]
     found = METHODS[name](model).attribute(ids, target=target, **options)
@@ -148,11 +137,11 @@ def vims(cls: str, grid: tuple[int, int]) -> Any:
 
 
 @pytest.mark.parametrize("cls", ["head", "middle", "end"])
-@pytest.mark.parametrize("grid", [(3, 4)])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_vision_mamba(variant: str, name: str, grid: tuple[int, int], cls: str) -> None:
+def test_vision_mamba(variant: str, name: str, cls: str) -> None:
     """Entries up to the query from the forward direction, beyond it from the backward one."""
+    grid = (3, 4)
     model = vims(cls, grid).double()
     pictures = torch.randn(2, 3, 3 * grid[0], 3 * grid[1]).double()
     inputs, outputs = list[Tensor](), list[Tensor]()
@@ -173,14 +162,8 @@ def test_vision_mamba(variant: str, name: str, grid: tuple[int, int], cls: str) 
         of_layers = [gradient[example] for gradient in gradients[1:]]
         row = expected(name, rows[1:], query, of_layers, variant)
         wanted.append(torch.cat([row[:query], row[query + 1 :]]).view(grid))
-    found = METHODS[name](model).attribute(
-        pictures,
-        classes,
-        components=variant,
-        recipe="published_code",
-        start_layer=1,
-        per_token=True,
-    )
+    options = {"components": variant, "recipe": "published_code", "start_layer": 1}
+    found = METHODS[name](model).attribute(pictures, classes, per_token=True, **options)
     assert error(found, torch.stack(wanted)) <= (1e-6 if variant == "s6" else 1e-10)
 
 

@@ -6,16 +6,12 @@ import pytest
 import torch
 from oracles import relative_error
 from zoo import architectures
-from zoo.mamba import padded_batch
 from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.attr.engine import run
 from captum_ssm.errors import OptionError
-from captum_ssm.operators import (
-    Operator,
-    discard_smallest,
-)
+from captum_ssm.operators import Operator, discard_smallest
 
 pytestmark = pytest.mark.slow
 
@@ -56,15 +52,14 @@ def check(method, heights, budget, *args, tolerance=1e-5, **options):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_absolute_rollouts(case, heights, monkeypatch):
-    dtype, tolerance = torch.float64, 1e-12
     made = architectures.ZOO[case](monkeypatch)
-    model = made.model.to(dtype)
-    inputs = made.inputs.to(dtype) if made.inputs.is_floating_point() else made.inputs
-    budget = 4 * len(inputs) * 16 * dtype.itemsize * 2
+    model = made.model.double()
+    inputs = made.inputs.double() if made.inputs.is_floating_point() else made.inputs
+    budget = 4 * len(inputs) * 16 * 8 * 2
     for normalize_rows in (False, True):
         asked = {"query": "mean", "absolute": True, "normalize_rows": normalize_rows}
         rollout = ImplicitAttentionRollout(model)
-        check(rollout, heights, budget, inputs, tolerance=tolerance, **asked)
+        check(rollout, heights, budget, inputs, tolerance=1e-12, **asked)
 
 
 # unclamped rows may sum to nearly zero, which leaves no digits to compare once normalised
@@ -72,12 +67,10 @@ CLAMPS = [("relu", False), ("relu", True), ("abs", False), ("abs", True), ("none
 
 
 @pytest.mark.parametrize("clamp, normalize_rows", CLAMPS)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_every_clamp(clamp, normalize_rows, dtype, tolerance, heights):
-    model, ids = mamba_lm().to(dtype), token_ids(2, 9)
+def test_every_clamp(clamp, normalize_rows, heights):
+    method, ids = MambaAttribution(mamba_lm().double()), token_ids(2, 9)
     options = {"clamp": clamp, "normalize_rows": normalize_rows}
-    method = MambaAttribution(model)
-    check(method, heights, FEW * dtype.itemsize, ids, (7, 2), tolerance=tolerance, **options)
+    check(method, heights, FEW * 8, ids, (7, 2), tolerance=1e-12, **options)
 
 
 @pytest.mark.parametrize("reduce", ["max", "min", "product", discard_smallest(0.3)])
@@ -91,15 +84,6 @@ def test_other_reductions(reduce, heights):
     check(rollout, heights, budget, ids, query=6, tolerance=1e-12, absolute=True, **options)
 
 
-def test_padding(heights):
-    model = mamba_lm()
-    ids, mask = padded_batch([9, 4])
-    found = check(MambaAttribution(model), heights, 4 * FEW, ids, (-1, 5), mask)
-    assert not found[mask == 0].any()
-    alone = MambaAttribution(model).attribute(ids[1:, 5:], (-1, 5), memory_budget=4 * FEW)
-    assert relative_error(found[1:, 5:], alone) <= 1e-5
-
-
 @pytest.mark.parametrize("room", [0, 2**20])
 def test_several_targets_share_what_fits(room, heights, monkeypatch):
     model, ids = mamba_lm(), token_ids(2, 9)
@@ -110,27 +94,6 @@ def test_several_targets_share_what_fits(room, heights, monkeypatch):
     found = method.attribute_each(ids, targets, memory_budget=100_000)
     assert bool(heights) == (room == 0)  # else the whole matrices serve all targets
     assert relative_error(found, wanted) <= 1e-5
-
-
-def test_what_exceeds_the_budget_is_not_kept(heights):
-    method, ids = MambaAttribution(mamba_lm()), token_ids(2, 9)
-    method.attribute_each(ids, [(8, 3), (5, 2)], memory_budget=4 * 2 * 81 - 1)
-    assert heights
-    heights.clear()
-    method.attribute_each(ids, [(8, 3), (5, 2)], memory_budget=4 * 2 * 81 * 3)
-    assert not heights
-
-
-def test_one_query_costs_one_row_of_the_last_layer(heights):
-    model, ids = mamba_lm(), token_ids(2, 9)
-    MambaAttribution(model).attribute(ids, (6, 2))
-    first, *others = heights
-    assert first == 1
-    # then all tokens up to the query, but for leading ones whose relevance is clamped away
-    assert len(others) == 2 and all(1 <= height <= 7 for height in others)
-    heights.clear()
-    ImplicitAttention(model).attribute(ids, query=4, reduce="max")
-    assert heights == [1, 1, 1]
 
 
 def test_too_little_for_a_row_is_an_error():

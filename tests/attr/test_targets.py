@@ -7,6 +7,7 @@ import pytest
 import torch
 from captum._utils.common import _select_targets
 from helpers.every_method import METHODS, named
+from torch import Tensor
 from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import MambaAttribution
@@ -35,11 +36,11 @@ CLASS_TARGETS = {
 }
 #: name: (target, position and token it means for each example)
 TOKEN_TARGETS = {
-    "tuple": ((3, 7), [(3, 7)] * 4),
+    "pair": ((3, 7), [(3, 7)] * 4),
     "negative tuple": ((-1, -2), [(5, 17)] * 4),
     "tuple of np.int64": ((np.int64(3), np.int64(7)), [(3, 7)] * 4),
     "tuple of tensors": ((torch.tensor(3), torch.tensor(7)), [(3, 7)] * 4),
-    "list of tuples": ([(3, 7), (5, 0), (0, 1), (-1, 18)], [(3, 7), (5, 0), (0, 1), (5, 18)]),
+    "list of pairs": ([(3, 7), (5, 0), (0, 1), (-1, 18)], [(3, 7), (5, 0), (0, 1), (5, 18)]),
     "2-d tensor": (
         torch.tensor([[3, 7], [5, 0], [0, 1], [-1, 18]]),
         [(3, 7), (5, 0), (0, 1), (5, 18)],
@@ -56,50 +57,32 @@ def captum_accepts(output, target):
     return chosen if chosen.shape == output.shape[:1] else None
 
 
-def by_hand(model, ids, pick):
-    """The attribution of a model that returns the chosen number itself, (B, 1)."""
+def test_captum_itself_accepts_most_of_them() -> None:
+    """Else the comparison with it would compare nothing."""
+    for table, output in (
+        (CLASS_TARGETS, torch.randn(BATCH, CLASSES)),
+        (TOKEN_TARGETS, torch.randn(BATCH, 6, VOCABULARY)),
+    ):
+        accepted = {n for n, (t, _) in table.items() if captum_accepts(output, t) is not None}
+        assert accepted & {"tuple", "pair"} and len(accepted) > 2
 
-    def chosen(tokens):
-        return pick(getattr(out := model(tokens), "logits", out))[:, None]
 
-    return MambaAttribution(chosen, model=model)
+@pytest.mark.parametrize("name", [*CLASS_TARGETS, *TOKEN_TARGETS])
+def test_the_chosen_number_is_explained(name: str) -> None:
+    of_classes = name in CLASS_TARGETS
+    target, meant = (CLASS_TARGETS if of_classes else TOKEN_TARGETS)[name]
+    model, ids = classifier() if of_classes else mamba_lm(), token_ids(BATCH, 6)
+    index = (range(BATCH), meant) if of_classes else (range(BATCH), *zip(*meant, strict=True))
 
+    def output(tokens: Tensor) -> Tensor:
+        return getattr(out := model(tokens), "logits", out)
 
-@pytest.mark.parametrize("name", CLASS_TARGETS)
-def test_classes(name):
-    target, classes = CLASS_TARGETS[name]
-    model, ids = classifier(), token_ids(BATCH, 6)
     found = MambaAttribution(model).attribute(ids, target=target)
-    explicit = by_hand(model, ids, lambda out: out[range(BATCH), classes])
-    assert torch.equal(found, explicit.attribute(ids, query="last"))
-    output = model(ids)
-    captums = captum_accepts(output, target)
-    if captums is not None:
-        assert torch.equal(captums, output[range(BATCH), classes])
-
-
-@pytest.mark.parametrize("name", TOKEN_TARGETS)
-def test_positions_and_tokens(name):
-    target, pairs = TOKEN_TARGETS[name]
-    model, ids = mamba_lm(), token_ids(BATCH, 6)
-    found = MambaAttribution(model).attribute(ids, target=target)
-    positions, tokens = zip(*pairs, strict=True)
-    explicit = by_hand(model, ids, lambda out: out[range(BATCH), positions, tokens])
-    assert torch.equal(found, explicit.attribute(ids, query=torch.tensor(positions)))
-    output = model(ids).logits
-    captums = captum_accepts(output, target)
-    if captums is not None:
-        assert torch.equal(captums, output[range(BATCH), positions, tokens])
-
-
-def test_captum_itself_accepts_most_of_them():
-    """Else the comparison above would compare nothing."""
-    output = torch.randn(BATCH, CLASSES)
-    accepted = [n for n, (t, _) in CLASS_TARGETS.items() if captum_accepts(output, t) is not None]
-    assert {"int", "negative int", "0-d tensor", "1-d tensor", "list", "tuple"} <= set(accepted)
-    logits = torch.randn(BATCH, 6, VOCABULARY)
-    accepted = [n for n, (t, _) in TOKEN_TARGETS.items() if captum_accepts(logits, t) is not None]
-    assert {"tuple", "negative tuple", "list of tuples"} <= set(accepted)
+    query = "last" if of_classes else torch.tensor(index[1])
+    explicit = MambaAttribution(lambda x: output(x)[index][:, None], model=model)
+    assert torch.equal(found, explicit.attribute(ids, query=query))
+    captums = captum_accepts(output(ids), target)
+    assert captums is None or torch.equal(captums, output(ids)[index])
 
 
 @named(AGNOSTIC)
@@ -115,29 +98,21 @@ def test_class_agnostic_methods_take_the_same_targets(method):
         assert torch.equal(method(model).attribute(ids, target=target), expected)
 
 
-def test_more_dimensions():
+def test_more_dimensions() -> None:
     """An output (B, 2, 3, 4) takes three indices."""
     model, ids = classifier(), token_ids(2, 6)
 
-    def outer(tokens):
+    def outer(tokens: Tensor) -> Tensor:
         out = model(tokens)
         return out[:, :2, None, None] * out[:, None, 1:4, None] * out[:, None, None, 1:]
 
     method = MambaAttribution(outer, model=model)
     for target, picks in [((1, 0, -1), [(1, 0, 3)] * 2), ([(0, 2, 1), (1, 1, 0)],) * 2]:
-        explicit = by_hand(
-            model,
-            ids,
-            lambda out, picks=picks: torch.stack(
-                [out[b, i] * out[b, 1 + j] * out[b, 1 + k] for b, (i, j, k) in enumerate(picks)]
-            ),
-        )
-        torch.testing.assert_close(
-            method.attribute(ids, target=target, query="last"),
-            explicit.attribute(ids, query="last"),
-            rtol=1e-5,
-            atol=1e-6,
-        )
+        index = (range(2), *zip(*picks, strict=True))
+        explicit = MambaAttribution(lambda x, i=index: outer(x)[i][:, None], model=model)
+        found, wanted = (m.attribute(ids, query="last", **o) for m, o in (
+            (method, {"target": target}), (explicit, {})))  # fmt: skip
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 INT = r"Pass an int, for example target=0, or one int per example as a list or a 1-D tensor of 2\."
@@ -145,10 +120,7 @@ BAD = {
     "too large": (5, r"target=5 is out of range.*\(2, 5\): class 5 is not in \[-5, 5\).*0 to 4"),
     "too small": (-6, r"target=-6 is out of range.*class -6.*from the end, -5 to -1"),
     "one of the list": ([0, 9], r"target=\[0, 9\] is out of range.*class 9 is not in"),
-    "float": (
-        1.0,
-        rf"target=1.0 does not consist of integers.*1.0, of class float. {INT}",
-    ),
+    "float": (1.0, rf"target=1.0 does not consist of integers.*1.0, of class float. {INT}"),
     "nan": (torch.tensor(torch.nan), r"does not consist of integers: it holds nan"),
     "bool": (True, rf"target=True does not consist of integers.*of class bool. {INT}"),
     "bool of numpy": (np.bool_(True), r"holds True, of class bool"),
@@ -163,14 +135,6 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_class_targets(name):
-    target, message = BAD[name]
-    model, ids = classifier(), token_ids(2, 6)
-    with pytest.raises(ValueError, match=message):
-        MambaAttribution(model).attribute(ids, target=target)
-
-
 @named(METHODS)
 def test_an_int_on_logits_of_every_position(method):
     model, ids = mamba_lm(), token_ids(2, 6)
@@ -180,45 +144,32 @@ def test_an_int_on_logits_of_every_position(method):
             method(model).attribute(ids, target=target)
 
 
-def test_a_position_or_token_out_of_range():
-    model, ids = mamba_lm(), token_ids(2, 6)
-    for target, found, last in [
-        ((6, 0), "position 6", 5),
-        ((0, 19), "token 19", 18),
-        ((-7, 0), "position -7", 5),
-        ([(0, 0), (0, -20)], "token -20", 18),
-        ((-1, -100), "token -100", 18),
-    ]:
-        message = rf"out of range.*\(2, 6, 19\): {found} is not in.* from 0 to {last}, or from the"
-        with pytest.raises(ValueError, match=message):
-            MambaAttribution(model).attribute(ids, target=target)
-
-
 PAIR = r"Pass a tuple \(position, token\), for example target=\(-1, 0\), or one such tuple per "
 PAIR += r"example as a list or a tensor of shape \(2, 2\)\."
 BAD_PAIRS = {
     "triple": ((1, 2, 3), rf"names 3 indices per example.*vocabulary\), which takes 2. {PAIR}"),
     "one of the list": ([(1, 2), (1, 2, 3)], r"names 3 indices"),
-    "list in place of a tuple": (
-        [-1, 3],
-        r"if \(-1, 3\) is meant for all examples, it must be a tup",
-    ),
-    "tensor of triples": (
-        torch.ones(2, 3).long(),
-        rf"Tensor of shape \(2, 3\).*3 indices.*takes 2\. {PAIR}",
-    ),
+    "a list": ([-1, 3], r"if \(-1, 3\) is meant for all examples, it must be a tup"),
+    "tensor of triples": (torch.ones(2, 3).long(), rf"\(2, 3\).*3 indices.*takes 2\. {PAIR}"),
     "float": ((-1, 3.0), rf"holds 3.0, of class float. {PAIR}"),
     "word": ((-1, "lamp"), r"holds 'lamp', of class str"),
     "none": (None, rf"6, 19\) numbers per example, so a target is needed. {PAIR}"),
+    "position": ((6, 0), r"\(2, 6, 19\): position 6 is not in.* from 0 to 5, or from the"),
+    "token": ((0, 19), "token 19 is not in.* from 0 to 18, or from the"),
+    "position from the end": ((-7, 0), "position -7 is not in"),
+    "one token of the list": ([(0, 0), (0, -20)], "out of range.*token -20 is not in"),
+}
+REFUSED = {
+    **{f"class, {name}": (classifier, *row) for name, row in BAD.items()},
+    **{f"pair, {name}": (mamba_lm, *row) for name, row in BAD_PAIRS.items()},
 }
 
 
-@pytest.mark.parametrize("name", BAD_PAIRS)
-def test_bad_positions_and_tokens(name):
-    target, message = BAD_PAIRS[name]
-    model, ids = mamba_lm(), token_ids(2, 6)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_targets(name: str) -> None:
+    make, target, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        MambaAttribution(model).attribute(ids, target=target)
+        MambaAttribution(make()).attribute(token_ids(2, 6), target=target)
 
 
 @pytest.mark.parametrize(

@@ -137,13 +137,6 @@ def test_a_word_stays_in_one_line_unless_it_is_longer() -> None:
     assert [box.get_y() for box in axis.patches] == pytest.approx([0.08, 1.08])
 
 
-def test_they_are_a_list_of_names() -> None:
-    tokens = Tokens(["<s>", "la", "mp"], [None, "la", "mp"])
-    assert list(tokens) == ["<s>", "la", "mp"] and len(tokens) == 3 and tokens[-1] == "mp"
-    assert tokens[1:] == Tokens(["la", "mp"], ["la", "mp"]) == tokens.chosen([1, 2])
-    assert Tokens(["a", "b"])[:1] == Tokens(["a"])
-
-
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match="pieces has 1 entries for 2 names; give one for each"):
         Tokens(["a", "b"], ["a"])

@@ -1,8 +1,7 @@
 """What stands between layers, and between the given tokens and those that the model reads.
 
 Relevance lies on the tokens that were given, whatever order the model reads them in.  Layers are
-folded as what they are: stages that read one stream, in any order of the tokens; all else is
-refused by name.
+folded as stages that read one stream, in any order of the tokens; all else is refused by name.
 """
 
 from __future__ import annotations
@@ -12,43 +11,27 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.every_method import METHODS, OF_QUERIES, each_method, named
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.mamba import randomise, transformers_model
 
-import captum_ssm
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, LatimLogit, trace
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LatimLogit,
+    MambaAttribution,
+)
 from captum_ssm.errors import InputError
 
 pytestmark = pytest.mark.slow
 
-NAMES = (
-    "ImplicitAttention",
-    "ImplicitAttentionRollout",
-    "LatimALTI",
-    "LatimFlow",
-    "LatimLogit",
-    "LatimNorm",
-    "MambaAttribution",
-    "MambaLRP",
-    "TransformerAttribution",
-)
-FOLDING = tuple(name for name in NAMES if name not in ("LatimFlow", "MambaLRP"))
+
+FOLDING = [m for m in METHODS if m.__name__ not in ("LatimFlow", "MambaLRP")]
+each_fold = named(FOLDING)
 TARGET = (-1, 3)
-
-
-@pytest.fixture(params=NAMES)
-def method(request: pytest.FixtureRequest) -> Any:
-    return getattr(captum_ssm, request.param)
-
-
-@pytest.fixture(params=FOLDING)
-def folding(request: pytest.FixtureRequest) -> Any:
-    return getattr(captum_ssm, request.param)
-
-
-# --- ids in, ids out -----------------------------------------------------------------------------
 
 
 def with_bos(ids: Tensor) -> Tensor:
@@ -65,16 +48,18 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_relevance_lies_on_the_given_tokens(method: Any, change: str) -> None:
+@each_method
+def test_relevance_lies_on_the_given_tokens(method: Any) -> None:
     model, ids = transformers_model("mamba"), torch.randint(0, 19, (2, 9))
-    changed, back = CHANGES[change]
-    expected = back(method(model).attribute(changed(ids), target=TARGET))
-    found = method(lambda x: model(changed(x)).logits, model).attribute(ids, target=TARGET)
-    assert found.shape == ids.shape
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for name, (changed, back) in CHANGES.items():
+        expected = back(method(model).attribute(changed(ids), target=TARGET))
+        function = lambda x, changed=changed: model(changed(x)).logits  # noqa: E731
+        found = method(function, model).attribute(ids, target=TARGET)
+        assert found.shape == ids.shape
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@each_method
 def test_virtual_tokens_have_no_place(method: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
@@ -95,17 +80,14 @@ def test_virtual_tokens_have_no_place(method: Any) -> None:
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+        vocab_size=19, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
+    )  # fmt: skip
     return randomise(LlamaForCausalLM(config).eval())
 
 
 @pytest.mark.parametrize("make", [llama, lambda: transformers_model("mamba")])
+@each_method
 def test_a_first_token_that_is_looked_up_by_itself(method: Any, make: Callable[[], Any]) -> None:
     """What the model looks up before the given tokens is a constant, which is met as others are."""
     model, ids = make(), torch.randint(0, 19, (2, 9))
@@ -120,31 +102,27 @@ def test_a_first_token_that_is_looked_up_by_itself(method: Any, make: Callable[[
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("more", [0, 2])
-def test_ids_made_up_anew_are_known_by_their_values(method: Any, more: int) -> None:
+@each_method
+def test_ids_made_up_anew_are_known_by_their_values(method: Any) -> None:
     model, ids = transformers_model("mamba"), torch.randint(0, 19, (1, 9))
-    text = torch.tensor([ids[0].tolist() + [4, 5][:more]])
+    text = torch.tensor([[*ids[0].tolist(), 4, 5]])
     found = method(lambda x: model(text.clone()).logits, model).attribute(ids, target=TARGET)
     expected = method(model).attribute(text, target=TARGET)[:, :9]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_ids_made_up_anew_are_refused(folding: Any) -> None:
+@each_fold
+def test_ids_made_up_anew_are_refused(method: Any) -> None:
     model, ids = transformers_model("mamba"), torch.randint(0, 19, (1, 9))
     forward = lambda x: model(torch.tensor(x.flip(1).tolist())).logits  # noqa: E731
     with pytest.raises(InputError, match="make up ids or embeddings anew"):
-        folding(forward, model).attribute(ids, target=TARGET)
+        method(forward, model).attribute(ids, target=TARGET)
 
 
+@each_method
 def test_packed_positions_are_explained_as_they_are_run(method: Any) -> None:
     """With a cache, which transformers uses unless told not to, they are one text."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=19, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, attn_implementation="eager",
-    )  # fmt: skip
-    model = randomise(LlamaForCausalLM(config))
-    ids = torch.randint(0, 19, (1, 7))
+    model, ids = llama(), torch.randint(0, 19, (1, 7))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     shown: dict[bool, Any] = {}
     for cached in (True, False):
@@ -158,9 +136,6 @@ def test_packed_positions_are_explained_as_they_are_run(method: Any) -> None:
         assert explained.delta.abs().max() < 1e-5
         method(forward, model).attribute(ids, target=TARGET)
     assert (shown[True] - shown[False]).abs().max() > 1e-3
-
-
-# --- layers --------------------------------------------------------------------------------------
 
 
 def mixer(index: int = 0) -> nn.Module:
@@ -208,18 +183,11 @@ class Parallel(nn.Module):
         return self.last(x + self.one(x) + self.other(x))
 
 
-class DeepBidirectional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Bidirectional() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def deep() -> nn.Module:
+    return nn.Sequential(Bidirectional(), Bidirectional())
 
 
-NETWORKS = (Bidirectional, Flipping, Parallel, DeepBidirectional)
+NETWORKS = (Bidirectional, Flipping, Parallel, deep)
 
 
 def matrix_of(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
@@ -237,7 +205,7 @@ def stages(network: nn.Module, x: Tensor) -> list[Tensor]:
         found = [matrix_of(network.one, x) + matrix_of(network.other, x)]
         x = x + network.one(x) + network.other(x)
         return [*found, matrix_of(network.last.mixer, network.last.norm(x))]
-    for i, block in enumerate(network.blocks):  # type: ignore[union-attr,arg-type]
+    for i, block in enumerate(getattr(network, "blocks", network)):
         if isinstance(block, Bidirectional):
             found += stages(block, x)
             x = block(x)
@@ -251,64 +219,45 @@ def stages(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("normalize_rows", [False, True])
-@pytest.mark.parametrize("query", [0, 3, -1])
 @torch.no_grad()
-def test_rollout(kind: Any, query: int, normalize_rows: bool) -> None:
+def test_rollout(kind: Any) -> None:
     network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
-    product = torch.eye(7, dtype=torch.float64).expand(2, 7, 7)
-    for matrix in stages(network, x):
-        matrix = matrix + torch.eye(7, dtype=torch.float64)
-        if normalize_rows:
-            matrix = matrix / matrix.sum(-1, keepdim=True)
-        product = matrix @ product
-    found = ImplicitAttentionRollout(network).attribute(
-        x, query=query, per_token=True, normalize_rows=normalize_rows
-    )
-    torch.testing.assert_close(found, product[:, query], rtol=1e-6, atol=1e-9)
+    eye = torch.eye(7, dtype=torch.float64)
+    for normalize_rows in (False, True):
+        product = eye.expand(2, 7, 7)
+        for matrix in stages(network, x):
+            matrix = matrix + eye
+            size = matrix.sum(-1, keepdim=True) if normalize_rows else 1
+            product = matrix / size @ product
+        options = {"per_token": True, "normalize_rows": normalize_rows}
+        for query in (0, 3, -1):
+            found = ImplicitAttentionRollout(network).attribute(x, query=query, **options)
+            torch.testing.assert_close(found, product[:, query], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_an_output_is_the_sum_of_its_parts(kind: Any) -> None:
     network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
+    asked = {"target": (2, 4), "per_token": True}
     for mixing in ("alti", "projection"):
-        relevance, delta = LatimLogit(network).attribute(
-            x, target=(2, 4), mixing=mixing, per_token=True, return_convergence_delta=True
-        )
+        found = LatimLogit(network).attribute(x, mixing=mixing, **asked)
+        delta = LatimLogit(network).decompose(x, (2, 4), mixing=mixing).delta
         assert delta.abs().max() < 1e-7  # transformers' scan rounds some of its terms to float32
         if kind is Bidirectional:  # one stage: all paths are direct
-            flow = LatimFlow(network).attribute(x, target=(2, 4), per_token=True)
-            torch.testing.assert_close(relevance, flow)
+            torch.testing.assert_close(found, LatimFlow(network).attribute(x, **asked))
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("name", NAMES)
-def test_reversed_as_a_whole(kind: Any, name: str) -> None:
+@each_method
+def test_reversed_as_a_whole(kind: Any, method: Any) -> None:
     """A network between two flips is explained as itself, between two flips."""
     network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
-    method = getattr(captum_ssm, name)
     options = {"target": (2, 4), "per_token": True}
-    if name in ("ImplicitAttention", "ImplicitAttentionRollout", "LatimALTI", "LatimNorm"):
+    if method in OF_QUERIES and not method.needs_gradient:
         options["query"] = 2
     expected = method(network).attribute(x, **options)
     found = method(lambda y: network(y.flip(1)), network).attribute(x.flip(1), **options)
     torch.testing.assert_close(found, expected.flip(1), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["LatimALTI", "LatimNorm"])
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_maps_say_which_tokens_are_read(kind: Any, name: str) -> None:
-    """Sources with any relevance for a query are those that its output depends on."""
-    network, x = kind().double().eval(), torch.randn(1, 6, 6, dtype=torch.float64)
-    rows = [
-        getattr(captum_ssm, name)(network).attribute(x, query=q, per_token=True)[0]
-        for q in range(6)
-    ]
-    depends = torch.autograd.functional.jacobian(lambda y: network(y)[0].sum(-1), x)
-    depends = depends[:, 0].abs().sum(-1)
-    read = torch.stack(rows) > 0
-    assert not bool((read & (depends == 0)).any())
-    assert bool((read.sum(-1) > 1).any())
 
 
 class Overlooked(nn.Module):
@@ -338,17 +287,12 @@ class Pooling(nn.Module):
 
 
 @pytest.mark.parametrize("stranger", [Overlooked, Convolved, Pooling])
-@pytest.mark.parametrize("last", [False, True])
-def test_what_mixes_tokens_is_found_by_what_it_does(
-    folding: Any, stranger: Any, last: bool
-) -> None:
-    if last and stranger is Pooling:
-        return  # behind the last layer it could be the head
-    parts = [Residual(), stranger()] if last else [stranger(), Residual()]
-    network = nn.Sequential(*parts).eval()
-    number = "1" if last else "0"
-    with pytest.raises(InputError, match=rf"mixed in module '{number}.*register_mixer"):
-        folding(network).attribute(torch.randn(1, 5, 6), target=(2, 4))
+@each_fold
+def test_what_mixes_tokens_is_found_by_what_it_does(method: Any, stranger: Any) -> None:
+    for last in (False, True)[: 1 if stranger is Pooling else 2]:  # last it could be the head
+        parts = [Residual(), stranger()] if last else [stranger(), Residual()]
+        with pytest.raises(InputError, match=rf"mixed in module '{int(last)}.*register_mixer"):
+            method(nn.Sequential(*parts).eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
 
 
 class Branches(nn.Module):
@@ -361,18 +305,20 @@ class Branches(nn.Module):
         return self.one(x) + self.other(x)
 
 
-def test_branches_of_layers_are_refused(folding: Any) -> None:
+@each_fold
+def test_branches_of_layers_are_refused(method: Any) -> None:
     with pytest.raises(InputError, match=r"branches of layers.*LatimFlow"):
-        folding(Branches().eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
+        method(Branches().eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
 
 
+@each_method
 def test_two_runs_in_one_call(method: Any) -> None:
     model, ids = transformers_model("mamba").double(), torch.randint(0, 19, (2, 7))
 
     def twice(x: Tensor) -> Tensor:
         return model(x).logits - model(x.flip(1)).logits
 
-    if method.__name__ in FOLDING:
+    if method in FOLDING:
         with pytest.raises(InputError, match="runs several times"):
             method(twice, model).attribute(ids, target=TARGET)
         return
@@ -381,17 +327,23 @@ def test_two_runs_in_one_call(method: Any) -> None:
     torch.testing.assert_close(found, method(model).attribute(ids, target=TARGET) - back)
 
 
-def test_a_mixer_that_holds_mixers_counts_once() -> None:
-    from captum_ssm.mixers import registry
+class Halved(nn.Module):
+    """The second layer reads every other token."""
 
-    network, x = nn.Sequential(Bidirectional()).eval(), torch.randn(1, 5, 6)
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Residual(), Residual()
 
-    def adapter(module: Any, call: Any) -> Any:
-        linear = registry.adapter_for(module.ahead)
-        assert linear is not None
-        return linear[1](module.ahead, call)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)[:, ::2])
 
-    captum_ssm.register_mixer(Bidirectional, adapter)
-    with torch.no_grad(), trace(network, operators=False) as t:
-        network(x)
-    assert [layer.name for layer in t.layers] == ["0"]
+
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
+def test_tokens_lost_between_layers(method: Any) -> None:
+    model, x = Halved().eval(), torch.randn(2, 9, 6)
+    with pytest.raises(InputError, match=r"'other\.mixer' reads others than all tokens .*layers="):
+        method(model).attribute(x, target=(-1, 1))
+    # the advice of the message works
+    last = method(model, layers=["other.mixer"]).attribute(x, target=(-1, 1), per_token=True)
+    assert last.shape == (2, 5)
+    assert [len(m[0]) for m in ImplicitAttention(model).matrices(x)] == [9, 5]

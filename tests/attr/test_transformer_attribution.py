@@ -1,4 +1,4 @@
-"""TransformerAttribution, raw attention and rollout on transformers, in float64 formulas."""
+"""TransformerAttribution, raw attention and rollout against float64 formulas."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import copy
 
 import pytest
 import torch
-from oracles import relative_error
-from oracles.transformer import betas_to_row, chefer, written_out
+from helpers.latim_vectors import a_model
+from oracles import relative_error, vim
+from oracles.transformer import betas_to_row, channel_betas, chefer, mamba_betas, written_out
 from zoo import attention as attention_models
+from zoo.mamba import transformers_model
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, TransformerAttribution
-from captum_ssm.errors import OptionError
+from captum_ssm.models import VisionMamba
 
 pytestmark = pytest.mark.slow
 
+
 FORMS = ("lrp", "gradient")
+
+
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -79,10 +84,8 @@ def test_a_transformers_padding_on_the_right(form):
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt_neox"])
 def test_raw_attention_and_rollout_of_transformers(family):
     model, inputs, target, query = a_transformer(family)
-    model, inputs = (
-        model.double(),
-        {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()},
-    )
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    model = model.double()
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("eager")
     with torch.no_grad(), written_out(twin, cut=False) as attention:
@@ -95,24 +98,86 @@ def test_raw_attention_and_rollout_of_transformers(family):
     eye = torch.eye(attention[0].shape[-1]).double()
     (tensor,) = inputs.values()
     raw = sum(a[:, query] for a in attention) / len(attention)
-    products = [
-        (raw, ImplicitAttention(model).attribute(tensor, target, per_token=True)),
-        (
-            betas_to_row([eye + a for a in attention], [query] * 2),
-            ImplicitAttentionRollout(model).attribute(tensor, target, per_token=True),
-        ),
-        (  # Abnar & Zuidema 2020
-            betas_to_row([0.5 * a + 0.5 * eye for a in attention], [query] * 2),
-            ImplicitAttentionRollout(model).attribute(
-                tensor, target, normalize_rows=True, per_token=True
-            ),
-        ),
+    found = [
+        method(model).attribute(tensor, target, per_token=True, **options)
+        for method, options in (
+            (ImplicitAttention, {}),
+            (ImplicitAttentionRollout, {}),
+            (ImplicitAttentionRollout, {"normalize_rows": True}),  # Abnar & Zuidema 2020
+        )
     ]
-    for expected, found in products:
+    plain, halved = ([scale * (eye + a) for a in attention] for scale in (1, 0.5))
+    rows = [betas_to_row(matrices, [query] * 2) for matrices in (plain, halved)]
+    for expected, row in zip([raw, *rows], found, strict=True):
         expected = expected[:, 1:].unflatten(1, (3, 3)) if family == "vit" else expected
-        assert relative_error(found, expected) <= 1e-10
+        assert relative_error(row, expected) <= 1e-10
 
 
-def test_an_unknown_form():
-    with pytest.raises(OptionError, match="form='alpha-beta' is not known"):
-        TransformerAttribution(attention_models.attention_model("bert"), form="alpha-beta")
+@forms
+@pytest.mark.parametrize("options", [{}, {"components": "s6"}, {"heads": [1, 8]}], ids=str)
+def test_mamba(form, options):
+    model, ids = transformers_model(), torch.randint(19, (2, 8))
+
+    def select(logits):
+        return logits[:, 5, 3]
+
+    betas = mamba_betas(model, ids, select, form, **options)
+    # the scan of transformers rounds to float32
+    found = TransformerAttribution(model.double(), form=form).attribute(ids, (5, 3), **options)
+    assert relative_error(found, betas_to_row(betas, [5, 5])) <= 1e-5
+    assert not found[:, 6:].any()
+
+
+@forms
+def test_a_log_probability(form):
+    """What a function does with the model's output is differentiated."""
+    model, ids = transformers_model(), torch.randint(19, (2, 7))
+
+    def log_probability(ids):
+        return model(ids).logits[:, -1].log_softmax(-1)
+
+    betas = mamba_betas(model, ids, lambda logits: logits[:, -1].log_softmax(-1)[:, 2], form)
+    found = TransformerAttribution(log_probability, model, form=form).attribute(ids, 2)
+    assert relative_error(found, betas_to_row(betas, [6, 6])) <= 1e-5
+
+
+@forms
+def test_a_function_that_looks_up_more_than_the_inputs(form):
+    """As Captum's wrappers do: the prompt is explained, the model reads what follows it too."""
+    model, ids, more = transformers_model(), torch.randint(19, (1, 5)), torch.randint(19, (1, 2))
+
+    def continued(ids):
+        return model(torch.cat([ids, more], 1)).logits[:, -1]
+
+    whole = torch.cat([ids, more], 1)
+    betas = mamba_betas(model, whole, lambda logits: logits[:, -1, 4], form)
+    found = TransformerAttribution(continued, model, form=form).attribute(ids, 4)
+    assert relative_error(found, betas_to_row(betas, [6])[:, :5]) <= 1e-5
+
+
+HYBRIDS = ["bamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "qwen3_next"]
+
+
+@forms
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids(name, form, monkeypatch):
+    case = a_model(name, monkeypatch)
+    tokens = case.inputs.shape[1]
+    betas = channel_betas(case.model, case.inputs, lambda output: output.logits[:, -1, 3], form)
+    found = TransformerAttribution(case.model, form=form).attribute(case.inputs, (-1, 3))
+    assert relative_error(found, betas_to_row(betas, [tokens - 1] * 2)) <= 1e-5
+
+
+@forms
+def test_vision_mamba(form):
+    model = VisionMamba(
+        img_size=12, patch_size=4, embed_dim=6, depth=2, d_state=3, num_classes=4
+    ).double()
+    vim.randomise(model)
+    images = torch.randn(2, 3, 12, 12).double()
+    betas = channel_betas(model, images, lambda output: output[:, 2], form)
+    expected = betas_to_row(betas, [4, 4])  # cls stands in the middle
+    expected = expected[:, [0, 1, 2, 3, 5, 6, 7, 8, 9]].unflatten(1, (3, 3))
+    method = TransformerAttribution(model, form=form)
+    assert relative_error(method.attribute(images, 2, per_token=True), expected) <= 1e-10
+    assert method.attribute(images, 2).shape == images.shape

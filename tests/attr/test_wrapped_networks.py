@@ -83,13 +83,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if number % 8 == 0 else pytest.param(name, marks=pytest.mark.slow)
-        for number, name in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_explained_as_it_is(name: str, seed: int) -> None:
     assert check(replace(PLAIN, seed=seed % 2**31, **CASES[name])) == {}
 

@@ -27,7 +27,6 @@ DEVICE = "cuda"
 
 #: The page of a report is text, whose numbers differ in their last digits.
 COMPARED = [name for name in NAMES if name != "report"]
-OF_ALL = [name for name in COMPARED if name not in OF_TEXTS]
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -57,9 +56,6 @@ def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return all(relative_error(a.cpu(), b.cpu()) <= 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
-# --- one device ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (
@@ -86,11 +82,6 @@ def test_every_architecture(case: architectures.Case) -> None:
     there = moved(case, DEVICE)
     found = architectures.explain(there.model, there).tensors()
     assert close(found, architectures.explain(case.model, case).tensors())
-
-
-def test_a_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    markup, words, numbers = called("report", moved(architectures.mamba(monkeypatch), DEVICE))
-    assert len(markup) > 1000 and len(words) and numbers.isfinite().all()
 
 
 @pytest.mark.parametrize("family", extreme.FAMILIES)
@@ -133,16 +124,6 @@ def test_fused_kernels() -> None:
     paths = {(row[1], row[3]): row[2] for row in rows if row[0] == "mamba-ssm"}
     dtypes = ("float32", "bfloat16")
     assert paths == {(name, dtype): "fused" for name in ("Mamba", "Mamba2") for dtype in dtypes}
-
-
-# --- two of them ---------------------------------------------------------------------------------
-
-
-@two_devices
-@pytest.mark.parametrize("name", COMPARED)
-def test_on_the_device_that_is_not_the_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = architectures.mamba(monkeypatch)
-    assert close(called(name, moved(case, f"{DEVICE}:1")), called(name, case))
 
 
 @two_devices

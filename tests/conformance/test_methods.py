@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,9 +79,6 @@ def test_methods_differ_in_name() -> None:
     assert len({method.get_name() for method in METHODS}) == len(METHODS)
 
 
-# --- the contract sees what is wrong -------------------------------------------------------------
-
-
 class OfNorms(LatimNorm):
     """A method of one's own, to be broken in one way at a time."""
 
@@ -111,42 +109,27 @@ class OfNorms(LatimNorm):
 POWER = {"power": Values(differ=(2.0, 3.0), same=(1.0,))}
 
 
-class CountsPadding(OfNorms):
-    name = "Counts Padding"
+def broken(change: Callable[[OfNorms, Tensor, float], Tensor]) -> Any:
+    """A method of one's own, whose result is changed by a function."""
 
-    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
-        return found * power / found.shape[1]
+    class Broken(OfNorms):
+        name = "Broken"
 
+        def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+            return change(self, found, power)
 
-class LeavesAHook(OfNorms):
-    name = "Leaves A Hook"
-
-    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
-        self.forward_func.register_forward_hook(lambda *_: None)
-        return found * power
+    return Broken
 
 
-class MixesExamples(OfNorms):
-    name = "Mixes Examples"
-
-    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
-        return power * found / found.abs().max()
+def leaves_a_hook(method: OfNorms, found: Tensor, power: float) -> Tensor:
+    method.forward_func.register_forward_hook(lambda *_: None)
+    return found * power
 
 
-class IgnoresItsOption(OfNorms):
-    name = "Ignores Its Option"
-
-    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
-        return found.clone()
-
-
-class WritesToTheModel(OfNorms):
-    name = "Writes To The Model"
-
-    @torch.no_grad()
-    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
-        next(iter(find(self.forward_func))).mul_(1.0)
-        return found * power
+@torch.no_grad()
+def writes_to_the_model(method: OfNorms, found: Tensor, power: float) -> Tensor:
+    next(iter(find(method.forward_func))).mul_(1.0)
+    return found * power
 
 
 def find(function: Any) -> Any:
@@ -160,18 +143,21 @@ def test_a_method_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "clause", "said"),
+    ("change", "clause", "said"),
     [
-        (CountsPadding, "padding", r"padding, ids, power=2\.0: example 1 differs from it alone"),
-        (MixesExamples, "padding", "example . differs from it alone"),
-        (LeavesAHook, "traces", r"traces, ids: a call has changed : module"),
-        (WritesToTheModel, "traces", "a call has changed backbone"),
-        (IgnoresItsOption, "options", r"power=2\.0: says the same as its default 1\.0"),
+        (lambda _, found, power: found * power / found.shape[1], "padding",
+         r"padding, ids, power=2\.0: example 1 differs from it alone"),
+        (lambda _, found, power: power * found / found.abs().max(), "padding",
+         "example . differs from it alone"),
+        (leaves_a_hook, "traces", r"traces, ids: a call has changed : module"),
+        (writes_to_the_model, "traces", "a call has changed backbone"),
+        (lambda _, found, power: found.clone(), "options",
+         r"power=2\.0: says the same as its default 1\.0"),
     ],
-)
-def test_a_broken_one_is_told_so(method: Any, clause: str, said: str) -> None:
+)  # fmt: skip
+def test_a_broken_one_is_told_so(change: Any, clause: str, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        check_method(method, options=POWER, clauses=[clause], kinds=["ids"])
+        check_method(broken(change), options=POWER, clauses=[clause], kinds=["ids"])
 
 
 def test_an_option_without_values_is_named() -> None:

@@ -65,10 +65,7 @@ def test_workers_of_a_loader(start: str, name: str, monkeypatch: pytest.MonkeyPa
     explained = Explained(name, case)
     wanted = [explained[i] for i in range(len(explained))]
     loader = DataLoader(
-        explained,
-        num_workers=2,
-        multiprocessing_context=start,
-        collate_fn=torch.cat,
+        explained, num_workers=2, multiprocessing_context=start, collate_fn=torch.cat
     )
     found = list(loader)
     assert len(found) == len(wanted) and close(found, wanted)

@@ -94,21 +94,6 @@ def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch
     assert held == [vars(m).get("_gradient_checkpointing_func") for m in case.model.modules()]
 
 
-def test_parameters_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.inference_mode():
-        case = architectures.mamba(monkeypatch)
-    inputs, target = case.inputs.clone(), case.target["target"]
-    wanted = call("LatimFlow", case.model, inputs, target)
-    held = list(case.model.parameters())
-
-    def several() -> list[list[Tensor]]:
-        return [call("LatimFlow", case.model, inputs, target) for _ in range(4)]
-
-    for runs in at_once([several] * 3):
-        assert all(close(run, wanted) for run in runs)
-    assert all(a is b for a, b in zip(case.model.parameters(), held, strict=True))
-
-
 def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread's stand in for what the model's embedding layer returns."""
     case = architectures.mamba_ssm(monkeypatch)

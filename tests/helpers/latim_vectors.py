@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from zoo import architectures, attention, fla_cpu, networks
 
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
-from captum_ssm.mixers.base import LinearMixer
-from captum_ssm.operators import Operator
 from captum_ssm.tracing import Layer
 from helpers.hybrid_checks import record as record
 
@@ -42,19 +39,3 @@ def all_vectors(layer: Layer, activation: str = "linearized", queries: Any = Non
         assert not out[:, tile.queries, tile.sources].any(), "tiles overlap"
         out[:, tile.queries, tile.sources] = tile.vectors
     return out
-
-
-def layer_of(operator: Operator, module: nn.Module | None) -> Any:
-    """A recorded layer as far as contributions look at it, for any operator."""
-    values = torch.randn(operator.shape)
-    linear = LinearMixer(values, operator, lambda y: y.flatten(2))
-    return Unhooked(linear=linear, mixer=SimpleNamespace(module=module))
-
-
-class Unhooked(SimpleNamespace):
-    """What a mixer writes is what it returns."""
-
-    @property
-    def written(self) -> LinearMixer:
-        linear: LinearMixer = self.linear
-        return linear
