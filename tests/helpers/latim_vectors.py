@@ -11,7 +11,7 @@ from zoo import architectures, attention, fla_cpu, networks
 
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.tracing import Layer
-from helpers.hybrid_checks import record as record
+from helpers.contract import record as record
 
 
 def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
