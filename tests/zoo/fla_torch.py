@@ -52,14 +52,15 @@ def convolution(
     output_final_state: bool = False,
     backend: str = "triton",
     chunk_indices: None = None,
-) -> tuple[Tensor, None]:
-    """fla's causal_conv1d for ``x`` (B, L, C) and ``weight`` (C, K)."""
-    assert residual is None and initial_state is None and not output_final_state
+) -> tuple[Tensor, Tensor | None]:
+    """fla's causal_conv1d for ``x`` (B, L, C) and ``weight`` (C, K), its state for a cache."""
+    assert residual is None and initial_state is None
     channels, width = weight.shape
     padded = F.pad(x.float().transpose(1, 2), (width - 1, 0))
     bias = None if bias is None else bias.float()
     out = F.conv1d(padded, weight.float()[:, None], bias, groups=channels)
-    return activated(out.transpose(1, 2), activation).to(x.dtype), None
+    state = padded[..., -width:].to(x.dtype) if output_final_state else None
+    return activated(out.transpose(1, 2), activation).to(x.dtype), state
 
 
 def convolution_step(

@@ -78,7 +78,9 @@ class Sums:
         )
 
 
-def attribute_with_sums(method: Attribution, inputs: Any, **given: Any) -> tuple[Any, Sums | None]:
+def attribute_with_sums(
+    method: Attribution, inputs: Any, /, **given: Any
+) -> tuple[Any, Sums | None]:
     """Return relevance, and its sums if the method promises one.
 
     Args:
