@@ -21,7 +21,7 @@ _SIZES = {
     "CHUNK": 8,
     "SHORT": 4,
     "HELD": 16,
-    "TOKENS": 3,
+    "TOKENS": 4,  # runs of tokens are halved
     "COLUMNS": 3,
     "ROWS": 3,
     "RUN": 2,
