@@ -386,3 +386,8 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(PROMPT, TEXT, **asked)
     with pytest.raises(OptionError, match="resume="):
         explain.attribute(PROMPT, TEXT, resume=tmp_path / "run")
+
+
+def test_progress_over_spans(capsys: pytest.CaptureFixture[str]) -> None:
+    explainer().attribute(PROMPT, TEXT, spans="sentence", show_progress=True)
+    assert "LatimFlow" in capsys.readouterr().err

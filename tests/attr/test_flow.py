@@ -17,7 +17,7 @@ from zoo.mamba import randomise
 from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimFlow, MambaLRP
-from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
+from captum_ssm.attr.engine.decompose import Decomposition, exact
 from captum_ssm.errors import GradientModeError, NotLinearError, OptionError
 
 pytestmark = pytest.mark.slow
@@ -79,19 +79,6 @@ def test_what_enters_and_leaves_mixers_by_feature(rule):
     assert oracles.relative_error(first.streams[0], first.inputs) <= 1e-5
     with pytest.raises(OptionError, match="features='yes'"):
         explain.decompose(ids, targets[0], features="yes")
-
-
-def test_the_parts_of_a_batch_are_stacked():
-    model, ids = mamba_lm(use_bias=True), token_ids(3)
-    whole = LatimFlow(model).decompose(ids, (-1, 3))
-    parts = [LatimFlow(model).decompose(row[None], (-1, 3)) for row in ids]
-    found = stacked(parts)
-    for name in ("inputs", "output", "tokens", "bias"):
-        assert oracles.relative_error(getattr(found, name), getattr(whole, name)) <= 1e-5
-    for name in ("streams", "mixers"):
-        pairs = zip(getattr(found, name), getattr(whole, name), strict=True)
-        assert all(oracles.relative_error(*pair) <= 1e-5 for pair in pairs)
-    assert found.biases.keys() == whole.biases.keys()
 
 
 def test_what_is_exact():

@@ -59,3 +59,11 @@ def test_plots_show_the_tokens_as_they_are(result, plot):
     else:
         heights = torch.tensor([bar.get_height() for bar in axes.patches]).view(2, -1).sum(0)
         assert torch.allclose(heights.float(), result.seq_attr)
+
+
+@pytest.mark.parametrize("plot", ["plot_token_attr", "plot_seq_attr"])
+def test_plots_can_be_shown(result, plot, monkeypatch):
+    shown = []
+    monkeypatch.setattr(matplotlib.pyplot, "show", lambda: shown.append(plot))
+    assert getattr(result, plot)(show=True) is None
+    assert shown == [plot]

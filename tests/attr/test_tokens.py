@@ -142,3 +142,10 @@ def test_what_is_refused() -> None:
         Tokens(["a", "b"], ["a"])
     with pytest.raises(InputError, match=r"ids has shape \(1, 2\).*such as ids\[0\]"):
         Tokens.of(word_tokenizer(), torch.tensor([[1, 2]]))
+
+
+def test_they_are_a_list_of_names() -> None:
+    tokens = Tokens(["<s>", "la", "mp"], [None, "la", "mp"])
+    assert list(tokens) == ["<s>", "la", "mp"] and len(tokens) == 3 and tokens[-1] == "mp"
+    assert tokens[1:] == Tokens(["la", "mp"], ["la", "mp"]) == tokens.chosen([1, 2])
+    assert Tokens(["a", "b"])[:1] == Tokens(["a"])
