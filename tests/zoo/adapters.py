@@ -106,6 +106,9 @@ WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
 MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
     **networks.NETWORKS,
+    "falcon_h1 without a norm": partial(
+        networks.mamba2_family, family="falcon_h1", mamba_rms_norm=False
+    ),
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "mamba_ssm attention": mamba_ssm_attention,

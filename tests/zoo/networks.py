@@ -65,8 +65,8 @@ def fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(package.model(family, norm_eps=0.05))
 
 
-def mamba2_family(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(mamba2.make_model(family))
+def mamba2_family(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(mamba2.make_model(family, **options))
 
 
 def transformer(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
