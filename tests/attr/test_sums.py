@@ -48,6 +48,18 @@ def test_each_sum_is_compared_with_its_own_number() -> None:
     assert found.sums["LatimFlow"].wanted.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
+def test_what_relevance_lacks_is_told_by_its_sign() -> None:
+    """LatimLogit with the papers' activation does not add up."""
+    model, vocabulary = load_bundled()
+    ids = torch.tensor([vocabulary.encode(TEXT)])
+    method = LatimLogit(model, activation="silu")
+    parts = method.decompose(ids, (-1, 5))
+    one = compare(model, {"it": method}, ids, target=(-1, 5)).sums["it"][0]
+    assert abs(one.delta) > 1e-3
+    assert one.wanted == pytest.approx(float(parts.output - parts.bias), abs=1e-4)
+    assert one.delta == pytest.approx(-float(parts.delta), abs=1e-4)
+
+
 @pytest.mark.parametrize(("steps", "adds_up"), [(2, False), (3000, True)])
 def test_an_integral_that_misses_its_number_is_marked(steps: int, adds_up: bool) -> None:
     x = torch.tensor([[0.5, 0.5], [0.3, 0.3]])
