@@ -11,7 +11,7 @@ from helpers.every_method import METHODS, each_method, named
 from torch import Tensor
 from zoo.small import falcon_lm
 
-from captum_ssm import ImplicitAttention, LatimFlow, LatimNorm
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, LatimNorm
 from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
 from captum_ssm.testing.options import Values
 
@@ -28,7 +28,7 @@ class CentredFlow(LatimFlow):
     default_rule = "centred"
 
 
-@each_method
+@named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout, LatimNorm))
 def test_promises_of_captum(method: Any) -> None:
     check_method(method, clauses=QUICK)
 

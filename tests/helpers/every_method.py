@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +33,7 @@ from captum_ssm import (
 )
 from captum_ssm.attr import catalogue
 from captum_ssm.tracing import find_mixers
+from helpers.marks import slow_but
 from helpers.pages import read_page
 
 #: The model, its input and the target in; what is found out.
@@ -43,9 +44,10 @@ METHODS: list[Any] = [entry.method for entry in catalogue.METHODS]
 OF_QUERIES = [m for m in METHODS if "query" in inspect.signature(m.attribute).parameters]
 
 
-def named(methods: list[Any]) -> pytest.MarkDecorator:
-    """A case for each of some methods."""
-    return pytest.mark.parametrize("method", methods, ids=lambda method: method.__name__)
+def named(methods: list[Any], quick: Collection[Any] | None = None) -> pytest.MarkDecorator:
+    """A case for each of some methods, of which all are quick or these alone."""
+    cases = methods if quick is None else slow_but(quick, methods)
+    return pytest.mark.parametrize("method", cases, ids=lambda method: method.__name__)
 
 
 each_method, each_of_queries = named(METHODS), named(OF_QUERIES)

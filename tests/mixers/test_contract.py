@@ -72,7 +72,7 @@ REFUSES: dict[str, dict[str, str]] = {
 }
 
 #: What plain pytest runs: one of transformers, one that keeps a state, one of images.
-QUICK = ("mamba", "recurrent_gemma", "vim")
+QUICK = ("mamba", "vim")
 
 
 class Decoder(nn.Module):
