@@ -131,9 +131,9 @@ class AttributionCalculation:
         )
 
     def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What each transformed input is held against."""
+        """What each transformed input is held against, one for each example."""
         return tuple(
-            _applied(feature.baseline_transforms[:1], tensor)
+            _applied(feature.baseline_transforms[:1], tensor).expand_as(tensor)
             if feature.baseline_transforms
             else torch.zeros_like(tensor)
             for feature, tensor in zip(self.features, inputs, strict=True)
