@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,12 @@ MATRICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MATRICES, ids=str)
+def shown(value: Any) -> str:
+    """The id of a method or of options, the same in every process."""
+    return re.sub(r" at 0x\w+", "", str(getattr(value, "__name__", value)))
+
+
+@pytest.mark.parametrize("options", MATRICES, ids=shown)
 def test_matrices(options: dict[str, Any]) -> None:
     for make in (mamba_lm, falcon_lm):
         model, ids = make().double(), token_ids(2, 7)
@@ -201,7 +207,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), ROWS, ids=str)
+@pytest.mark.parametrize(("method", "options"), ROWS, ids=shown)
 def test_rows(method: Any, options: dict[str, Any]) -> None:
     model, ids = mamba_lm().double(), token_ids(2, 9)
     run = Run(model, ids, select=lambda logits: logits[:, 6, 4])
