@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fla_checks, interpreted
+from helpers.marks import slow_but
 from torch import nn
 from zoo import fla_references
 from zoo.fla_cpu import FLA
@@ -79,7 +80,7 @@ def bound(family: str, dtype: torch.dtype, chunks: bool = False) -> float:
     return known.get(family, (interpreted.FLOAT32, ""))[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_single_steps(fla: FLA, family: str, dtype: torch.dtype) -> None:
     model = made(fla, family, dtype)

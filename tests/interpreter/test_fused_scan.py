@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.marks import slow_but
 from oracles import kernels as naive
 from oracles import relative_error
 from torch import Tensor
@@ -48,7 +49,7 @@ def by_matrices(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but(SIZES[:2], SIZES))
 def test_scans(size: tuple[int, int, int, int, int | None], transposed: bool) -> None:
     scan = scan_of(*size, torch.float32)
     x = torch.randn(2, *scan.shape)
@@ -93,7 +94,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("size", SMALL)
+@pytest.mark.parametrize("size", slow_but(SMALL[:2], SMALL))
 def test_gradients(size: tuple[int, int, int, int, int | None]) -> None:
     """Of two vectors, each with a B and a C of its own."""
     scan = scan_of(*size, torch.float32)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import interpreted
+from helpers.marks import slow_but
 from oracles import relative_error
 from torch import nn
 from zoo.mamba import randomise
@@ -30,9 +31,13 @@ MAMBA2: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("fused", "dtype"),
-    [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)],
+    [
+        (True, torch.float32),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+        (False, torch.float32),
+    ],
 )
-@pytest.mark.parametrize("case", MAMBA2)
+@pytest.mark.parametrize("case", slow_but(("plain", "groups"), MAMBA2))
 def test_mamba2(mamba_ssm: MambaSSM, case: str, fused: bool, dtype: torch.dtype) -> None:
     """Three chunks, of which the last is not whole."""
     mixer = randomise(mamba_ssm.make_mamba2(12, fused=fused, **MAMBA2[case])).to(dtype)

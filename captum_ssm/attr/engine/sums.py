@@ -97,8 +97,9 @@ def attribute_with_sums(
     spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
     if spread or delta.shape != parts[0].shape[:1]:
         return relevance, None
-    total = torch.stack([x.detach().double().flatten(1).sum(1) for x in parts]).sum(0)
-    delta = delta.detach().to(total)
+    # on the CPU: Apple's MPS has no float64
+    total = torch.stack([x.detach().cpu().double().flatten(1).sum(1) for x in parts]).sum(0)
+    delta = delta.detach().cpu().to(total)
     if isinstance(method, SSMAttribution):  # its delta is what the relevance lacks
         return relevance, Sums("the output without constants", total + delta, total)
     return relevance, Sums("the output less that for the baseline", total - delta, total)
