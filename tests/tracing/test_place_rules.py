@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from captum_ssm.tracing.places import Places, rules
 from captum_ssm.tracing.places.rules.groups import tensors
 
+pytestmark = pytest.mark.slow
+
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x.clone(),
     "view": lambda x: x.view(B * L, E),

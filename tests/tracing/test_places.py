@@ -29,6 +29,8 @@ from captum_ssm.operators.kernels.arithmetic import unseen
 from captum_ssm.tracing.places import Mixed, Places, token_places
 from captum_ssm.tracing.places.origin import OTHERS
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_added_up_is_the_tensor() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
