@@ -9,9 +9,9 @@ beside one forward and backward pass of the same model.  It needs a quarter of a
 machine.
 
 The second measures small operators.  It fails if gradients of coefficients cost more than 16 times
-the map, or if a cost that should be linear in the length grows by more than 3.5 for twice the length:
-a kernel then forms pairs of tokens, or computes with numbers too small to be normal.  A quiet
-machine has at most 9 and 2.5; caches that overflow and other processes add to both.
+the map, or if a cost that should be linear in the length grows by more than 3.5 for twice the
+length: a kernel then forms pairs of tokens, or computes with numbers too small to be normal.  A
+quiet machine has at most 9 and 2.5; caches that overflow and other processes add to both.
 """
 
 from __future__ import annotations
