@@ -37,7 +37,7 @@ from captum_ssm.viz.figure import LINES, new_figure
 #: Gradients may cost so many times the map, and what is linear grow so much with the length.
 GRADIENTS, GROWTH = 16.0, 3.5
 #: Lengths of the tables, and the length and channels of a head of the check.
-TOKENS, CALL_TOKENS, WIDTH = 1024, 1024, 64
+TOKENS, WIDTH = 1024, 64
 CHECKED_TOKENS, CHECKED_WIDTH = 512, 32
 #: A cost that seems too high is measured again: other processes can only add to it.
 ATTEMPTS = 4
@@ -172,11 +172,11 @@ def calls(families: Sequence[str], layers: int) -> Iterator[Row]:
         if family == "Gated DeltaNet" and find_spec("fla") and not torch.cuda.is_available():
             print(f"{family} is left out: where fla is installed, its kernels need a GPU")
             continue
-        model, x = models.build(family, layers), models.example(family, CALL_TOKENS)
-        pass_ = measure(lambda model=model, x=x: models.gradient(model, x))
-        for name, call in _calls(model, x, models.target(family)).items():
-            cost = pass_ if name == "f+b" else measure(call)
-            passes = cost.seconds / pass_.seconds
+        model, x = models.build(family, layers), models.example(family, TOKENS)
+        asked = _calls(model, x, models.target(family))
+        costs = {name: measure(call) for name, call in asked.items()}
+        for name, cost in costs.items():
+            passes = cost.seconds / costs["f+b"].seconds
             found = {"model": family, "layers": layers, "call": name}
             yield {**found, "f+b": passes, "MiB": cost.mebibytes}
 
@@ -192,7 +192,7 @@ def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], A
     )
     asked = {"target": target, "per_token": True}
     found = {
-        "f+b": forward,
+        "f+b": lambda: models.gradient(model, x),
         "forward run": forward,
         "Rollout": lambda: rollout.attribute(x, query=-1, per_token=True),
         "MambaAttribution": lambda: weighted.attribute(x, **asked),

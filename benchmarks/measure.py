@@ -1,8 +1,7 @@
 """Time and peak memory of one call, in this process.
 
 Times are medians of processor seconds on one thread; what is reported are ratios of figures taken
-in the same run, because absolute times say little on a shared machine.  On a GPU they are seconds
-until it has done what it was asked, and memory is its memory.
+in the same run, because absolute times say little on a shared machine.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _STATUS = Path("/proc/self/status")
 #: Seconds that repeated calls take together at least, and most repetitions.
 _ENOUGH, _MOST = 0.25, 25
@@ -33,10 +30,10 @@ class Cost:
     """What a call took.
 
     Attributes:
-        seconds: median processor time; on a GPU, time until the call is done.
+        seconds: median processor time.
         own_seconds: the median of what of it the program took itself, and not the system, which
             maps its memory.
-        mebibytes: peak resident memory above what was there before, or the GPU's; None off Linux.
+        mebibytes: peak resident memory above what was there before; None off Linux.
         result: what the call returned.
     """
 
@@ -46,36 +43,29 @@ class Cost:
     result: Any
 
 
-def measure(call: Callable[[], Any], repeats: int = 3, device: str = "cpu") -> Cost:
+def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     """Run ``call`` once for its memory and result, then for its time.
 
     A call that takes more than ten seconds is not repeated, and a short one is repeated until it
     has taken a quarter of a second in all, or 25 times: of few milliseconds, three tell little.
     """
-    on_gpu = device.startswith("cuda")
     gc.collect()
-    before = _start_of_peak(on_gpu)
+    before = _start_of_peak()
     found: list[Any] = []
-    times = [_times(lambda: found.append(call()), on_gpu)]
-    peak = _peak(on_gpu)
+    times = [_times(lambda: found.append(call()))]
+    peak = _resident("VmHWM")
     if times[0][0] < 10:
-        times = [_times(call, on_gpu) for _ in range(repeats)]
+        times = [_times(call) for _ in range(repeats)]
         while len(times) < _MOST and sum(seconds for seconds, _ in times) < _ENOUGH:
-            times.append(_times(call, on_gpu))
+            times.append(_times(call))
     seconds, own_seconds = map(statistics.median, zip(*times, strict=True))
     memory = None if before is None or peak is None else (peak - before) / 1024
     return Cost(seconds, own_seconds, memory, found[0])
 
 
-def _times(call: Callable[[], Any], on_gpu: bool) -> tuple[float, float]:
+def _times(call: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of a call, and those of the processor that are not the system's."""
     own = os.times().user
-    if on_gpu:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, os.times().user - own
     start = time.process_time()
     call()
     return time.process_time() - start, os.times().user - own
@@ -92,21 +82,12 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _start_of_peak(on_gpu: bool) -> float | None:
+def _start_of_peak() -> float | None:
     """Kibibytes that are in use; what is used at most from now on is remembered."""
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 1024
     _release_free_memory()
     before = _resident("VmRSS")
     _reset_peak()
     return before
-
-
-def _peak(on_gpu: bool) -> float | None:
-    """Kibibytes that were in use at most."""
-    return torch.cuda.max_memory_allocated() / 1024 if on_gpu else _resident("VmHWM")
 
 
 def _resident(field: str) -> int | None:

@@ -7,7 +7,6 @@ outweigh a few layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ WIDTH, VOCABULARY, WORD = 768, 256, 5
 def build(family: str, layers: int) -> nn.Module:
     """A frozen model with so many layers of the family."""
     torch.manual_seed(0)
-    return {**FAMILIES, **LARGE}[family](layers).eval().requires_grad_(False)
+    return FAMILIES[family](layers).eval().requires_grad_(False)
 
 
 def example(family: str, length: int) -> Tensor:
@@ -36,15 +35,14 @@ def target(family: str) -> Any:
     return WORD if family == "Vim-S" else (-1, WORD)
 
 
-def gradient(model: Any, x: Tensor, repaired: bool = True) -> Tensor:
+def gradient(model: Any, x: Tensor) -> Tensor:
     """One forward and backward: the target's gradient with respect to pixels or embeddings.
 
     Args:
         model: the model.
         x: its input.
-        repaired: whether scans of packages are repaired first. Default: True.
     """
-    with repaired_scans() if repaired else nullcontext():
+    with repaired_scans():
         if x.is_floating_point():
             start = x.clone().requires_grad_()
             number = model(start)[0, WORD]
@@ -116,5 +114,3 @@ FAMILIES: dict[str, Callable[[int], nn.Module]] = {
         attn_implementation="eager",
     ),
 }
-#: Of the width of Mamba 2.8B, which has 64 layers; measured where it is asked for.
-LARGE = {"Mamba 2.8B": _language("MambaForCausalLM", "MambaConfig", hidden_size=2560)}
