@@ -153,14 +153,12 @@ def faults(session: nox.Session) -> None:
 def interpreter(session: nox.Session) -> None:
     """Triton kernels in Triton's interpreter, which settles it at its import.
 
-    ``-- all`` runs each kernel at all sizes and options, which takes ten minutes.
+    ``-- -m interpreter tests/interpreter`` adds more sizes and options of each kernel.
     """
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
-    chosen = "interpreter" if session.posargs == ["all"] else "interpreter and not slow"
-    options = (*PARALLEL, "-m", chosen, "tests/interpreter")
-    env = {"TRITON_INTERPRET": "1", "CAPTUM_SSM_NO_SKIPS": "1", **ONE_THREAD}
-    session.run("pytest", *options, env=env)
+    env = {"TRITON_INTERPRET": "1", "CAPTUM_SSM_NO_SKIPS": "1"}
+    pytest(session, "-m", "interpreter and not slow", files=("tests/interpreter",), **env)
 
 
 @nox.session
