@@ -135,7 +135,7 @@ class LatimFlow(FlowMethod):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the rule of calls that name none; see :meth:`attribute`. Default: None, ``"frozen"``.
+        rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"frozen"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -417,7 +417,7 @@ class MambaLRP(LatimFlow):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the rule of calls that name none; see :meth:`attribute`. Default: None, ``"half"``.
+        rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.

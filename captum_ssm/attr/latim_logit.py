@@ -108,7 +108,7 @@ class LatimLogit(LatimMethod, LinearMethod):
                 :meth:`LatimFlow.attribute`. Default: None.
             mixing: how tokens are traced back: ``"alti"``, the paper's, which needs every row of
                 the maps of all layers but the last, and so time quadratic in L, whatever the
-                number of targets: for a layer of Mamba-1 at 1024 tokens that of 48 forward
+                number of targets: a layer of Mamba-1 at 1024 tokens takes as long as 48 forward
                 and backward passes through it; or ``"projection"``, the cheap choice, linear in
                 L, of signed shares; see :mod:`.vectors.shares`. Default: ``"alti"``.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where

@@ -42,7 +42,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             before they are mixed.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the rule of calls that name none. Default: None, that of the class.
+        rule: the default ``rule`` of calls. Default: None, that of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.

@@ -66,8 +66,8 @@ def by_position(
     parameters = inspect.signature(own).parameters
     if isinstance(function, nn.Module) and not beside.keys() <= parameters.keys():
         parameters = inspect.signature(_own_forward(function)).parameters
-    placed = list(parameters.values())[1:]
-    names = [each.name for each in placed if each.kind is each.POSITIONAL_OR_KEYWORD]
+    behind = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    names = [each.name for each in behind]
     if not beside.keys() <= set(names):
         raise InputError(
             f"{given} is given, but {getattr(own, '__qualname__', own)} takes it by no name and "
@@ -76,7 +76,7 @@ def by_position(
     last = max(names.index(name) for name in beside)
     named["additional_forward_args"] = tuple(
         beside.get(each.name, None if each.default is each.empty else each.default)
-        for each in placed[: last + 1]
+        for each in behind[: last + 1]
     )
     return args, named
 

@@ -47,7 +47,7 @@ class LinearMethod(SSMAttribution):
 
     #: whether images beside a text, or other further inputs, are explained with it
     takes_others = False
-    #: whether relevance of pixels adds up, and not that of patches alone
+    #: whether the relevance of an image's pixels sums to the output; else only its patches' does
     sums_pixels = True
 
     @property

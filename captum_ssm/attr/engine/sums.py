@@ -25,15 +25,21 @@ class Sum(NamedTuple):
         of: the number that it should be, in words.
         wanted: that number.
         total: the sum.
-        delta: by how much it is more.
-        adds_up: whether the difference is at most a twentieth of the larger number.
     """
 
     of: str
     wanted: float
     total: float
-    delta: float
-    adds_up: bool
+
+    @property
+    def delta(self) -> float:
+        """By how much the sum is more."""
+        return self.total - self.wanted
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the difference is at most a twentieth of the larger number."""
+        return abs(self.delta) <= _SHARE * max(abs(self.wanted), abs(self.total))
 
     @property
     def told(self) -> str:
@@ -41,7 +47,7 @@ class Sum(NamedTuple):
 
         Example:
             >>> from captum_ssm.attr.engine.sums import Sum
-            >>> Sum("the output", 2.92, -111.0, -113.92, False).told
+            >>> Sum("the output", 2.92, -111.0).told
             'Does not add up: sum -111; should be 2.92, the output; delta -1.1e+02.'
         """
         mark = "Sum" if self.adds_up else "Does not add up: sum"
@@ -50,8 +56,9 @@ class Sum(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields and the sentence, as pages and files hold them."""
-        return {**self._asdict(), "told": self.told}
+        """The numbers and the sentence, as pages and files hold them."""
+        own = {"delta": self.delta, "adds_up": self.adds_up, "told": self.told}
+        return self._asdict() | own
 
 
 @part
@@ -71,11 +78,7 @@ class Sums:
 
     def __getitem__(self, example: int) -> Sum:
         """The sum of one example."""
-        wanted, total = float(self.wanted[example]), float(self.total[example])
-        delta = total - wanted
-        return Sum(
-            self.of, wanted, total, delta, abs(delta) <= _SHARE * max(map(abs, (wanted, total)))
-        )
+        return Sum(self.of, float(self.wanted[example]), float(self.total[example]))
 
 
 def attribute_with_sums(
