@@ -31,6 +31,9 @@ _WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
 #: A seed that no user takes: noise along a model's own embeddings would be undone by its norms.
 _SEED = 7_340_921_563
 
+#: A projection to so many times as many features is a head; it would take most of a replay's time.
+_WIDE = 8
+
 #: One thread at a time replays a model, since the mixers of all are replaced on the module itself.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -199,6 +202,7 @@ class Replays:
             observe(seen.model, [], (), stack, gradients=False, vouched=self._vouched)
             stack.enter_context(self._shifts_kept())
             entering = stack.enter_context(self._leaves(leaf))
+            stack.enter_context(self._small_heads(entering))
             output = self._call(start)
         if len(entering) != len(self.layers):
             raise _another_order()
@@ -235,6 +239,27 @@ class Replays:
                 kept = iter(outputs)
                 forward = functools.partial(lambda kept, *_, **__: next(kept), kept)
                 stack.enter_context(forward_replaced(module, forward))
+            yield
+
+    @contextmanager
+    def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
+        """Let a projection onto a vocabulary, behind the last layer, have rank one."""
+
+        def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+            if len(entering) < len(self.layers):
+                return own(x, *args)
+            first = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype, device=x.device)
+            last = torch.linspace(1, 2, module.out_features, dtype=x.dtype, device=x.device)
+            return (x * first).sum(-1, keepdim=True) * last
+
+        mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
+        with ExitStack() as stack:
+            for module in self.beginning.model.modules():
+                if type(module) is not nn.Linear or module in mixing:
+                    continue
+                if module.out_features >= _WIDE * module.in_features:
+                    forward = functools.partial(small, module, module.forward)
+                    stack.enter_context(forward_replaced(module, forward))
             yield
 
 

@@ -17,19 +17,22 @@ it is told from a stream.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError, TrainingModeError
 from .layer import Layer
 from .replays import Replays, noisy
 
-#: Up to so many tokens every order is told from every other.  Of more, an order of c cycles that
-#: moves m tokens is in step with random halves in number H once in 2 ** (H (m - c)): no flip is.
-_FEW, _HALVES = 32, 2
+#: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
+#: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
+_FEW = 32
 #: Changes below so many units in the last place of a token's largest number are rounding: experts
 #: sum the tokens that are routed to them in blocks whose size depends on the others.
 _UNITS = 32
@@ -67,27 +70,115 @@ class Chain:
     output: Tensor | None
 
 
-def arrange(replays: Replays, output: Tensor, keep: Tensor) -> Chain:
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a search has found of the layers of a run, and where it holds.
+
+    Attributes:
+        state: of the model and the input, with which it was found.
+        mask: True for real tokens (B, L).
+        chain: how the tokens lie.
+        layers: for each layer its stage, its order and whether it has a stream.
+    """
+
+    state: tuple[Any, ...]
+    mask: Tensor
+    chain: Chain
+    layers: list[tuple[int, Tensor | None, bool]]
+
+
+#: The latest finding of each model.
+_found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+
+
+def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = False) -> Chain:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
+
+    Of a model that is run by itself the finding is kept, for inputs of the same kind, until
+    anything is changed about the model: a weight, a hook, or an attribute of a module.
 
     Args:
         replays: of the run.
         output: what the model returned.
         keep: True for the real tokens of the first layer (B, L).
+        is_model: whether no function of the user's runs the model. Default: False.
 
     Raises:
         NotAChain: naming the first layer that does not fit.
         InputError: where something else than a mixer has mixed tokens.
+        TrainingModeError: where a run cannot be repeated.
     """
-    search = _Search(replays, output, keep)
-    given = search.find_places()
-    stages, streams = _stages(replays.layers, search.links())
-    for number, (stage, has_stream) in enumerate(zip(stages, streams, strict=True)):
-        for k in stage:
-            layer = replays.layers[k]
-            layer.arrange(number, search.order(k), None)
-            layer.has_stream = has_stream
-    return Chain(given, search.order_of_output())
+    model = replays.beginning.model
+    state = (*_state_of(model), *_kind(replays, output)) if is_model else None
+    found = _found.get(model)
+    if found is None or found.state != state or not torch.equal(found.mask, keep):
+        search = _Search(replays, output, keep)
+        given = search.find_places()
+        layers = [
+            (number, search.order(k), has_stream)
+            for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
+            for k in stage
+        ]
+        chain = Chain(given, search.order_of_output())
+        found = _Found(state or (), keep, chain, layers)
+        if state is not None:
+            _found[model] = found
+    for layer, (stage, order, has_stream) in zip(replays.layers, found.layers, strict=True):
+        layer.arrange(stage, order, None)
+        layer.has_stream = has_stream
+    return found.chain
+
+
+def _state_of(model: nn.Module) -> Iterator[Any]:
+    """What tells whether a model was changed: its modules, their weights and attributes."""
+    for module in model.modules():
+        yield _Same(module)
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                for x in value.values():
+                    if x is not None:
+                        yield _Same(x), object() if x.is_inference() else x._version
+            elif type(value) in _PLAIN:
+                yield value
+            elif not isinstance(value, dict):
+                yield _Same(value)
+            elif value and name != "_modules":
+                yield from map(_Same, value.values())
+
+
+#: Types of attributes that are compared by what they hold.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Same:
+    """Equal to another one of the same object alone.
+
+    Args:
+        value: the object, which is not kept alive.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._find: Callable[[], Any]
+        try:
+            self._find = weakref.ref(value)
+        except TypeError:  # of a collection
+            known = id(value)
+            self._find = lambda: known
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        own, its = self._find(), other._find()
+        return own is not None and (own is its or (type(own) is int and own == its))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
+    """What an input has in common with others of its kind."""
+    for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
+        yield x.shape, x.dtype, x.device
+    yield from (_Same(layer.mixer.module) for layer in replays.layers)
 
 
 def note_streams(replays: Replays) -> None:
@@ -134,7 +225,8 @@ class _Search:
         self.entering = [layer.call.hidden_states.detach() for layer in layers]
         self.leaves = [layer.call.output_tensor.detach() for layer in layers]
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
-        self.output = output.detach()
+        # once without noise: the output, as replays have it, and whether runs are repeatable
+        again, self.output = replays.run(lambda k, _: self.leaves[k].clone())
         self.generator = torch.Generator(keep.device).manual_seed(0)
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         #: Which token of the root each of the first layer's is (B, L); -1 for one of none.
@@ -147,6 +239,13 @@ class _Search:
                 raise NotAChain(
                     f"{name} reads {x.shape[1]} tokens of {len(x)} sequences, the first layer "
                     f"{keep.shape[1]} of {len(keep)}. {INSTEAD}"
+                )
+        for k, x in enumerate(again):
+            if bool(self._changed(k, x).any()):
+                raise TrainingModeError(
+                    f"{self.names[k]} reads something else when the model runs again, with the "
+                    "same outputs of the mixers before it. Does it drop at random, by a dropout "
+                    "that is told training=True, or does forward_func keep a state?"
                 )
         #: Whether the output has the tokens of the layers; else it is pooled.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
@@ -172,7 +271,9 @@ class _Search:
         """Find the order of every layer's tokens, and return which tokens of the input they are."""
         replays, own = self.replays, self.own
         self.roots = [(replays.root, self.given)]
-        if bool((self.given >= 0).all()) and all(map(self._all_as, self._subsets())):
+        rolled = own.shape[1] > _FEW and bool(self.keep.all())
+        in_order = bool((self.given >= 0).all()) and all(map(self._all_as, self._subsets()))
+        if in_order and (not rolled or self._rolls()):
             return self._of_input(own)
         given, root = own, replays.root
         if root is not None:
@@ -207,13 +308,14 @@ class _Search:
     def _subsets(self) -> Iterator[Tensor]:
         """Yield sets of tokens (B, L), another one in every example, that tell tokens apart.
 
-        Of few tokens those with each bit in their number, and half of them at random.
+        Half of them at random, several times where some are padded and cannot be rolled; of few
+        those with each bit in their number, too.
         """
-        few = self.keep.shape[1] <= _FEW
-        yield from self._with_bits(self.keep.shape[1]) if few else ()
-        for _ in range(1 if few else _HALVES):
+        tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
+        for _ in range(1 if few or bool(self.keep.all()) else 3):
             drawn = torch.rand(self.keep.shape, generator=self.generator, device=self.keep.device)
-            yield drawn.argsort(1) < self.keep.shape[1] // 2
+            yield drawn.argsort(1) < tokens // 2
+        yield from self._with_bits(tokens) if few else ()
 
     def _with_bits(self, tokens: int) -> Iterator[Tensor]:
         """Yield the tokens (B, L) with each bit in their number, other tokens in each example."""
@@ -228,6 +330,20 @@ class _Search:
         """Whether noise at some tokens changes every layer at exactly these."""
         found = torch.stack([x.to(on.device) for x in self._spread(on, on)])
         return bool(((found == on) | ~self.keep).all())
+
+    def _rolls(self) -> bool:
+        """Whether everything moves on by one token where the first block's tokens and leaves do.
+
+        No order does but one that moves all tokens on.  Positions that are added between layers
+        move nothing, and make this False.
+        """
+        replays, root = self.replays, self.replays.root
+        replays.root = root if replays.entry is None else replays.entry
+        moved, output = replays.run(lambda k, _: self.leaves[k].roll(1, 1), lambda x: x.roll(1, 1))
+        replays.root = root
+        pairs = [*zip(moved, self.entering, strict=True)]
+        pairs += [(output, self.output)] * self.per_token
+        return not any(bool(changed(x, y.roll(1, 1)).any()) for x, y in pairs)
 
     def _at_root(self, on: Tensor) -> Tensor:
         """Where the root holds the tokens that are ``on`` (B, L) in the first layer."""
@@ -274,21 +390,9 @@ class _Search:
             found = found or [torch.zeros_like(x, dtype=torch.long) for x in there]
             for k, (one, other) in enumerate(zip(there, others, strict=True)):
                 if bool((one & other & self.keep).any()):
-                    self._require_repeatable()
                     raise self._mixed(k)
                 found[k] = torch.where(one | other, found[k] | (one.long() << bit), -1)
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
-
-    def _require_repeatable(self) -> None:
-        """Raise if layers read something else without any noise."""
-        entering, _ = self.replays.run(lambda k, _: self.leaves[k].clone())
-        for k, x in enumerate(entering):
-            if bool(self._changed(k, x).any()):
-                raise TrainingModeError(
-                    f"{self.names[k]} reads something else when the model runs again, with the "
-                    "same outputs of the mixers before it. Does it drop at random, by a dropout "
-                    "that is told training=True, or does forward_func keep a state?"
-                )
 
     def _mixed(self, k: int) -> InputError:
         after = f"after {self.names[k - 1].lower()}" if k else "before the first layer"
@@ -394,8 +498,8 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
     return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
 
 
-def _stages(layers: Sequence[Layer], links: Tensor) -> tuple[list[list[int]], list[bool]]:
-    """Layers by stage, and whether each stage has a stream.
+def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
+    """The layers of each stage, and whether it has a stream.
 
     Raises:
         NotAChain: when stages do not follow each other.
@@ -430,4 +534,4 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> tuple[list[list[int]], li
         if not is_last and behind - here - own:
             raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
         has_stream.append(bool(here & behind))
-    return stages, has_stream
+    return list(zip(stages, has_stream, strict=True))

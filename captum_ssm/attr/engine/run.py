@@ -23,6 +23,7 @@ from ...tracing import (
     require_deterministic,
     require_layers,
     require_real_tokens,
+    runnable,
     trace,
 )
 from ...tracing.chance import refusals
@@ -100,6 +101,13 @@ class Request:
     def ids(self) -> Tensor:
         """The explained ids, or the floating input."""
         return explained_ids(self.inputs, self.additional)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether forward_func is the model itself, or its method, with no code of the user's."""
+        function: Any = runnable(self.forward_func)
+        owner = getattr(function, "__self__", function)
+        return owner is self.model and isinstance(owner, nn.Module)
 
     def output(self, start: Tensor, others: Sequence[Tensor] | None = None) -> Tensor:
         """What the model returns, as a tensor.
@@ -384,7 +392,7 @@ def _replayed(
         first = layers[0].output
         keep = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         try:
-            return arrange(replays, output, keep)
+            return arrange(replays, output, keep, is_model=request.is_model)
         except NotAChain:
             if request.folds:
                 raise
