@@ -30,6 +30,8 @@ from .observe import observe
 _WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
 #: A seed that no user takes: noise along a model's own embeddings would be undone by its norms.
 _SEED = 7_340_921_563
+#: So many directions of noise take turns.
+_DIRECTIONS = 16
 
 #: A projection to so many times as many features is a head; it would take most of a replay's time.
 _WIDE = 8
@@ -164,6 +166,7 @@ class Replays:
     ) -> None:
         self.layers, self.beginning, self.start = layers, beginning, start
         self._call, self._vouched = call, vouched
+        self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
         if beginning.looked_up is not None:
             self.root = beginning.looked_up
@@ -174,6 +177,49 @@ class Replays:
     def entry(self) -> Tensor | None:
         """The first sequence (B, L, E) of as many tokens as the first layer reads, if any."""
         return self.beginning.entered.get(self.layers[0].call.hidden_states.shape[1])
+
+    def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
+        """A sequence (B, L, E) with noise at some tokens, as large as each token's largest number.
+
+        Ids become others of the same text, so that the model knows them.
+
+        Args:
+            x: the sequence, or ids (B, L).
+            on: the tokens (B, L), or whether it is all of them.
+            k: the layer that it is the leaf of. Default: -1, it is the root.
+        """
+        if on is False:
+            return x.clone()  # the model may write to it
+        if not x.is_floating_point():
+            known = torch.unique(x)
+            next_one = (torch.searchsorted(known, x) + 1) % len(known)
+            other = known[next_one] if len(known) > 1 else 1 - x
+        else:
+            size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
+            other = x + self._noise(x, k) * torch.maximum(size, size.mean())
+        if on is True:
+            return other
+        on = on.to(x.device)
+        return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x)
+
+    def _noise(self, x: Tensor, k: int) -> Tensor:
+        """A direction of features for each layer, of another size and sign at each token."""
+        features = x.shape[-1] if x.dim() > 2 else 1
+        directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
+        sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
+        sizes = sizes + sizes.sign()
+        if x.dim() == 2:
+            return sizes * directions
+        return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
+
+    def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Random numbers, the same ones each time."""
+        key = (*shape, like.dtype, like.device)
+        if key not in self._known:
+            generator = torch.Generator("cpu").manual_seed(_SEED)
+            drawn = torch.randn(tuple(shape), generator=generator, device="cpu")
+            self._known[key] = drawn.to(like)
+        return self._known[key]
 
     def run(
         self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None
@@ -309,28 +355,3 @@ def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
         del module.forward
     else:
         module.forward = forward
-
-
-def noisy(x: Tensor, on: Tensor | bool, seed: int = -1) -> Tensor:
-    """A sequence (B, L, E) with noise at some tokens, as large as each token's largest number.
-
-    Ids become others of the same text, so that the model knows them.
-
-    Args:
-        x: the sequence, or ids (B, L).
-        on: the tokens (B, L), or whether it is all of them.
-        seed: of the noise.
-    """
-    if on is False:
-        return x.clone()  # the model may write to it
-    if not x.is_floating_point():
-        known = torch.unique(x)
-        other = known[(torch.searchsorted(known, x) + 1) % len(known)] if len(known) > 1 else 1 - x
-    else:
-        generator = torch.Generator(x.device).manual_seed(_SEED + seed)
-        drawn = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
-        size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
-        other = x + drawn * torch.maximum(size, size.mean())
-    if on is True:
-        return other
-    return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x)

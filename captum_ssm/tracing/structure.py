@@ -17,8 +17,10 @@ it is told from a stream.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingModeError
+from .hooks import hooked, swap_first
 from .layer import Layer
-from .replays import Replays, noisy
+from .replays import Replays
 
 #: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
 #: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
@@ -112,21 +115,36 @@ def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = 
     state = (*_state_of(model), *_kind(replays, output)) if is_model else None
     found = _found.get(model)
     if found is None or found.state != state or not torch.equal(found.mask, keep):
-        search = _Search(replays, output, keep)
-        given = search.find_places()
-        layers = [
-            (number, search.order(k), has_stream)
-            for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
-            for k in stage
-        ]
-        chain = Chain(given, search.order_of_output())
-        found = _Found(state or (), keep, chain, layers)
+        try:
+            found = _search(replays, output, keep, state or ())
+        except NotAChain as error:
+            if _repeats([layer.mixer for layer in replays.layers]):
+                runs = "The model runs several times in one call, side by side."
+                raise NotAChain(f"{runs} {INSTEAD}") from error
+            raise
         if state is not None:
             _found[model] = found
     for layer, (stage, order, has_stream) in zip(replays.layers, found.layers, strict=True):
         layer.arrange(stage, order, None)
         layer.has_stream = has_stream
     return found.chain
+
+
+def _search(replays: Replays, output: Tensor, keep: Tensor, state: tuple[Any, ...]) -> _Found:
+    search = _Search(replays, output, keep)
+    given = search.find_places()
+    layers = [
+        (number, search.order(k), has_stream)
+        for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
+        for k in stage
+    ]
+    return _Found(state, keep, Chain(given, search.order_of_output()), layers)
+
+
+def _repeats(parts: Sequence[object]) -> bool:
+    """Whether a sequence is a shorter one again and again."""
+    n = len(parts)
+    return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
 
 
 def _state_of(model: nn.Module) -> Iterator[Any]:
@@ -195,12 +213,14 @@ def note_streams(replays: Replays) -> None:
 
         def leaf(k: int, _: Tensor, noise: bool = False, first: int = first) -> Tensor:
             own = layers[k].call.output_tensor
-            return noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
+            return (
+                replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
+            )
 
         def loud(k: int, x: Tensor) -> Tensor:
             return leaf(k, x, True)
 
-        root = (lambda x: noisy(x, True)) if first < 0 else None
+        root = (lambda x: replays.noisy(x, True)) if first < 0 else None
         real, found = replays.run(leaf)[0], replays.run(loud, root)[0]
         reached = first
         for k in range(first + 1, n):
@@ -226,9 +246,11 @@ class _Search:
         self.leaves = [layer.call.output_tensor.detach() for layer in layers]
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
         # once without noise: the output, as replays have it, and whether runs are repeatable
-        again, self.output = replays.run(lambda k, _: self.leaves[k].clone())
-        self.generator = torch.Generator(keep.device).manual_seed(0)
+        again, self.output = self._silent()
+        self.generator = torch.Generator("cpu").manual_seed(0)
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+        #: How many layers have run in the replay that runs.
+        self.ran = 0
         #: Which token of the root each of the first layer's is (B, L); -1 for one of none.
         self.given, root = self.own, replays.root
         if root is None or root.shape[1] != keep.shape[1]:
@@ -237,8 +259,9 @@ class _Search:
         for name, x in zip(self.names, self.entering, strict=False):
             if x.shape[:2] != keep.shape:
                 raise NotAChain(
-                    f"{name} reads {x.shape[1]} tokens of {len(x)} sequences, the first layer "
-                    f"{keep.shape[1]} of {len(keep)}. {INSTEAD}"
+                    f"{name} reads others than all tokens of the layers before it, each once: "
+                    f"{x.shape[1]} of {len(x)} sequences, not {keep.shape[1]} of {len(keep)}. "
+                    f"{INSTEAD}"
                 )
         for k, x in enumerate(again):
             if bool(self._changed(k, x).any()):
@@ -313,8 +336,8 @@ class _Search:
         """
         tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
         for _ in range(1 if few or bool(self.keep.all()) else 3):
-            drawn = torch.rand(self.keep.shape, generator=self.generator, device=self.keep.device)
-            yield drawn.argsort(1) < tokens // 2
+            drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
+            yield drawn.argsort(1).to(self.keep.device) < tokens // 2
         yield from self._with_bits(tokens) if few else ()
 
     def _with_bits(self, tokens: int) -> Iterator[Tensor]:
@@ -363,15 +386,17 @@ class _Search:
             Where it arrives in every layer, and in an output that has tokens, each (B, L).
         """
         arrived: list[Tensor] = []
+        self.ran = 0
 
         def leaf(k: int, entering: Tensor) -> Tensor:
+            self.ran = k + 1
             on = self._changed(k, entering)
             if k == 0 and virtual.shape == on.shape:
                 on = on | ((self.given < 0) & virtual).to(on.device)
             arrived.append(on)
-            return noisy(self.leaves[k], on, k)
+            return self.replays.noisy(self.leaves[k], on, k)
 
-        _, output = self.replays.run(leaf, lambda x: noisy(x, root.to(x.device)))
+        _, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
         if self.per_token:
             arrived.append(changed(output, self.output))
         return arrived
@@ -390,18 +415,61 @@ class _Search:
             found = found or [torch.zeros_like(x, dtype=torch.long) for x in there]
             for k, (one, other) in enumerate(zip(there, others, strict=True)):
                 if bool((one & other & self.keep).any()):
-                    raise self._mixed(k)
+                    raise self._mixed(k, spread, has)
                 found[k] = torch.where(one | other, found[k] | (one.long() << bit), -1)
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
 
-    def _mixed(self, k: int) -> InputError:
-        after = f"after {self.names[k - 1].lower()}" if k else "before the first layer"
+    def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
+        """The error that names the module in which tokens met on their way to layer k."""
+        there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
+        calm = self._inside(k, self._silent)
+        where = f"after {self.names[k - 1].lower()}" if k else "before the first layer"
+        for (name, *before), (_, *one), (_, *other) in zip(calm, there, others, strict=False):
+            met = [_meet(*each) for each in zip(before, one, other, strict=True)]
+            if met == [False, True]:
+                where = f"in module {name!r}"
+                break
         return InputError(
-            f"{self.names[k]} reads tokens that something other than a known mixer has mixed, "
-            f"{after}: its share would be missing. If a module there mixes tokens, register an "
+            f"{self.names[k]} reads tokens that something other than a known mixer has mixed "
+            f"{where}: its share would be missing. If the module is a token mixer, register an "
             "adapter for it (see register_mixer). Else use LatimFlow, or name the layers to "
             "explain with layers=[...]."
         )
+
+    def _silent(self) -> tuple[list[Tensor], Tensor]:
+        """Run once more without noise."""
+
+        def leaf(k: int, _: Tensor) -> Tensor:
+            self.ran = k + 1
+            return self.leaves[k].clone()
+
+        self.ran = 0
+        return self.replays.run(leaf)
+
+    def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
+        """What enters and leaves modules between layers k - 1 and k in a run, innermost first."""
+        found, entered = list[tuple[str, Tensor, Tensor]](), list[Tensor | None]()
+        layers = self.replays.layers
+        mixing = {part for layer in layers for part in layer.mixer.module.modules()}
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = swap_first((args, kwargs), lambda x: x)[1]
+            entered.append(None if x is None else x.detach().clone())
+
+        def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            before, x = entered.pop(), swap_first(output, lambda x: x)[1]
+            if self.ran == k and before is not None and x is not None:
+                found.append((name, before, x.detach().clone()))
+
+        with ExitStack() as stack:
+            for name, module in self.replays.beginning.model.named_modules():
+                if module not in mixing:
+                    register = module.register_forward_pre_hook
+                    stack.enter_context(hooked(register, enter, with_kwargs=True))
+                    left = functools.partial(leave, name)
+                    stack.enter_context(hooked(module.register_forward_hook, left))
+            run()
+        return found
 
     # --- links -----------------------------------------------------------------------------
 
@@ -429,7 +497,8 @@ class _Search:
         free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
         if not len(free):
             free = self.keep.flatten().nonzero().flatten()
-        free = free[torch.randperm(len(free), generator=self.generator, device=device)]
+        mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
+        free = free[mixed.to(device)]
         for start in range(0, n + 1, len(free)):
             some = torch.arange(start, min(start + len(free), n + 1), device=device)
             slots = torch.full_like(self.own, n + 1).flatten()
@@ -453,10 +522,10 @@ class _Search:
         def at(noise: bool) -> list[Tensor]:
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
-                return noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
+                return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
 
             on = self._at_root(slots == 0) & noise
-            entering, output = self.replays.run(leaf, lambda x: noisy(x, on.to(x.device)))
+            entering, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
             return [*entering, output] if self.per_token else entering
 
         for k, (real, noise) in enumerate(zip(at(False), at(True), strict=True)):
@@ -472,12 +541,12 @@ class _Search:
             def leaf(k: int, _: Tensor) -> Tensor:
                 own = self.leaves[k]
                 if k not in stage:
-                    return noisy(own, of_others, k)
-                return noisy(own, of_stage, k) * of_stage
+                    return self.replays.noisy(own, of_others, k)
+                return self.replays.noisy(own, of_stage, k) * of_stage
 
             on = torch.full_like(self.keep, of_others)
             root = self._at_root(on)
-            return self.replays.run(leaf, lambda x: noisy(x, root.to(x.device)))[1].flatten(1)
+            return self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1].flatten(1)
 
         neither = output(False, False)
         found[-1, [k + 1 for k in stage]] = changed(output(True, False), neither).any()
@@ -496,6 +565,14 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
     x = x.to(before.device)
     limit = (_UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
     return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
+
+
+def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether an element of a tensor is changed by noise at some tokens and by noise at others."""
+    if calm.shape != one.shape or calm.shape != other.shape:
+        return False
+    limit = _UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
+    return bool((((one - calm).abs() > limit) & ((other - calm).abs() > limit)).any())
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
