@@ -20,6 +20,7 @@ import argparse
 import copy
 import importlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -195,7 +196,12 @@ def of_fla(family: str) -> Run:
 
 def tests(rehearse: bool, other: bool) -> Iterator[Row]:
     """The tests marked gpu, but for the kernels that the other cases run."""
-    command = ["-m", "pytest", "-x", "-q", "-m", "gpu", "tests/conformance/test_cuda.py"]
+    # without the packages' own kernels, which take no model as small as those of the tests
+    code = (
+        "import sys, pytest; sys.modules.update(mamba_ssm=None, causal_conv1d=None); "
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    command = ["-c", code, "-q", "-m", "gpu", "tests/conformance/test_cuda.py"]
     command += ["-k", "not fused_kernels", *(["--collect-only"] if rehearse else [])]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr, flush=True)
@@ -548,9 +554,32 @@ def main() -> None:
 def _be(name: str, rehearse: bool, other: bool) -> None:
     """Run a case in this process, and print its rows."""
     sys.path.insert(0, str(ROOT / "tests"))  # for models on a processor
+    if not rehearse and find_spec("triton") is not None:
+        _tune_less(timed=CASES[name].together is None)
     torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
     for row in CASES[name].run(rehearse, other):
         print(MARK + json.dumps(row), flush=True)
+
+
+def _tune_less(*, timed: bool) -> None:
+    """Let Triton choose among few configurations of a kernel, else it tries them for minutes.
+
+    Args:
+        timed: whether times count; else the smallest configuration serves.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    own = Autotuner.__init__
+
+    def size(config: Any) -> int:
+        numbers = [x for x in config.kwargs.values() if isinstance(x, int)]
+        return math.prod(numbers) * config.num_stages
+
+    def init(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        some = configs[:2] if timed else sorted(configs, key=size)[:1]
+        own(self, fn, names, some, *args, **kwargs)
+
+    Autotuner.__init__ = init
 
 
 def _groups(names: Sequence[str]) -> Iterator[list[str]]:
