@@ -37,7 +37,9 @@ def device() -> Iterator[StandIn]:
 @pytest.mark.parametrize("family", ["Mamba", "Mamba-2", "softmax"])
 def test_no_projection_is_copied(device: StandIn, family: str, call: str) -> None:
     """Only weights beside the large projections are, such as convolutions and biases."""
-    model = budgets.FAMILIES[family](2).bfloat16().to("cuda")
+    model, ids = budgets.FAMILIES[family](2).bfloat16(), torch.zeros(1, 9, dtype=torch.long)
+    wanted = budgets.CALLS[call](model, ids)
+    model.to("cuda")
     large = [
         x.weight.numel()
         for mixer in find_mixers(model)
@@ -45,8 +47,9 @@ def test_no_projection_is_copied(device: StandIn, family: str, call: str) -> Non
         if isinstance(x, nn.Linear)
     ]
     device.watch(model)
-    budgets.CALLS[call](model, torch.zeros(1, 9, dtype=torch.long, device="cuda"))
+    found = budgets.CALLS[call](model, ids.to("cuda"))
     assert device.copied < 2 * max(large), "half a float32 copy"
+    assert relative_error(found.cpu(), wanted) <= 2**-6  # roundings to bfloat16 elsewhere
 
 
 @pytest.mark.parametrize("bias", [True, False])
