@@ -10,7 +10,7 @@ nearly the sum of two numbers of bfloat16: 16 of its 24 bits are kept.
 :cost: two products in half precision.
 :literature: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype For
     Higher-Precision Computations, 2019.
-:naive version: ``F.linear`` of the weight in float32
+:naive version: ``kernels.product``
 """
 
 from __future__ import annotations
