@@ -486,7 +486,7 @@ _LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
 _NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
 CASES: dict[str, Case] = {
     "Mamba agrees": Case(agreement("mamba-ssm Mamba"), 90, _SSM, together=1),
-    "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 270, _SSM, together=1),
+    "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 150, _SSM, together=1),
     "trained models agree": Case(trained, 90, ("transformers",), together=1, beside=True),
     **{
         f"{kind} 130M {short(dtype)}": Case(
@@ -500,8 +500,8 @@ CASES: dict[str, Case] = {
     },
     "Mamba 2.8B bfloat16": Case(_LARGE, 75, _SSM, beside=True),
     "GPT-NeoX 130M float32": Case(_NEOX, 60, ("transformers",)),
-    **{f"fla {family}": Case(of_fla(family), 240, _FLA, together=1) for family in FLA},
-    "tests": Case(tests, 180, ("transformers",), together=1),
+    **{f"fla {family}": Case(of_fla(family), 150, _FLA, together=1) for family in FLA},
+    "tests": Case(tests, 150, ("transformers",), together=1),
 }
 #: One of each kind.
 REHEARSED = (
