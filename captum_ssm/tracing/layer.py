@@ -157,6 +157,11 @@ class Layer:
         self._versions = self._versions_of(self.call.hidden_states, left)
 
     @property
+    def is_hooked(self) -> bool:
+        """Whether hooks of others changed what the mixer returned."""
+        return self._factor is not None
+
+    @property
     def factor(self) -> Tensor | None:
         """What hooks of others multiply the mixer's output with; None if they leave it alone.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..mixers.base import Call
+from ..mixers.base import Call, first_tensor, in_batch
 from .changes import lasting
 from .find import Mixer
-from .hooks import hooked, swap_first
-from .layer import Layer
+from .hooks import at_both_ends, hooked, swap_first
+from .layer import Layer, same_memory
 from .observe import observe
 
 #: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among the
@@ -62,6 +62,7 @@ class Beginning:
         self.model, self.ids = model, ids
         self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
         self.looked_up: Tensor | None = None
+        self._table: nn.Module | None = None
         self.entered: dict[int, Tensor] = {}
         self.shifted: dict[nn.Module, list[Any]] = {}
 
@@ -93,21 +94,27 @@ class Beginning:
 
         def look_up(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
             nonlocal done
-            ids = args[0] if args else None
-            if done or not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(given):
+            if done or not (self._table is module or self._are_given(args)):
                 return None
-            own = ids[:, : given.shape[1]]
-            if own.shape != given.shape or not torch.equal(own, given.to(own)):
-                return None
-            done = True
+            done, self._table = True, module
             return change(output)
 
         with ExitStack() as stack:
             if given.dim() == 2 and not given.is_floating_point():
-                for module in self.model.modules():
+                for module in [self._table] if self._table else self.model.modules():
                     if isinstance(module, nn.Embedding):
                         stack.enter_context(hooked(module.register_forward_hook, look_up))
             yield
+
+    def _are_given(self, args: tuple[Any, ...]) -> bool:
+        """Whether a table is given the explained ids, with others behind them or none."""
+        ids, given = args[0] if args else None, self.ids
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(given):
+            return False
+        own = ids[:, : given.shape[1]]
+        return same_memory(own, given) or (
+            own.shape == given.shape and torch.equal(own, given.to(own))
+        )
 
     @contextmanager
     def at_entry(
@@ -168,10 +175,54 @@ class Replays:
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
+        #: Mixers whose outputs are leaves as hooks of others have left them.
+        self._settled: set[nn.Module] = set()
         if beginning.looked_up is not None:
             self.root = beginning.looked_up
         elif start.dim() not in (2, 3):
             self.root = self.entry
+
+    def leaf(self, k: int) -> Tensor:
+        """The sequence that layer k returned in the run (B, L, E), or that hooks made of it.
+
+        Args:
+            k: the layer.
+        """
+        layer = self.layers[k]
+        settled = layer.mixer.module in self._settled
+        return (layer.output if settled else layer.call.output_tensor).detach()
+
+    def settle_hooks(self, subsets: Sequence[Tensor]) -> None:
+        """Take for leaves what hooks of others make of outputs, where they move no tokens.
+
+        A hook that silences a mixer would silence its noise as well.
+
+        Args:
+            subsets: tokens (B, L) at which there is noise, in one replay each.
+        """
+        hooked_ones = {layer.mixer.module for layer in self.layers if layer.is_hooked}
+        if not hooked_ones:
+            return
+        calm = self._left(hooked_ones, None)
+        moving = set[nn.Module]()
+        for on in subsets:
+            for (module, x), (_, before) in zip(self._left(hooked_ones, on), calm, strict=True):
+                if bool((changed(x, before) & ~on.to(x.device)).any()):
+                    moving.add(module)
+        self._settled = hooked_ones - moving
+
+    def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
+        """What leaves mixers behind all hooks, with noise at some tokens of what they return."""
+        found = list[tuple[Any, Tensor]]()
+
+        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found.append((module, in_batch(first_tensor(output)).detach().clone()))
+
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(at_both_ends(module, _pass, see))
+            self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
+        return found
 
     @property
     def entry(self) -> Tensor | None:
@@ -196,7 +247,8 @@ class Replays:
             other = known[next_one] if len(known) > 1 else 1 - x
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
-            other = x + self._noise(x, k) * torch.maximum(size, size.mean())
+            mean = size.mean()
+            other = x + self._noise(x, k) * torch.maximum(size, mean + (mean == 0))
         if on is True:
             return other
         on = on.to(x.device)
@@ -258,6 +310,7 @@ class Replays:
     def _leaves(self, leaf: Leaf) -> Iterator[list[Tensor]]:
         """Let mixers return other leaves; yields the sequences that they have read so far."""
         entering: list[Tensor] = []
+        left: list[Any] = []
 
         def instead(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
             k = len(entering)
@@ -269,12 +322,20 @@ class Replays:
             def swap(old: Tensor) -> Tensor:
                 return (new if new.dim() == old.dim() else new[0]).to(old.dtype)
 
-            return swap_first(self.layers[k].call.output, swap)[0]
+            left[:] = [swap_first(self.layers[k].call.output, swap)[0]]
+            if mixer.module in self._settled:  # hooks may write to it
+                return swap_first(left[0], torch.clone)[0]
+            return left[0]
+
+        def settled(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return left[0]
 
         with ExitStack() as stack:
             for mixer in dict.fromkeys(layer.mixer for layer in self.layers):
                 forward = functools.partial(instead, mixer)
                 stack.enter_context(forward_replaced(mixer.module, forward))
+                if mixer.module in self._settled:
+                    stack.enter_context(at_both_ends(mixer.module, _pass, settled))
             yield entering
 
     @contextmanager
@@ -289,14 +350,13 @@ class Replays:
 
     @contextmanager
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Let a projection onto a vocabulary, behind the last layer, have rank one."""
+        """Let a projection onto a vocabulary, behind the last layer, repeat features instead."""
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
             if len(entering) < len(self.layers):
                 return own(x, *args)
-            first = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype, device=x.device)
-            last = torch.linspace(1, 2, module.out_features, dtype=x.dtype, device=x.device)
-            return (x * first).sum(-1, keepdim=True) * last
+            times = -(-module.out_features // x.shape[-1])
+            return torch.cat([x] * times, -1)[..., : module.out_features]
 
         mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
         with ExitStack() as stack:
@@ -307,6 +367,28 @@ class Replays:
                     forward = functools.partial(small, module, module.forward)
                     stack.enter_context(forward_replaced(module, forward))
             yield
+
+
+#: Changes below so many units in the last place of a token's largest number are rounding: experts
+#: sum the tokens that are routed to them in blocks whose size depends on the others.
+_UNITS = 32
+
+
+def changed(x: Tensor, before: Tensor) -> Tensor:
+    """Where a sequence (B, L, E) is not what it was but for rounding, (B, L).
+
+    Each token is measured by its own largest number, so that one of massive size hides no other.
+
+    Args:
+        x, before: the sequence now and then.
+    """
+    x = x.to(before.device)
+    limit = (_UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
+    return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
+
+
+def _pass(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:

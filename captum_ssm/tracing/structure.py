@@ -31,13 +31,12 @@ from torch import Tensor, nn
 from ..errors import InputError, TrainingModeError
 from .hooks import hooked, swap_first
 from .layer import Layer
-from .replays import Replays
+from .replays import Replays, changed
 
 #: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
 #: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
 _FEW = 32
-#: Changes below so many units in the last place of a token's largest number are rounding: experts
-#: sum the tokens that are routed to them in blocks whose size depends on the others.
+#: Elements of a tensor that differ by less, in units of its largest number's last place, are alike.
 _UNITS = 32
 
 #: What to do where layers cannot be folded.
@@ -79,13 +78,13 @@ class _Found:
 
     Attributes:
         state: of the model and the input, with which it was found.
-        mask: True for real tokens (B, L).
+        mask: True for real tokens (B, L), or None.
         chain: how the tokens lie.
         layers: for each layer its stage, its order and whether it has a stream.
     """
 
     state: tuple[Any, ...]
-    mask: Tensor
+    mask: Tensor | None
     chain: Chain
     layers: list[tuple[int, Tensor | None, bool]]
 
@@ -94,7 +93,9 @@ class _Found:
 _found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
 
-def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = False) -> Chain:
+def arrange(
+    replays: Replays, output: Tensor, mask: Tensor | None, *, is_model: bool = False
+) -> Chain:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
 
     Of a model that is run by itself the finding is kept, for inputs of the same kind, until
@@ -103,7 +104,7 @@ def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = 
     Args:
         replays: of the run.
         output: what the model returned.
-        keep: True for the real tokens of the first layer (B, L).
+        mask: True for the real tokens of the first layer (B, L); None if all are.
         is_model: whether no function of the user's runs the model. Default: False.
 
     Raises:
@@ -114,9 +115,9 @@ def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = 
     model = replays.beginning.model
     state = (*_state_of(model), *_kind(replays, output)) if is_model else None
     found = _found.get(model)
-    if found is None or found.state != state or not torch.equal(found.mask, keep):
+    if found is None or found.state != state or not _same_mask(found.mask, mask):
         try:
-            found = _search(replays, output, keep, state or ())
+            found = _search(replays, output, mask, state or ())
         except NotAChain as error:
             if _repeats([layer.mixer for layer in replays.layers]):
                 runs = "The model runs several times in one call, side by side."
@@ -130,15 +131,23 @@ def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = 
     return found.chain
 
 
-def _search(replays: Replays, output: Tensor, keep: Tensor, state: tuple[Any, ...]) -> _Found:
-    search = _Search(replays, output, keep)
+def _search(
+    replays: Replays, output: Tensor, mask: Tensor | None, state: tuple[Any, ...]
+) -> _Found:
+    search = _Search(replays, output, mask)
     given = search.find_places()
     layers = [
         (number, search.order(k), has_stream)
         for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
         for k in stage
     ]
-    return _Found(state, keep, Chain(given, search.order_of_output()), layers)
+    return _Found(state, mask, Chain(given, search.order_of_output()), layers)
+
+
+def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def _repeats(parts: Sequence[object]) -> bool:
@@ -212,7 +221,7 @@ def note_streams(replays: Replays) -> None:
     while first < n - 1:
 
         def leaf(k: int, _: Tensor, noise: bool = False, first: int = first) -> Tensor:
-            own = layers[k].call.output_tensor
+            own = replays.leaf(k)
             return (
                 replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
             )
@@ -239,21 +248,22 @@ def note_streams(replays: Replays) -> None:
 class _Search:
     """Replays of one run, and what they have told so far."""
 
-    def __init__(self, replays: Replays, output: Tensor, keep: Tensor) -> None:
-        self.replays, self.keep = replays, keep
-        layers = replays.layers
+    def __init__(self, replays: Replays, output: Tensor, mask: Tensor | None) -> None:
+        self.replays, layers = replays, replays.layers
+        first = layers[0].output
+        self.all_real = mask is None or bool(mask.all())
+        keep = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
+        self.keep = keep
         self.entering = [layer.call.hidden_states.detach() for layer in layers]
-        self.leaves = [layer.call.output_tensor.detach() for layer in layers]
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
-        # once without noise: the output, as replays have it, and whether runs are repeatable
-        again, self.output = self._silent()
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         #: How many layers have run in the replay that runs.
         self.ran = 0
         #: Which token of the root each of the first layer's is (B, L); -1 for one of none.
         self.given, root = self.own, replays.root
-        if root is None or root.shape[1] != keep.shape[1]:
+        self.in_place = root is not None and root.shape[1] == keep.shape[1]
+        if not self.in_place:
             self.given = torch.full_like(self.own, -1)
         self.orders: list[Tensor | None] = [None] * len(self.names)
         for name, x in zip(self.names, self.entering, strict=False):
@@ -263,13 +273,21 @@ class _Search:
                     f"{x.shape[1]} of {len(x)} sequences, not {keep.shape[1]} of {len(keep)}. "
                     f"{INSTEAD}"
                 )
-        for k, x in enumerate(again):
-            if bool(self._changed(k, x).any()):
-                raise TrainingModeError(
-                    f"{self.names[k]} reads something else when the model runs again, with the "
-                    "same outputs of the mixers before it. Does it drop at random, by a dropout "
-                    "that is told training=True, or does forward_func keep a state?"
-                )
+        for layer in layers:
+            layer.check_unchanged()
+        replays.settle_hooks([*self._with_bits(keep.shape[1])])
+        self.leaves = [replays.leaf(k) for k in range(len(layers))]
+        # once without noise: the output, as replays have it, and whether runs are repeatable
+        again, self.output = self._silent()
+        moved = torch.stack(
+            [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
+        )
+        if bool(moved.any()):
+            raise TrainingModeError(
+                f"{self.names[int(moved.int().argmax())]} reads something else when the model runs "
+                "again, with the same outputs of the mixers before it. Does it drop at random, by "
+                "a dropout that is told training=True, or does forward_func keep a state?"
+            )
         #: Whether the output has the tokens of the layers; else it is pooled.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
@@ -294,8 +312,8 @@ class _Search:
         """Find the order of every layer's tokens, and return which tokens of the input they are."""
         replays, own = self.replays, self.own
         self.roots = [(replays.root, self.given)]
-        rolled = own.shape[1] > _FEW and bool(self.keep.all())
-        in_order = bool((self.given >= 0).all()) and all(map(self._all_as, self._subsets()))
+        rolled = own.shape[1] > _FEW and self.all_real
+        in_order = self.in_place and all(map(self._all_as, self._subsets()))
         if in_order and (not rolled or self._rolls()):
             return self._of_input(own)
         given, root = own, replays.root
@@ -322,6 +340,8 @@ class _Search:
         if replays.start.dim() not in (2, 3):
             return None
         tokens = replays.beginning.ids.shape[1]
+        if given is self.own and given.shape[1] == tokens:
+            return None
         given = torch.where(given < tokens, given, -1)
         same = given.shape[1] == tokens and torch.equal(given, self.own)
         if not bool((given >= 0).any()):
@@ -335,7 +355,7 @@ class _Search:
         those with each bit in their number, too.
         """
         tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
-        for _ in range(1 if few or bool(self.keep.all()) else 3):
+        for _ in range(1 if few or self.all_real else 3):
             drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
             yield drawn.argsort(1).to(self.keep.device) < tokens // 2
         yield from self._with_bits(tokens) if few else ()
@@ -366,7 +386,8 @@ class _Search:
         replays.root = root
         pairs = [*zip(moved, self.entering, strict=True)]
         pairs += [(output, self.output)] * self.per_token
-        return not any(bool(changed(x, y.roll(1, 1)).any()) for x, y in pairs)
+        found = [changed(x, y.roll(1, 1)).any().to(self.keep.device) for x, y in pairs]
+        return not bool(torch.stack(found).any())
 
     def _at_root(self, on: Tensor) -> Tensor:
         """Where the root holds the tokens that are ``on`` (B, L) in the first layer."""
@@ -494,9 +515,11 @@ class _Search:
         """
         n, device = len(self.leaves), self.keep.device
         found = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
-        free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
-        if not len(free):
-            free = self.keep.flatten().nonzero().flatten()
+        if self.all_real and self.given is self.own:
+            free = torch.arange(self.own.numel(), device=device)
+        else:
+            free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
+            free = free if len(free) else self.keep.flatten().nonzero().flatten()
         mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
         free = free[mixed.to(device)]
         for start in range(0, n + 1, len(free)):
@@ -528,9 +551,13 @@ class _Search:
             entering, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
             return [*entering, output] if self.per_token else entering
 
+        none = found.shape[1]
         for k, (real, noise) in enumerate(zip(at(False), at(True), strict=True)):
-            read = ours[k][changed(noise, real).to(slots.device) & (ours[k] <= k)]
-            found[k, read] = True
+            is_read = changed(noise, real).to(slots.device) & (ours[k] <= k)
+            read = found.new_zeros(none + 1).scatter_(
+                0, ours[k].where(is_read, none).flatten(), True
+            )
+            found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
         """Read off three replays what an output without tokens reads."""
@@ -552,19 +579,6 @@ class _Search:
         found[-1, [k + 1 for k in stage]] = changed(output(True, False), neither).any()
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(False, True), neither).any()
-
-
-def changed(x: Tensor, before: Tensor) -> Tensor:
-    """Where a sequence (B, L, E) is not what it was but for rounding, (B, L).
-
-    Each token is measured by its own largest number, so that one of massive size hides no other.
-
-    Args:
-        x, before: the sequence now and then.
-    """
-    x = x.to(before.device)
-    limit = (_UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
-    return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
 
 
 def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:

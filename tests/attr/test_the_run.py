@@ -190,10 +190,10 @@ FOLLOW = ("LatimFlow", "MambaLRP")
 
 #: What hooks make of a mixer's output besides scaling it, and the refusal of what folds layers.
 MOVES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "flip": (lambda out: out.flip(1), "in another order of the tokens"),
-    "shift": (lambda out: out.roll(1, 1), "in another order of the tokens"),
-    "centre": (lambda out: out - out.mean(1, keepdim=True), r"mean has mixed .*layers\.\d\.mixer"),
-    "sums": (lambda out: out.cumsum(1), r"cumsum has mixed .*layers\.\d\.mixer"),
+    "flip": (lambda out: out.flip(1), "in another order of the tokens|has mixed"),
+    "shift": (lambda out: out.roll(1, 1), "in another order of the tokens|has mixed"),
+    "centre": (lambda out: out - out.mean(1, keepdim=True), r"has mixed.*layers\.\d"),
+    "sums": (lambda out: out.cumsum(1), r"has mixed.*layers\.\d"),
 }
 
 

@@ -389,10 +389,8 @@ def _replayed(
         return None
     replays = Replays(layers, beginning, request.output, request.inputs, vouched=chosen)
     if not chosen and not any(layer.map is not None for layer in layers):
-        first = layers[0].output
-        keep = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         try:
-            return arrange(replays, output, keep, is_model=request.is_model)
+            return arrange(replays, output, mask, is_model=request.is_model)
         except NotAChain:
             if request.folds:
                 raise
