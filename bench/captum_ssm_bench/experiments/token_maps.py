@@ -27,26 +27,21 @@ from captum_ssm.tracing import repaired_scans
 
 from ..harness.experiment import Cell
 
-#: A position and the token that the logits there are asked about; or, of a classifier, which has
-#: logits at one position alone, that position and a class.
+#: A position and the token that the logits there are asked about.
 Target = tuple[int, int]
 #: (model, ids (1, L), targets) to maps (T, L) by row; see :meth:`.Experiment.measure`.
 TokenMap = Callable[[nn.Module, Tensor, Sequence[Target]], Mapping[str, Tensor]]
 
-COMPONENTS = ("s6", "unified", "exact")
-ABLATIONS = ("unified-conv", "unified-gate", "unified-activation")
-ACTIVATIONS = ("linearized", "silu", "taylor1", "taylor2", "relu", "identity")
+COMPONENTS = ("s6", "unified")
+ACTIVATIONS = ("linearized", "silu")
 #: Of the integral of integrated gradients.
 STEPS = 20
-#: In HA table 9 rollout takes these of all channels in place of their mean.
-REDUCTIONS = ("max", "min")
-NO_CLAMP = "no clamp"
 
 
 def token_maps() -> dict[Cell, TokenMap]:
     """Every method that explains models of texts, in each formulation."""
     maps: dict[Cell, TokenMap] = {}
-    for components in (*COMPONENTS, *ABLATIONS):
+    for components in COMPONENTS:
         for name, find in (
             ("ImplicitAttention", _attention),
             ("ImplicitAttentionRollout", _attention_rollout),
@@ -74,20 +69,6 @@ def token_maps() -> dict[Cell, TokenMap]:
     maps[Cell("InputXGradient")] = _input_x_gradient
     maps[Cell("IntegratedGradients")] = _integrated_gradients
     maps[Cell("FeatureAblation")] = _ablation
-    return maps
-
-
-def choice_maps() -> dict[Cell, TokenMap]:
-    """The choices that HA table 9 compares with the method's own, in its formulation."""
-    maps: dict[Cell, TokenMap] = {
-        Cell("ImplicitAttentionRollout", f"s6, {name}"): partial(
-            _attention_rollout, components="s6", reduce=name
-        )
-        for name in REDUCTIONS
-    }
-    maps[Cell("MambaAttribution", f"s6, {NO_CLAMP}")] = partial(
-        _by_target, kind=MambaAttribution, components="s6", clamp="none"
-    )
     return maps
 
 
@@ -140,13 +121,7 @@ def _positions(targets: Sequence[Target]) -> list[int]:
 def _by_target(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
 ) -> dict[str, Tensor]:
-    return {"": kind(model).attribute_each(ids, _as_captum(model, targets), **options)[:, 0]}
-
-
-def _as_captum(model: Any, targets: Sequence[Target]) -> list[Any]:
-    """The targets in Captum's form: those of a classifier are classes alone."""
-    classifies = model.get_output_embeddings() is None
-    return [index for _, index in targets] if classifies else list(targets)
+    return {"": kind(model).attribute_each(ids, list(targets), **options)[:, 0]}
 
 
 # What classes of Captum of these names say of the embeddings, summed over features; they would run
@@ -199,9 +174,9 @@ def _gradients(model: nn.Module, points: Tensor, targets: Sequence[Target]) -> T
 
 
 def _asked(logits: Tensor, target: Target) -> Tensor:
-    """What a target is about, (N,), of logits (N, L, V), or of a classifier's (N, V)."""
-    position, index = target
-    return logits[:, position, index] if logits.dim() == 3 else logits[:, index]
+    """What a target is about, (N,), of logits (N, L, V)."""
+    position, token = target
+    return logits[:, position, token]
 
 
 def _embedded(model: Any, ids: Tensor) -> Tensor:

@@ -51,11 +51,6 @@ class Column:
     better: str = "high"
     statistic: Statistic = mean
 
-    @property
-    def direction(self) -> str:
-        """Which numbers are better, if any are."""
-        return f"{self.better}er is better" if self.better else ""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -95,7 +90,6 @@ class Experiment(ABC):
         examples: how many of each model and seed a full run takes. Default: 100.
         baselines: names of methods that look at no model, or that all others are held against;
             where the best rows are shown, theirs are too. Default: none.
-        note: how to read the table. Default: nothing.
         groups: by name, names of models whose numbers are taken together, too, each model's alike.
             Default: none.
         against: the row that the others are held against if nobody names one. Default: None, they
@@ -125,7 +119,6 @@ class Experiment(ABC):
     columns: Sequence[Column]
     examples: int = 100
     baselines: Collection[str] = ()
-    note: str = ""
     groups: Mapping[str, Sequence[str]] = MappingProxyType({})
     against: Cell | None = None
 

@@ -14,17 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from captum_ssm._files import make_folder, replacing, write_whole
+from captum_ssm._files import make_folder, write_whole
 from captum_ssm.errors import OptionError
-from captum_ssm.metrics.sample import Interval as Bounds
-from captum_ssm.metrics.sample import Statistic
-from captum_ssm.viz.intervals import Interval, plot_intervals
+from captum_ssm.metrics.sample import Interval, Statistic
 
 from .experiment import Cell, Column, Experiment, file_name, name_of
 from .records import Key, Numbers, Rows
-from .statistics import CONFIDENCE, alike, interval
+from .statistics import alike, interval
 
-_DOTS_PER_INCH = 110
 #: The heads of a line beside those of its entries; of these, the ones that tell lines apart.
 _KEYS = ("model", "method", "formulation", "row", "trainings", "examples")
 _LABELS = ("method", "formulation", "row")
@@ -63,7 +60,7 @@ class Entry(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, found: Bounds) -> Entry:
+    def of(cls, found: Interval) -> Entry:
         """The first of an interval's values."""
         return cls(*(float(part[0]) for part in (found.value, found.low, found.high)))
 
@@ -165,15 +162,6 @@ def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[L
 
     Returns:
         The lines, each entry with its 95 % bootstrap interval.
-
-    Example:
-        >>> from captum_ssm_bench import EXPERIMENTS, Key, lines
-        >>> experiment = EXPERIMENTS["decomposition-error"]  # its one column is "error"
-        >>> keys = [Key(experiment.name, "m", "Latim", "silu", 0, example) for example in (0, 1)]
-        >>> results = [(keys[0], {"mean": {"error": 0.1}}), (keys[1], {"mean": {"error": 0.3}})]
-        >>> (line,) = lines(experiment, results)
-        >>> line.examples, str(line.entries["error"])
-        (2, '0.200 [0.100, 0.300]')
     """
     found = []
     for side, models in series_of(results).items():
@@ -292,25 +280,6 @@ def as_text(experiment: Experiment, table: Sequence[Line]) -> str:
     return "\n".join(parts)
 
 
-def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
-    """A section per model, and how to read them."""
-    parts = [f"# {experiment.title}"]
-    for model, own in _by_model(table):
-        parts += ["", f"## {model}, {sample_size(own)}", "", markdown(*_cells(experiment, own))]
-    brackets = (
-        f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
-        "there are several."
-    )
-    directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
-    legend = (brackets, f"{directions}." if directions else "", experiment.note)
-    return "\n".join([*parts, "", " ".join(filter(None, legend))]) + "\n"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, without a line's end behind it."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
 def as_csv(experiment: Experiment, table: Iterable[Line]) -> str:
     """One row per line, with the bounds of the intervals."""
     out = io.StringIO()
@@ -322,37 +291,25 @@ def as_csv(experiment: Experiment, table: Iterable[Line]) -> str:
     return out.getvalue()
 
 
-def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Path) -> list[Path]:
-    """Write the table as markdown and csv, and as a picture.
+def write_table(experiment: Experiment, table: Sequence[Line], folder: str | Path) -> Path:
+    """Write the table as csv.
 
     Args:
         experiment: whose table it is.
         table: its lines.
-        folder: where the files go; made if it is not there.
+        folder: where the file goes; made if it is not there.
 
     Returns:
-        The files.
+        The file.
 
     Raises:
-        WriteError: when a file cannot be written; it then holds what it held before.
+        WriteError: when the file cannot be written; it then holds what it held before.
         OptionError: when no file can be named after the experiment.
     """
-    place, name = Path(folder), file_name(experiment)
-    make_folder(place)
-    paths = [place / f"{name}.{ending}" for ending in ("md", "csv", "png")[: 3 if table else 2]]
-    for path, write in zip(paths, (as_markdown, as_csv), strict=False):
-        write_whole(path, write(experiment, table))
-    if table:
-        columns = experiment.columns
-        groups: dict[str, dict[str, list[Interval]]] = {}
-        for line in table:
-            found = [(x.low, x.value, x.high) for x in line.entries.values()]
-            groups.setdefault(line.model, {})[line.label] = found
-        heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
-        with replacing(paths[2]) as file:
-            drawn = plot_intervals(groups, heads, title=experiment.title)[0]
-            drawn.savefig(file, dpi=_DOTS_PER_INCH)
-    return paths
+    place = Path(folder) / f"{file_name(experiment)}.csv"
+    make_folder(place.parent)
+    write_whole(place, as_csv(experiment, table))
+    return place
 
 
 def sample_size(table: Sequence[Line]) -> str:

@@ -19,7 +19,7 @@ from captum_ssm.models.sentences import TextReader, class_vocabulary
 from captum_ssm.models.small import ModelSize, model_of, new_model
 from captum_ssm.models.vocabulary import UNKNOWN, WordVocabulary
 
-from ..data.valence import SOURCES, RatedText, load_valence
+from ..valence import SOURCES, RatedText, load_valence
 from .recipe import Recipe, Round, Scores
 
 #: By architecture, the class of transformers.
@@ -62,7 +62,7 @@ class RatedTexts:
     """The rated texts of some sources, as a task.
 
     Attributes:
-        sources: of :func:`~captum_ssm_bench.data.load_valence`. Default: all of them.
+        sources: of :func:`~captum_ssm_bench.valence.load_valence`. Default: all of them.
         least: how often a word of the training texts must occur to be known. Default: 3.
     """
 

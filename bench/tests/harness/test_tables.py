@@ -1,4 +1,4 @@
-"""Tables: lines of models and groups, paired gains and verdicts, and how they are shown."""
+"""Tables: lines of models and groups, paired gains, and how they are shown."""
 
 from __future__ import annotations
 
@@ -18,25 +18,19 @@ from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import Sample
 from captum_ssm.metrics.sample import mean
 from captum_ssm_bench import (
-    EXPERIMENTS,
     Cell,
     Column,
-    Comparison,
     Entry,
     Experiment,
     Key,
     Line,
     Rows,
     Side,
-    Verdict,
     lines,
-    verdicts,
-    write_tables,
+    write_table,
 )
 from captum_ssm_bench.harness.statistics import alike, interval, ratio
 from captum_ssm_bench.harness.tables import SHOWN, as_text, gain_lines, group_lines, shown
-from captum_ssm_bench.harness.verdicts import BEST
-from captum_ssm_bench.published import ASKED_HERE, PUBLISHED
 
 Result = tuple[Key, Rows]
 A, B = Side("a"), Side("b", "half")
@@ -184,89 +178,6 @@ def test_a_row_that_was_not_measured_cannot_be_held_against() -> None:
         gain_lines(Table(), results(lambda a, m, i: random.random()), Cell("c"))
 
 
-# --- verdicts --------------------------------------------------------------------------------
-
-
-def said(column: str = "x", better: Side = A, worse: Side = B, models: str = "") -> Comparison:
-    return Comparison("table", column, better, worse, "nobody", models=models)
-
-
-def only(found: list[Result], comparison: Comparison) -> Verdict:
-    (verdict,) = verdicts(Table(), found, [comparison])
-    return verdict
-
-
-def test_a_small_gain_that_all_examples_share() -> None:
-    """Unpaired, the spread of the examples would hide it."""
-    noise = [random.gauss(0, 100) for _ in range(12)]
-    found = results(lambda a, m, i: noise[i] + (0.1 if a == "a" else 0.0))
-    verdict = only(found, said())
-    assert verdict.outcome == "confirmed" and verdict.examples == 12
-    assert verdict.gain.value == pytest.approx(0.1)
-    assert only(found, said("error")).outcome == "refuted here"
-    assert only(found, said("error")).gain.value == pytest.approx(-0.1)
-    assert only(found, said("ratio")).gain.value == pytest.approx(0.05)
-    assert only(found, said(better=B, worse=A)).outcome == "refuted here"
-
-
-def test_gains_of_both_signs_leave_it_open() -> None:
-    verdict = only(results(lambda a, m, i: (-1.0) ** i if a == "a" else 0.0), said())
-    assert verdict.outcome == "not confirmed" and verdict.gain.low < 0 < verdict.gain.high
-    disagree = results(lambda a, m, i: float((a == "a") == (m == "m")), ["m", "m@1"])
-    assert only(disagree, said()).outcome == "not confirmed"
-
-
-def test_of_rows_that_are_not_known_nothing_is_said() -> None:
-    found = results(lambda a, m, i: 1.0)
-    elsewhere = said()._replace(experiment="another")
-    for comparison in (said(worse=Side("c")), said(models="-other"), elsewhere):
-        assert list(verdicts(Table(), found, [comparison])) == []
-    assert list(verdicts(Table(), results(lambda a, m, i: math.nan), [said()])) == []
-
-
-def test_trainings_of_a_model_have_one_verdict() -> None:
-    found = results(lambda a, m, i: float(a == "a"), ("m", "m@1", "n"))
-    judged = verdicts(Table(), found, [said()])
-    assert [(v.model, v.examples) for v in judged] == [("m", 24), ("n", 12)]
-
-
-def test_the_best_layer_is_chosen_on_other_examples() -> None:
-    """In even examples layer 0 is the best, in odd ones the worst."""
-    found = results(lambda a, m, i: float(i % 2 == 0), sides=[Side("a", "", "layer 0")])
-    found += results(lambda a, m, i: 0.5, sides=[Side("a", "", "layer 1")])
-    found += results(lambda a, m, i: 99.0, sides=[Side("a", "", "mean")])
-    found += results(lambda a, m, i: 0.25, sides=[B])
-    verdict = only(found, said(better=Side("a", "", BEST)))
-    assert (verdict.examples, verdict.outcome) == (6, "refuted here")
-    assert verdict.gain.value == pytest.approx(-0.25)
-    lowest = only(found, said("error", better=Side("a", "", BEST)))
-    assert lowest.gain.value == pytest.approx(0.25 - 0.5)
-
-
-def test_each_training_has_a_best_layer_of_its_own() -> None:
-    found = results(lambda a, m, i: 0.5, ("m", "m@1"), [B])
-    for number in range(2):
-        own = [Side("a", "", f"layer {number}")]
-        found += results(lambda a, m, i, n=number: float(n == (m == "m")), ("m", "m@1"), own)
-    verdict = only(found, said(better=Side("a", "", BEST)))
-    assert verdict.gain.value == pytest.approx(0.5) and verdict.examples == 12
-
-
-def test_comparisons_are_of_rows_and_columns_that_are_there() -> None:
-    cells = {name: set(experiment.cells()) for name, experiment in EXPERIMENTS.items()}
-    for each in (*PUBLISHED, *ASKED_HERE):
-        columns = {c.name: c for c in EXPERIMENTS[each.experiment].columns}
-        for side in each[2:4]:
-            assert Cell(*side[:2]) in cells[each.experiment], side
-        parts = each.published.split(" against ")
-        if len(parts) == 2 and all(part.replace(".", "").isdigit() for part in parts):
-            high, low = map(float, parts)
-            assert (high > low) == (columns[each.column].better == "high"), each
-        assert each.column in columns
-    assert len({*PUBLISHED, *ASKED_HERE}) == len(PUBLISHED) + len(ASKED_HERE)
-    assert {each.source for each in PUBLISHED} >= {"LATIM, table 2", "UN, table 3", "HA, table 5"}
-
-
 # --- what is shown ---------------------------------------------------------------------------
 
 
@@ -315,17 +226,9 @@ def test_the_text() -> None:
     ]
 
 
-def test_files(tmp_path: Path) -> None:
-    experiment = Table()
-    experiment.note = "Mind the gap."
-    table = lines(experiment, results(lambda a, m, i: float(i + (a == "b")), ("m", "n")))
-    paths = write_tables(experiment, table, tmp_path)
-    assert [path.suffix for path in paths] == [".md", ".csv", ".png"]
-    markdown = paths[0].read_text()
-    assert "| method | formulation | x | error | ratio |" in markdown
-    assert markdown.endswith("x: higher is better, error: lower is better. Mind the gap.\n")
+def test_the_file(tmp_path: Path) -> None:
+    table = lines(Table(), results(lambda a, m, i: float(i + (a == "b")), ("m", "n")))
+    assert write_table(Table(), table, tmp_path) == tmp_path / "table.csv"
     written = read_table(tmp_path, "table")
     assert [(row["model"], row["method"]) for row in written] == [tuple(t[:2]) for t in table]
     assert written[1]["x"] == pytest.approx(6.5) and written[1]["ratio low"] > 0
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
-    assert len(write_tables(experiment, [], tmp_path / "empty")) == 2

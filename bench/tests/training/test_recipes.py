@@ -24,7 +24,6 @@ from captum_ssm.models.folders import load_folder
 from captum_ssm.models.small import ModelSize
 from captum_ssm_bench import load_bundled
 from captum_ssm_bench.cli import main
-from captum_ssm_bench.data.valence import VARIABLE
 from captum_ssm_bench.tasks import CopyingTask, SceneTask, answer_accuracy
 from captum_ssm_bench.training import dictionary_recipes, image_recipes, loop
 from captum_ssm_bench.training.dictionary_recipes import DictionaryRecipe, DictionarySize
@@ -46,6 +45,7 @@ from captum_ssm_bench.training.text_recipes import (
     class_weights,
     rating_loss,
 )
+from captum_ssm_bench.valence import VARIABLE
 
 COPIES = CopyingTask(symbols=3, shortest=1, longest=3)
 TINY = SceneTask(size=16, lines=1)

@@ -68,12 +68,6 @@ class Knockout(Questioned):
         Column("error, matched", ("off_matched", "size_matched"), "low", ratio),
     )
     baselines = (AS_IT_IS.method,)
-    note = (
-        "Each number is of the edges of all texts together; error is the sum of what estimates are "
-        "off, as a share of the sum of true sizes. Where something is held, it is held in the "
-        "truth; the estimate is that of the model as it is, and the matched one that with the same "
-        "held. Signs count where the true effect is more than rounding."
-    )
     groups = MappingProxyType(
         {
             "language models": tuple(n for n in (*CHOOSING, *CONFIRMING) if n not in TEXT_RECIPES),
