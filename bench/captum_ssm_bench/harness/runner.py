@@ -18,7 +18,7 @@ from captum_ssm import __version__
 from captum_ssm._files import write_whole
 from captum_ssm.errors import InputError
 
-from .experiment import Cell, Experiment, Subject, file_name
+from .experiment import Cell, Experiment, Subject
 from .records import Key, Records, Rows
 
 #: Packages that results follow from.
@@ -69,9 +69,8 @@ def run(plan: Plan, folder: str | Path, progress: bool = False) -> list[Result]:
     Raises:
         InputError: when the folder holds results of other weights under the same names, or a line
             that is not a result.
-        OptionError: when no folder can be named after the experiment.
     """
-    experiment, place = plan.experiment, Path(folder) / file_name(plan.experiment)
+    experiment, place = plan.experiment, Path(folder) / plan.experiment.name
     records = Records(place)
     _check_weights(place / "weights.json", plan)
     found = dict(records)

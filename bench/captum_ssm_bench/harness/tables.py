@@ -18,7 +18,7 @@ from captum_ssm._files import make_folder, write_whole
 from captum_ssm.errors import OptionError
 from captum_ssm.metrics.sample import Interval, Statistic
 
-from .experiment import Cell, Column, Experiment, file_name, name_of
+from .experiment import Cell, Column, Experiment, name_of
 from .records import Key, Numbers, Rows
 from .statistics import alike, interval
 
@@ -47,13 +47,7 @@ class Side(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One number of a table with the bounds of its interval, NaN if no example has the number.
-
-    Example:
-        >>> from captum_ssm_bench import Entry
-        >>> str(Entry(value=0.5, low=0.25, high=0.75))
-        '0.500 [0.250, 0.750]'
-    """
+    """One number of a table with the bounds of its interval, NaN if no example has the number."""
 
     value: float
     low: float
@@ -304,9 +298,8 @@ def write_table(experiment: Experiment, table: Sequence[Line], folder: str | Pat
 
     Raises:
         WriteError: when the file cannot be written; it then holds what it held before.
-        OptionError: when no file can be named after the experiment.
     """
-    place = Path(folder) / f"{file_name(experiment)}.csv"
+    place = Path(folder) / f"{experiment.name}.csv"
     make_folder(place.parent)
     write_whole(place, as_csv(experiment, table))
     return place

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
 from captum_ssm.models.folders import VOCABULARY, save_of_transformers
 from captum_ssm.models.sentences import TextReader, class_vocabulary
 from captum_ssm.models.small import ModelSize, model_of, new_model
@@ -49,12 +48,6 @@ class ClassifierSize:
     architecture: str = "mamba"
     layers: int = 2
     hidden: int = 32
-
-    def __post_init__(self) -> None:
-        if self.architecture not in CLASSES:
-            raise OptionError(
-                f"architecture={self.architecture!r} is not known. Use one of {tuple(CLASSES)}."
-            )
 
 
 @dataclass(frozen=True)

@@ -137,26 +137,9 @@ def test_the_command_makes_what_training_makes(
     assert same(loaded, model)
 
 
-@pytest.mark.parametrize("name", ["copying-mamba2", "scenes-vit", "valence-rwkv"])
-def test_sizes_are_changed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loop.RECIPES, name, SMALL[name]())
-    lines: list[str] = []
-    model: Any = train(name, tmp_path / "out", 1, lines.append, steps=2, layers=3)
-    assert model.config.num_hidden_layers == 3 and lines[0].startswith("step 2/2 ")
-    with pytest.raises(OptionError, match=rf"heads=3: the size of '{name}'.*'hidden'"):
-        train(name, tmp_path / "other", heads=3)
-    assert not (tmp_path / "other").exists()
-
-
-def test_names_and_kinds_that_are_not_known(tmp_path: Path) -> None:
+def test_names_that_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"name='passkeys': no such bundled model.*passkey-mamba"):
         train("passkeys", tmp_path / "out")
-    for kind, architecture in ((ImageModelSize, "cnn"), (ClassifierSize, "gru")):
-        with pytest.raises(OptionError, match=f"architecture='{architecture}'"):
-            kind(architecture)
-    for k in (0, 17):
-        with pytest.raises(OptionError, match=f"k={k}: of 16 features"):
-            DictionarySize(16, k)
 
 
 # --- language models -------------------------------------------------------------------------
