@@ -1,8 +1,7 @@
 """Keep the tables of ``evaluate`` as the pages of results read them.
 
 Usage: python bench/keep_tables.py RESULTS, where RESULTS is the folder that was given as ``--out``.
-In RESULTS/trainings may lie the tables of several trainings of each model, made with ``--models``.
-Tables that RESULTS does not hold stay as they are.
+Tables that it does not hold stay as they are.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ def main(folder: Path, tables: Path = TABLES) -> None:
     machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
     known = tables / "measured.json"
     measured = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
-    for begin, of in (("", folder), ("again-", folder / "trainings")):
-        for table in of.glob("*.csv"):
-            shutil.copy(table, tables / f"{begin}{table.name}")
-            measured[f"{begin}{table.stem}"] = machine
+    for table in folder.glob("*.csv"):
+        shutil.copy(table, tables)
+        measured[table.stem] = machine
     known.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

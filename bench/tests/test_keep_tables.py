@@ -16,24 +16,18 @@ def test_tables_are_kept_with_their_machine(
     from keep_tables import main
 
     results, docs = tmp_path / "results", tmp_path / "docs"
-    for folder in (results, results / "trainings", docs):
+    for folder in (results, docs):
         folder.mkdir()
     machine = {"date": "2020-02-29", "torch": "9.9"}
     (results / "machine.json").write_text(json.dumps(machine))
     (results / "copying.csv").write_text("new")
-    (results / "trainings" / "copying.csv").write_text("of several trainings")
     for name in ("copying", "passkey"):
         (docs / f"{name}.csv").write_text("old")
     (docs / "measured.json").write_text(json.dumps({"passkey": {"date": "2019-01-01"}}))
     main(results, docs)
     kept = {path.name: path.read_text() for path in docs.glob("*.csv")}
-    assert kept == {
-        "copying.csv": "new",
-        "again-copying.csv": "of several trainings",
-        "passkey.csv": "old",
-    }
+    assert kept == {"copying.csv": "new", "passkey.csv": "old"}
     assert json.loads((docs / "measured.json").read_text()) == {
-        "again-copying": machine,
         "copying": machine,
         "passkey": {"date": "2019-01-01"},
     }

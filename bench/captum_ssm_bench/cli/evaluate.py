@@ -19,11 +19,7 @@ QUICK = 4
 
 _DESCRIPTION = """Measure explanations on trained models whose right answers are known, and write
 tables.  Results are recorded example by example; the same command goes on where a run ended.
-Example: captum-ssm-bench evaluate copying --methods LatimFlow MambaLRP --out results
-
-To tell how much depends on the seed of the training, make models again and name them all:
-  captum-ssm-bench train copying-mamba --seed 1 --out again
-  captum-ssm-bench evaluate copying --models copying-mamba copying-mamba=again"""
+Example: captum-ssm-bench evaluate copying --methods LatimFlow MambaLRP --out results"""
 
 
 def add_to(commands: Any) -> None:
@@ -40,8 +36,7 @@ def add_to(commands: Any) -> None:
     add("--list", action="store_true", help="list experiments, methods and variants")
     add("--methods", nargs="+", metavar="M", help="only these methods")
     add("--formulations", nargs="+", metavar="F", help="only these variants")
-    models = "only these models; of NAME=FOLDER the one that train NAME wrote there"
-    add("--models", nargs="+", metavar="NAME[=FOLDER]", help=models)
+    add("--models", nargs="+", metavar="NAME", help="only these models")
     against = "hold all others against this row, METHOD or 'METHOD, FORMULATION'"
     add("--against", metavar="ROW", help=against)
     add("--seeds", nargs="+", type=int, default=[0], help="of the examples")
@@ -98,12 +93,12 @@ def _row(named: str | None) -> Cell | None:
 def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list[Plan]:
     """What is to be measured of each experiment asked for; those that it leaves nothing of go."""
     from ..harness.runner import Plan
-    from ..harness.subjects import asked
 
     plans = []
     for each in _experiments(options, known):
         chosen = each.chosen(options.methods, options.formulations)
-        subjects = asked(each, options.models)
+        models = options.models
+        subjects = [own for own in each.subjects() if models is None or own.name in models]
         examples = options.examples or (QUICK if options.quick else each.examples)
         if chosen and subjects:
             plans.append(Plan(each, chosen, examples, options.seeds, subjects))
@@ -131,10 +126,7 @@ def _experiments(
     options.methods = _known("--methods", options.methods, methods)
     options.formulations = _known("--formulations", options.formulations, formulations)
     models = [subject.name for each in found for subject in each.subjects()]
-    for number, each in enumerate(options.models or ()):
-        name, *where = each.partition("=")
-        (name,) = _known("--models", [name], models) or [name]
-        options.models[number] = "".join([name, *where])
+    options.models = _known("--models", options.models, models)
     if options.examples is not None and options.examples < 1:
         raise OptionError(f"--examples {options.examples}: use 1 or more.")
     return found

@@ -55,24 +55,11 @@ class Subject:
         name: of the model.
         load: gives the model in evaluation mode, on a device.
         fingerprint: of its weights, so that results of others are never mixed in.
-        training: which of several models of this name, trained with other seeds; the one that
-            ships with the package has none. Default: none.
     """
 
     name: str
     load: Callable[[torch.device], nn.Module]
     fingerprint: str
-    training: str = ""
-
-    @property
-    def label(self) -> str:
-        """The name that its results are recorded under; see :func:`name_of`."""
-        return f"{self.name}@{self.training}" if self.training else self.name
-
-
-def name_of(label: str) -> str:
-    """The name of a model, the same one for all trainings."""
-    return label.partition("@")[0]
 
 
 class Experiment(ABC):

@@ -52,7 +52,7 @@ class Plan:
 
     def key(self, subject: Subject, cell: Cell, seed: int, index: int) -> Key:
         """The key that one result is recorded under."""
-        return Key(self.experiment.name, subject.label, *cell, seed, index)
+        return Key(self.experiment.name, subject.name, *cell, seed, index)
 
 
 def run(plan: Plan, folder: str | Path, progress: bool = False) -> list[Result]:
@@ -81,10 +81,10 @@ def run(plan: Plan, folder: str | Path, progress: bool = False) -> list[Result]:
         for index in range(plan.examples)
     ]
     missing = [each for each in asked if each[3].keys() - found.keys()]
-    label, model = "", torch.nn.Module()
+    loaded, model = "", torch.nn.Module()
     for subject, seed, index, cells in tqdm(missing, experiment.name, disable=not progress):
-        if label != subject.label:
-            label, model = subject.label, subject.load(_device())
+        if loaded != subject.name:
+            loaded, model = subject.name, subject.load(_device())
         example = experiment.example(subject, index, seed)
         with experiment.together():
             for key, cell in cells.items():
@@ -100,7 +100,7 @@ def _device() -> torch.device:
 
 def _check_weights(path: Path, plan: Plan) -> None:
     """Note the weights of the plan's models; raise if the folder holds results of others."""
-    wanted = {each.label: each.fingerprint for each in plan.models}
+    wanted = {each.name: each.fingerprint for each in plan.models}
     noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     changed = [name for name in wanted if noted.get(name, wanted[name]) != wanted[name]]
     if changed:

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ import torch
 from helpers.full_disk import ROOM, contents, full_disk
 from torch import nn
 
-from captum_ssm.errors import DataNotFoundError, InputError, OptionError, WriteError
+from captum_ssm.errors import InputError, WriteError
 from captum_ssm_bench import (
     EXPERIMENTS,
     Cell,
@@ -32,13 +31,10 @@ from captum_ssm_bench import (
     Rows,
     Subject,
     lines,
-    load_bundled,
     run,
     write_table,
 )
 from captum_ssm_bench.harness.runner import note_machine
-from captum_ssm_bench.harness.subjects import asked, bundled, retrained
-from captum_ssm_bench.harness.tables import as_text
 from captum_ssm_bench.training.loop import RECIPES, recipe_of, train
 
 NAME, CPU = "passkey-mamba", torch.device("cpu")
@@ -139,19 +135,6 @@ def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
         run(plan(Counted("b")), tmp_path)
 
 
-def test_trainings_of_a_model_lie_beside_each_other_and_are_one_row(tmp_path: Path) -> None:
-    experiment = Counted()
-    first = experiment.subjects()[0]
-    again = Subject(first.name, first.load, "b", training="b")
-    run(Plan(experiment, experiment.cells(), 5, subjects=[first]), tmp_path)
-    found = run(Plan(experiment, experiment.cells(), 5, subjects=[first, again]), tmp_path)
-    assert experiment.loaded == ["one", "one"]  # of the first nothing was left to measure
-    assert {key.model for key, _ in found} == {"one", "one@b"}
-    table = lines(experiment, found)
-    assert {(t.model, t.trainings, t.examples) for t in table} == {("one", 2, 10)}
-    assert "one, 10 examples of 2 trainings" in as_text(experiment, table)
-
-
 def test_the_note_of_a_run_names_no_place(tmp_path: Path) -> None:
     text = note_machine(tmp_path).read_text()
     found = json.loads(text)
@@ -243,37 +226,3 @@ def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:
     assert [each.example for each, _ in records] == [0, 1]
     with pytest.raises(WriteError, match="could not be written"):
         Records(own)
-
-
-# --- models ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model that was trained for no step at all."""
-    recipe = recipe_of(NAME)
-    recipe.save(recipe.new(), tmp_path / "again")
-    return tmp_path / "again"
-
-
-def test_models_that_ship_and_others_of_their_recipes(folder: Path) -> None:
-    ships, again = asked(PASSKEYS, [NAME, f"{NAME}={folder}"])
-    assert ships.label == ships.name == again.name == NAME != again.label
-    assert bundled(NAME).fingerprint == ships.fingerprint != again.fingerprint
-    for subject, where in ((ships, None), (again, folder)):
-        wanted = load_bundled(NAME, where)[0].parameters()
-        for one, other in zip(subject.load(CPU).parameters(), wanted, strict=True):
-            assert torch.equal(one, other)
-    first, second = (PASSKEYS.example(subject, 2, 1) for subject in (ships, again))
-    assert torch.equal(first.ids, second.ids), "examples are the same for all trainings"
-
-
-def test_models_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    assert asked(PASSKEYS, ["copying-mamba"]) == []
-    assert {each.name for each in asked(PASSKEYS, None)} == {NAME, "passkey-mamba2"}
-    with pytest.raises(OptionError, match="same weights of 'passkey-mamba' are named twice"):
-        asked(PASSKEYS, [f"{NAME}={folder}", f"{NAME}={folder}/"])
-    with pytest.raises(DataNotFoundError, match=re.escape(f"{NAME}={tmp_path}: there is no")):
-        retrained(NAME, tmp_path)
-    with pytest.raises(OptionError, match="'no-such-model': no such bundled model"):
-        bundled("no-such-model")
