@@ -8,7 +8,7 @@ length and at twice the length, and ``calls.csv``, its memory and its picture, w
 beside one forward and backward pass of the same model.  It needs a quarter of an hour of a quiet
 machine.
 
-The second measures small operators.  It fails if gradients of coefficients cost more than 16 times
+The second measures small operators.  It fails if gradients of coefficients cost more than 12 times
 the map, or if a cost that should be linear in the length grows by more than 3.5 for twice the
 length: a kernel then forms pairs of tokens, or computes with numbers too small to be normal.  A
 quiet machine has at most 9 and 2.5; caches that overflow and other processes add to both.
@@ -35,7 +35,7 @@ from captum_ssm.operators import Operator
 from captum_ssm.viz.figure import LINES, new_figure
 
 #: Gradients may cost so many times the map, and what is linear grow so much with the length.
-GRADIENTS, GROWTH = 16.0, 3.5
+GRADIENTS, GROWTH = 12.0, 3.5
 #: Lengths of the tables, and the length and channels of a head of the check.
 TOKENS, WIDTH = 1024, 64
 CHECKED_TOKENS, CHECKED_WIDTH = 512, 32

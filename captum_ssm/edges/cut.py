@@ -139,7 +139,7 @@ class Cut:
             delta = None
             if lost:
                 before = sum_tensors(lost).flatten(-2)
-                delta = self._as_returned(before @ projection_of(self.linear).weight)
+                delta = self._as_returned(projection_of(self.linear).product(before))
             silent = [k for k in self.edges if k.is_whole]
             mask = self._pairs(silent[0])[0].targets[0] if silent else None
         out = self.output

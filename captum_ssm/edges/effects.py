@@ -187,7 +187,7 @@ class LayerEffects:
         before = carried(self.linear, pairs, share, self.name)
         if self.readers is None:
             return (before * self._left).flatten(1).sum(1)
-        return self._of_lost(before.flatten(-2) @ projection_of(self.linear).weight)
+        return self._of_lost(projection_of(self.linear).product(before.flatten(-2)))
 
     def _of_lost(self, lost: Tensor) -> Tensor:
         """The effect of what all tokens are not written, (B, L, E)."""

@@ -31,7 +31,7 @@ from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
-from .parts.common import as_heads, padding_mask, run, working_dtype
+from .parts.common import as_heads, padding_mask, run, widened, working_dtype
 from .parts.softmax import read_pairs, seen_pairs, softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
@@ -221,7 +221,8 @@ def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
     if hasattr(module, "config"):
         twin.config = _Settings(module.config)
     twin.training = False  # no dropout, and no random numbers drawn for it
-    twin._modules = {name: _prepared(name, sub, dtype) for name, sub in module._modules.items()}
+    like = call.hidden_states.new_empty(0, dtype=dtype)
+    twin._modules = {name: _prepared(name, sub, like) for name, sub in module._modules.items()}
     with full_precision(call.hidden_states.device), _torchs_noted(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
@@ -385,14 +386,11 @@ def _pairs(module: Any, noted: _Noted) -> Tensor | None:
     return read_once(("pairs of tokens", device, causal, window), masked, of=mask)
 
 
-def _prepared(name: str, submodule: Any, dtype: torch.dtype) -> Any:
+def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
     """A submodule for the shallow copy: no output projection and dropout, half precision wider."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
-    half = (torch.float16, torch.bfloat16)
-    if submodule is not None and any(p.dtype in half for p in submodule.parameters()):
-        return copy.deepcopy(submodule).to(dtype)
-    return submodule
+    return None if submodule is None else widened(submodule, like)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

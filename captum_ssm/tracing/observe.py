@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..mixers.base import Call
 from ..mixers.parts.heard import Heard, telling
 from ..mixers.registry import refusal
@@ -95,6 +96,8 @@ def observe(
         gradients: whether autograd is to record the runs.
         vouched: whether the user named the mixers and vouches for the rest.
     """
+    for mixer in mixers:
+        _require_whole(mixer)
     without_caches(model, stack)
     for name, stranger in () if vouched else strangers(model):
         refuse = functools.partial(_refuse, name)
@@ -116,6 +119,17 @@ def observe(
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
+
+
+def _require_whole(mixer: Mixer) -> None:
+    """Raise for a mixer of which this process has some of the heads alone."""
+    for weight in mixer.module.parameters():
+        if any(place.is_shard() for place in getattr(weight, "placements", ())):
+            raise InputError(
+                f"Mixer {mixer.name!r}: its weights are split between processes, as tp_plan does "
+                "it, so that no process has the whole mixer. Load the model with device_map, "
+                "which puts whole layers on devices."
+            )
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()
     if isinstance(linear.project, Projection):
-        yield linear.project.weight
+        yield linear.project.stored
         if linear.project.rest is not None:
             yield linear.project.rest
 

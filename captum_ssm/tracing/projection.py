@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
+from ..mixers import linear as product
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal
+from ..operators.kernels import wide_products
 from .find import Mixer
 
 #: Size of the unit vectors that find a weight, which keeps constants from rounding it.
@@ -29,14 +31,29 @@ class Projection:
     """y W + rest, from (B, L, H, P) to (B, L, E).
 
     Attributes:
-        weight: W (C, E).
+        stored: W (C, E) in the precision that the module holds it in.
+        dtype: what it is computed in.
         rest: what the projection makes of zeros, broadcastable to (B, L, E); None for nothing.
         check: raises for what the operator cannot have returned. Default: None, anything goes.
     """
 
-    weight: Tensor
+    stored: Tensor
+    dtype: torch.dtype
     rest: Tensor | None
     check: Callable[[Tensor], None] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """W (C, E) in the precision of computation, not to be kept: it may be a copy."""
+        return self.stored.to(self.dtype)
+
+    def product(self, y: Tensor) -> Tensor:
+        """y W alone (..., E).
+
+        Args:
+            y: (..., C).
+        """
+        return product(y, self.stored.T)
 
     def __call__(self, y: Tensor) -> Tensor:
         """What the mixer returns.
@@ -46,7 +63,7 @@ class Projection:
         """
         if self.check is not None:
             self.check(y)
-        out = y.flatten(-2) @ self.weight
+        out = self.product(y.flatten(-2))
         return out if self.rest is None else out + self.rest
 
 
@@ -66,7 +83,8 @@ def projection_of(linear: LinearMixer) -> Projection:
     read = _read_off(linear)
     if read is not None:
         weight, bias = read
-        return Projection(weight.T.to(values), None if bias is None else bias.to(values))
+        bias = None if bias is None else bias.to(values)
+        return Projection(weight.T.to(values.device), values.dtype, bias)
     at_rest = linear.project(torch.zeros_like(values, memory_format=torch.contiguous_format))
     channels, places = values[0, 0].numel(), values[..., 0, 0].numel()
     parts = []
@@ -76,7 +94,7 @@ def projection_of(linear: LinearMixer) -> Projection:
         probe[range(count), range(start, start + count)] = _PROBE
         found_here = linear.project(probe.view(values.shape)) - at_rest
         parts.append(found_here.flatten(0, 1)[:count] / _PROBE)
-    return Projection(torch.cat(parts), at_rest)
+    return Projection(torch.cat(parts), values.dtype, at_rest)
 
 
 def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], Tensor] | None:
@@ -131,15 +149,15 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
         rest = None if projection.rest is None else projection.rest * factor.to(projection.rest)
         scaled = replace(projection, rest=rest)
         return replace(linear, operator=Chain(tokens, linear.operator), project=scaled)
-    features = factor[0, 0].to(projection.weight)
+    features = factor[0, 0].to(linear.values)
     if not bool((factor == features).all()):
         raise InputError(
             "A forward hook drops other features of a mixer's output at each token. Use LatimFlow, "
             "which explains the hook as well, or leave the hook out."
         )
-    weight = projection.weight * features
+    stored = projection.weight * features
     rest = None if projection.rest is None else projection.rest * features
-    return replace(linear, project=replace(projection, weight=weight, rest=rest))
+    return replace(linear, project=replace(projection, stored=stored, rest=rest))
 
 
 class _Overheard(TorchFunctionMode):
@@ -174,7 +192,7 @@ class _Overheard(TorchFunctionMode):
     ) -> Any:
         # a quantised weight, say, may know no more than how to be multiplied with
         plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
-        if func is not F.linear or kwargs or not plain:
+        if func not in (F.linear, wide_products.linear) or kwargs or not plain:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_given(x) else func(*args)

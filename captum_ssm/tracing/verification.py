@@ -152,7 +152,7 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     signs = _signs(1, batch, tokens, linear.values)[0]
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
-    found, rest = combined.flatten(1) @ project.weight, project.rest
+    found, rest = project.product(combined.flatten(1)), project.rest
     if rest is not None and rest.dim() < 3:  # the same for all tokens
         found = torch.addcmul(found, signs.sum(1, keepdim=True), rest)
     elif rest is not None:

@@ -13,6 +13,7 @@ from oracles import relative_error
 from torch import Tensor
 from zoo import architectures, extreme
 
+from captum_ssm.mixers import run
 from captum_ssm.tracing.verification import TOLERANCES
 
 pytest.importorskip("transformers")
@@ -88,6 +89,21 @@ def test_bfloat16(method: str, family: str) -> None:
     found = explain(copy.deepcopy(half).to(DEVICE), ids.to(DEVICE))
     wanted = explain(extreme.in_double(half), ids)
     assert relative_error(found.cpu(), wanted) <= 2 * TOLERANCES[torch.bfloat16]
+
+
+def test_products_with_bfloat16_weights() -> None:
+    """They are nearly those of float32, and the weight is not copied."""
+    module = torch.nn.Linear(512, 2048).bfloat16().to(DEVICE)
+    x = torch.randn(1, 64, 512, device=DEVICE, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = run(module, x)
+    assert torch.cuda.max_memory_allocated() - before < 2 * module.weight.numel()
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    weight = module.weight.double()
+    exact = x.double() @ weight.T + module.bias.double()
+    assert relative_error(found.cpu(), exact.cpu()) <= 1e-5
+    assert relative_error(gradient.cpu(), weight.sum(0).expand_as(x).cpu()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -30,6 +30,7 @@ from captum_ssm.operators.kernels import (
     fused_scan,
     fused_taps,
     gpu,
+    wide_products,
 )
 from captum_ssm.operators.kernels.chunks import CHUNK, ChunkSteps
 from captum_ssm.operators.kernels.odd_even import FadingSteps
@@ -343,6 +344,7 @@ class StandIn(TorchDispatchMode):
         self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(fused_heads, "run", self.kernel(_attended))
         self._set(fused_delta, "run", self.kernel(_corrected))
+        self._set(wide_products, "multiply", self.kernel(lambda x, y: x.float() @ y.float()))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             self._set(torch, name, self._on_host(getattr(torch, name)))

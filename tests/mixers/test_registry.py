@@ -278,7 +278,7 @@ class MeanMixer(nn.Module):
 def test_no_unknown_mixer_is_overlooked_that_is_called_past_its_hooks() -> None:
     register_mixer(Shift, linearize_shift)
     model, x = Sideways().double(), torch.randn(2, 5, 4).double()
-    with pytest.raises(InputError, match=r"tokens that torch's mean has mixed"):
+    with pytest.raises(InputError, match="mixed after layer 'first'"):
         ImplicitAttentionRollout(model).attribute(x, query="last")
     with torch.no_grad():
         for shift in (model.first, model.last):

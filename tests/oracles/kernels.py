@@ -109,3 +109,8 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
         running = torch.logaddexp(running + log_decay, new)
         sums.append(running)
     return torch.stack(sums, 1)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """The sum over k of weight[n, k] x[..., k], in float64."""
+    return (x.double()[..., None, :] * weight.double()).sum(-1)

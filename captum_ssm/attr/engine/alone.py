@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import ReconstructionError
 from ...operators.kernels.arithmetic import unseen
 from ...operators.kernels.truths import at_most
-from ...tracing import repaired_scans, runnable
+from ...tracing import repaired_scans
 from ...tracing.repair.fused import unfused
 from ..call.targets import Against, contrasted
 from .run import Request, Run
@@ -85,9 +85,7 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
         calls: how often each mixer ran.
         granted: the largest error that was accepted of an operator.
     """
-    function: Any = runnable(request.forward_func)
-    owner = getattr(function, "__self__", function)
-    if owner is request.model and isinstance(owner, nn.Module) and max(calls.values()) == 1:
+    if request.is_model and max(calls.values()) == 1:
         return None
     return Alone(request, min(_TIMES * len(calls) * granted, _MOST))
 

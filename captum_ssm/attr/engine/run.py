@@ -19,15 +19,19 @@ from ...tracing import (
     Graph,
     Layer,
     Trace,
+    find_mixers,
     require_deterministic,
     require_layers,
     require_real_tokens,
+    runnable,
     trace,
 )
 from ...tracing.chance import refusals
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
-from ...tracing.places.chain import Chain, NotAChain, arrange, note_streams
+from ...tracing.places import chain as followed
+from ...tracing.replays import Beginning, Replays
+from ...tracing.structure import Chain, NotAChain, arrange, note_streams
 from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model, explained_ids
 from ..call.layout import TokenLayout
@@ -97,6 +101,13 @@ class Request:
     def ids(self) -> Tensor:
         """The explained ids, or the floating input."""
         return explained_ids(self.inputs, self.additional)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether forward_func is the model itself, or its method, with no code of the user's."""
+        function: Any = runnable(self.forward_func)
+        owner = getattr(function, "__self__", function)
+        return owner is self.model and isinstance(owner, nn.Module)
 
     def output(self, start: Tensor, others: Sequence[Tensor] | None = None) -> Tensor:
         """What the model returns, as a tensor.
@@ -306,6 +317,9 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
         follow = _followed(request, stack)
+        beginning = Beginning(model, find_mixers(model), request.ids)
+        if follow is None:
+            stack.enter_context(beginning.seen())
         if request.direct:
             arguments: dict[str, Any] = {"layers": layers, "follow": follow}
             paths = stack.enter_context(direct_paths(model, request.ids, **arguments))
@@ -332,7 +346,6 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the model's last mixer, where the tail begins, did not run, or not as the last one
         return traced(replace(request, graph="outputs"), shared=shared)
-    chain = None if follow is None else _chained(request, record, origin)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
         if len(found) != batch:
@@ -343,6 +356,10 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     with unseen():
         mask = record.mask
     require_real_tokens(mask)
+    if follow is not None:
+        chain = _chained(request, record, origin)
+    else:
+        chain = _replayed(request, record, beginning, output, mask)
     return Run(request, record, output, mask, chain, shared, paths=paths)
 
 
@@ -353,7 +370,7 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
     joined with, and nothing more.
     """
     chosen = request.layers is not None
-    if chosen and not (request.streams or request.folds):
+    if not (request.streams or request.direct):
         return None
     running = Running(request.model)
     running.watch(stack)
@@ -363,18 +380,41 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
     return follow
 
 
-def _chained(request: Request, record: Trace, output: Origin | None) -> Chain | None:
+def _replayed(
+    request: Request, record: Trace, beginning: Beginning, output: Tensor, mask: Tensor | None
+) -> Chain | None:
     """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
-    layers, reads = record.layers, record.reads
-    if request.layers is None and not any(layer.map is not None for layer in layers):
+    layers, chosen = record.layers, request.layers is not None
+    if chosen and not request.folds:
+        return None
+    replays = Replays(layers, beginning, request.output, request.inputs, vouched=chosen)
+    if not chosen and not any(layer.map is not None for layer in layers):
+        first = layers[0].output
+        keep = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         try:
-            return arrange(layers, reads, output)
+            return arrange(replays, output, keep, is_model=request.is_model)
         except NotAChain:
             if request.folds:
                 raise
         for layer in layers:  # each by itself, in the order in which it reads the tokens
             layer.arrange(None, None, None)
-    note_streams(layers, reads, output)
+    if request.folds:
+        note_streams(replays)
+    return None
+
+
+def _chained(request: Request, record: Trace, output: Origin | None) -> Chain | None:
+    """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
+    layers, reads = record.layers, record.reads
+    if request.layers is None and not any(layer.map is not None for layer in layers):
+        try:
+            return followed.arrange(layers, reads, output)
+        except NotAChain:
+            if request.folds:
+                raise
+        for layer in layers:  # each by itself, in the order in which it reads the tokens
+            layer.arrange(None, None, None)
+    followed.note_streams(layers, reads, output)
     return None
 
 

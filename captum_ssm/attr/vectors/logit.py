@@ -13,6 +13,7 @@ from ...errors import InputError
 from ...linear import Local
 from ...operators.kernels.truths import are_noted, may_hold_any, reached
 from ...tracing import Layer
+from ...tracing.places.chain import Chain as Followed
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.result import NamedTokens, Names
@@ -222,7 +223,8 @@ def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
         return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
-    found = by_token if run.chain is None else run.chain.put(by_token, part.origin)
+    chain = run.chain
+    found = chain.put(by_token, part.origin) if isinstance(chain, Followed) else by_token
     if found.shape[1] != tokens:
         raise InputError(
             f"A part of the model adds to the output by {found.shape[1]} tokens, but layer "

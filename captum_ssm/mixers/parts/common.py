@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedMixerError
 from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
+from ...operators.kernels import wide_products
 from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
 from ..base import Call
@@ -66,12 +67,38 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     known = told(submodule, x)
     if known is not None:
         return known
-    half = (torch.float16, torch.bfloat16)
-    if any(p.dtype in half for p in submodule.parameters()):
-        submodule = copy.deepcopy(submodule).to(x.dtype)
     with full_precision(x.device):
-        out = submodule(x)
+        out = widened(submodule, x)(x)
     return out if isinstance(out, Tensor) else torch.as_tensor(out)
+
+
+def widened(module: nn.Module, like: Tensor) -> nn.Module:
+    """A module whose weights are in half precision, as a copy that computes in another dtype.
+
+    A weight that a GPU multiplies as it is belongs to both.
+
+    Args:
+        module: the module; one without such weights is returned itself.
+        like: a tensor of that dtype, where the module is.
+    """
+    half = (torch.float16, torch.bfloat16)
+    if not any(p.dtype in half for p in module.parameters()):
+        return module
+    shared = [
+        part
+        for part in module.modules()
+        if type(part) is nn.Linear and wide_products.serves(like, part.weight)
+    ]
+    copies: dict[int, Any] = {id(part.weight): None for part in shared}  # nothing in their place
+    twin = copy.deepcopy(module, copies).to(like.dtype)
+    for part in shared:
+        copies[id(part)].weight = part.weight
+        copies[id(part)].forward = _product_of(part.weight, copies[id(part)].bias)
+    return twin
+
+
+def _product_of(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda x: linear(x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,8 +118,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         >>> linear(torch.ones(1, 2), torch.eye(2).half(), torch.ones(2).half()).tolist()
         [[2.0, 2.0]]
     """
+    bias = None if bias is None else bias.to(x)
     with full_precision(x.device):
-        return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
+        if wide_products.serves(x, weight):
+            return wide_products.linear(x, weight, bias)
+        return F.linear(x, weight.to(x), bias)
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

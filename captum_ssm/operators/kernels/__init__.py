@@ -32,7 +32,7 @@ first, and chunks for many vectors.  With it, short convolutions of one tap for 
 fused_taps.  Where a DeltaRule has a decay for each key channel, its gradients take
 attention_backward in place of within_chunk.  Other operators need none of these: diagonals and
 short convolutions are bands, long convolutions fast Fourier transforms, and given matrices
-products.
+products.  The mixers' projections by weights in bfloat16 are wide_products there.
 
 What their algorithms are called; each module says more, with a reference and its naive version in
 tests/oracles:
@@ -45,6 +45,7 @@ fused_heads            linear attention with one decay per head in one launch, o
 fused_delta            a delta rule with decay in one launch, on a GPU
 fused_fading           first-order linear recurrences in one launch, on a GPU
 fused_taps             a short causal convolution in one launch, on a GPU
+wide_products          float32 as a sum of two numbers of bfloat16, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums that hold them
 ut_transform           the UT/WY transform of products of Householder-like updates

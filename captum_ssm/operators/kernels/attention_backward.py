@@ -4,7 +4,8 @@
 
 The decay is one per head or one per channel of the state.  A chunk is halved again and again: the
 second half reads the first through a product of two thin factors.  A state goes between chunks.
-All factors are products of decays, never quotients or differences of sums of logarithms.
+All factors are products of decays, never quotients or differences of sums of logarithms.  Joining
+two halves has its own backward, because autograd copies halves several times.
 
 :takes: several q and k (B, L, H, N), as many v (B, L, H, P) as k, the decays' logarithms
     (B, L, H, N) or (B, L, H, 1), the bonus (H, N) or None, and the gradients of all y.
@@ -18,6 +19,7 @@ All factors are products of decays, never quotients or differences of sums of lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -82,23 +84,24 @@ def attend(
     length = min(_TOKENS, 1 << (tokens - 1).bit_length())
 
     def cut(x: Tensor) -> Tensor:
-        """(B, H, C, R or W, T, N or P)."""
-        x = F.pad(x.permute(0, 3, 2, 1, 4), (0, 0, 0, -tokens % length))
-        return torch.unflatten(x, 3, (-1, length)).transpose(2, 3)
+        """(B, H, C, T, R or W, N or P)."""
+        x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -tokens % length))
+        return torch.unflatten(x, 1, (-1, length)).permute(0, 4, 1, 2, 3, 5).contiguous()
 
-    q, k, v, decay = map(cut, (query, key, values, normal(log_decay.exp())[:, :, None]))
+    decay = log_decay.exp()
+    q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _least(decay))[:, :, None]))
     aside = k if bonus is None else bonus[:, None, None, None] * k
-    own = torch.einsum("bhcrtn,bhcwtn->bhctrw", q, aside)
+    own = (q[..., :, None, :] * aside[..., None, :, :]).sum(-1)
     inner, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
     v = v.flatten(3, 4)
     written, kept = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
     state, before = torch.zeros_like(written[:, :, 0]), []
     for keeps, adds in zip(kept.unbind(2), written.unbind(2), strict=True):
         before.append(state)
-        state = normal(keeps * state) + adds
-    out = inner @ v + reads @ torch.stack(before, 2)  # (B, H, C, R T, P)
-    out = torch.unflatten(out, 3, (rows, length)).transpose(2, 3).flatten(3, 4)
-    return out[:, :, :, :tokens].permute(0, 3, 2, 1, 4)
+        state = torch.addcmul(adds, keeps, state)
+    out = inner @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
+    out = torch.unflatten(out, 3, (length, rows)).flatten(2, 3)
+    return out[:, :, :tokens].permute(0, 2, 3, 1, 4)
 
 
 def _by_halves(
@@ -107,56 +110,92 @@ def _by_halves(
     """The matrices of runs of T tokens, T a power of two, and what these read, write and keep.
 
     Args:
-        decay: (..., 1, T, N or 1), at most 1.
-        query: (..., R, T, N).
-        key: (..., W, T, N).
+        decay: (..., T, 1, N or 1), at most 1.
+        query: (..., T, R, N).
+        key: (..., T, W, N).
         own: what each token takes of its own values (..., T, R, W).
         late: whether a token reads the state before its own step.
 
     Returns:
-        The matrices (..., R T, W T); queries with all decays from the first token on that they
-        see (..., R T, N), keys with all decays after theirs (..., W T, N), and the products of all
+        The matrices (..., T R, T W); queries with all decays from the first token on that they
+        see (..., T R, N), keys with all decays after theirs (..., T W, N), and the products of all
         decays (..., 1, N or 1).
     """
-    inner = own[..., :, None, :, None]  # (..., runs, R, tokens, W, tokens)
-    read = query if late else normal(query * decay)
-    reads, writes, total = (x.transpose(-3, -2)[..., None, :] for x in (read, key, decay))
-    while reads.shape[-4] > 1:  # (..., runs, R, tokens, N)
-        split = (torch.unflatten(x, -4, (-1, 2)).unbind(-4) for x in (reads, writes, total))
-        (reads0, reads1), (writes0, writes1), (total0, total1) = split
-        inner0, inner1 = torch.unflatten(inner, -5, (-1, 2)).unbind(-5)
-        across = _products(reads1, writes0).view_as(inner0)
+    inner, reads, writes, total = own, query if late else query * decay, key, decay
+    while total.shape[-3] > 1:  # runs
+        inner0, inner1 = _halves(inner)
+        across, reads, writes, total = _Joined.apply(  # type: ignore[no-untyped-call]
+            reads, writes, total
+        )
         above = torch.cat([inner0, torch.zeros_like(inner0)], -1)
-        inner = torch.cat([above, torch.cat([across, inner1], -1)], -3)
-        reads = torch.cat([reads0, normal(reads1 * total0)], -2)
-        writes = torch.cat([normal(writes0 * total1), writes1], -2)
-        total = normal(total0 * total1)
-    inner = inner.squeeze(-5).flatten(-2).flatten(-3, -2)
-    reads, writes = (x.squeeze(-4).flatten(-3, -2) for x in (reads, writes))
-    return inner, reads, writes, total.squeeze(-4).squeeze(-3)
+        inner = torch.cat([above, torch.cat([across, inner1], -1)], -2)
+    return inner.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of runs (..., runs, rows, columns), every other one and the one after it."""
+    first, second = torch.unflatten(x, -3, (-1, 2)).unbind(-3)
+    return first, second
+
+
+class _Joined(torch.autograd.Function):
+    """Pairs of runs as one run each.
+
+    The products of the second one's reads with the first one's writes (..., runs / 2, rows,
+    columns), and the reads, writes and decays of both.  Decayed numbers that are too small are cut
+    to zero, in the gradients as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reads: Tensor, writes: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(reads, writes, total)
+        ctx.fades = total.is_cpu and bool(total.amin() < math.sqrt(_least(total)))
+        (reads0, reads1), (writes0, writes1) = _halves(reads), _halves(writes)
+        total0, total1 = _halves(total)
+        return (
+            _products(reads1, writes0),
+            torch.cat([reads0, _scaled(reads1, total0, ctx.fades)], -2),
+            torch.cat([_scaled(writes0, total1, ctx.fades), writes1], -2),
+            _scaled(total0, total1, ctx.fades),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        across, reads, writes, total = grads
+        (_, reads1), (writes0, _), (total0, total1) = map(_halves, ctx.saved_tensors)
+        sooner, later = reads.chunk(2, -2)
+        early, late = writes.chunk(2, -2)
+        of_total0 = (later * reads1).sum_to_size(total0.shape).addcmul_(total, total1)
+        of_total1 = (early * writes0).sum_to_size(total1.shape).addcmul_(total, total0)
+        of_reads1 = _scaled(later, total0, ctx.fades).add_(across @ writes0)
+        of_writes0 = _scaled(early, total1, ctx.fades).add_(across.mT @ reads1)
+        pairs = (sooner, of_reads1), (of_writes0, late), (of_total0, of_total1)
+        return tuple(torch.stack(pair, -3).flatten(-4, -3) for pair in pairs)
+
+
+def _least(x: Tensor) -> float:
+    """The smallest number that is kept: its products with most others are normal numbers.
+
+    Processors are slow at denormal numbers.  It is 8e-25 in float32.
+    """
+    kind = torch.finfo(x.dtype)
+    return kind.tiny / kind.eps**2
+
+
+def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
+    """x times a factor at most 1, with zeros in place of too small numbers where it may be small.
+
+    Args:
+        x: numbers.
+        factor: broadcastable to them.
+        fades: whether it may be.
+    """
+    out = x * factor
+    return F.hardshrink(out, _least(x)) if fades else out
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """Of all rows with all columns; libraries are slow at many matrices of one entry."""
-    rows, columns = rows.flatten(-3, -2), columns.flatten(-3, -2)
-    if rows.shape[-2] * columns.shape[-2] == 1:
-        return (rows * columns).sum(-1, keepdim=True)
+    """Of all rows with all columns; libraries are slow at many matrices of a few entries."""
+    if rows.shape[-2] * columns.shape[-2] <= 2:
+        return (rows[..., :, None, :] * columns[..., None, :, :]).sum(-1)
     return rows @ columns.mT
-
-
-class _Normal(torch.autograd.Function):
-    """Zeros in place of denormal numbers, in values and in gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return F.hardshrink(x, torch.finfo(x.dtype).tiny)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return F.hardshrink(grads[0], torch.finfo(grads[0].dtype).tiny)
-
-
-def normal(x: Tensor) -> Tensor:
-    """The same with zeros in place of denormal numbers, with which processors are slow."""
-    found: Tensor = _Normal.apply(x)  # type: ignore[no-untyped-call]
-    return found

@@ -16,26 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
+from .. import structure
 from ..layer import Layer
+from ..structure import INSTEAD, OF_A_TOWER, NotAChain
 from .origin import OTHERS, Mixed, Origin, token_places, within_examples
 from .rules.groups import plain_number
-
-#: What to do where layers cannot be folded.
-_INSTEAD = (
-    "Folding layers would explain another network. Use LatimFlow, which follows the network as it "
-    "is, or name layers that are a chain with layers=[...]."
-)
-
-
-#: What to do where the layers are those of images beside the text that is explained.
-_OF_A_TOWER = (
-    "If the layer is of a tower of images beside the explained text, name the layers of the text "
-    "with layers=[...], or use LatimFlow, which explains both."
-)
-
-
-class NotAChain(InputError):
-    """Layers of a run that cannot be multiplied one after the other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +43,17 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
-    """How the tokens of a run lie.
+class Chain(structure.Chain):
+    """How the tokens of a run lie that was followed.
 
     Attributes:
         first: where the tokens that the first layer read come from.
-        given: which token of the explained input each of them is (B, L), -1 for one that comes
-            from elsewhere; None if they are the same.
         orders: which of the first layer's tokens each of a layer's is (L,), by the layer's number
             from 1 on; None if they are the same.
-        output: the same for what the model returned by token.
     """
 
     first: Origin
-    given: Tensor | None
     orders: Mapping[int, Tensor | None]
-    output: Tensor | None
 
     def put(self, x: Tensor, origin: Origin | None) -> Tensor:
         """Numbers by the tokens of a tensor (B, L'), in the order of the first layer's (B, L).
@@ -118,12 +98,12 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
                 missing = layers[min(outputs - set(entering.sources)) - 1].name
                 raise NotAChain(
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
-                    f"model has branches of layers, or runs several times. {_INSTEAD}"
+                    f"model has branches of layers, or runs several times. {INSTEAD}"
                 )
             again = run is not None and read.run is not None and run[0] is read.run[0]
             if again and run != read.run:
                 raise NotAChain(
-                    f"The model runs several times in one call, side by side. {_INSTEAD}"
+                    f"The model runs several times in one call, side by side. {INSTEAD}"
                 )
             orders[number] = None if number == 1 else _order(entering, orders, first, name)
             stream = None
@@ -132,7 +112,8 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
             layer.arrange(stage, orders[number], stream)
         outputs = set(numbers)
     note_streams(layers, reads, output, first)
-    return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
+    last = _order_of_output(output, orders, first, outputs)
+    return Chain(given, last, first, orders)
 
 
 def _stages(reads: Sequence[Read]) -> list[list[int]]:
@@ -180,7 +161,7 @@ def note_streams(
                 name = "The model's output" if is_last else f"Layer {layers[own[-1]].name!r}"
                 beside = f"{name} reads what layer {layers[own[0] - 1].name!r} left beside "
                 if any(s < OTHERS for s in left.live - entering.live - {*own}):
-                    raise NotAChain(f"{beside}what passes several layers by at once. {_INSTEAD}")
+                    raise NotAChain(f"{beside}what passes several layers by at once. {INSTEAD}")
                 # some tokens of the input may not be there any more
                 cut = {0} if is_last and left.shape[:2] != first.shape[:2] else set()
                 if passing:
@@ -205,7 +186,7 @@ def _require_all(stopped: frozenset[int], beside: str, layers: Sequence[Layer]) 
     lost = max((s for s in stopped - feeding if s < OTHERS), default=None)
     if lost is not None:
         what = f"layer {layers[lost - 1].name!r} left" if lost else "the model was given"
-        raise NotAChain(f"{beside}a part of what that read, without what {what}. {_INSTEAD}")
+        raise NotAChain(f"{beside}a part of what that read, without what {what}. {INSTEAD}")
 
 
 def _order_of_output(
@@ -231,11 +212,11 @@ def _given(layer: Layer, origin: Origin) -> Tensor | None:
         return None
     places = origin.tokens(0)
     if not places:
-        raise NotAChain(f"Layer {layer.name!r} reads nothing of the inputs. {_OF_A_TOWER}")
+        raise NotAChain(f"Layer {layer.name!r} reads nothing of the inputs. {OF_A_TOWER}")
     if len(places) != 1:
         raise NotAChain(
             f"Layer {layer.name!r} reads the tokens of the input in several orders at once. "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
     batch, tokens = origin.sizes[0]
     if len(places[0]) != batch:
@@ -259,7 +240,7 @@ def _apart(origin: Origin | None, name: str) -> Origin:
         raise InputError(
             f"{name} reads a sequence of which torch's functions do not tell how it follows from "
             "inputs. Does forward_func make up ids or embeddings anew, or is the model's code "
-            f"compiled, scripted or fused there? Pass what the model reads as inputs. {_OF_A_TOWER}"
+            f"compiled, scripted or fused there? Pass what the model reads as inputs. {OF_A_TOWER}"
         )
     if origin.mixed is not None:
         raise _mixing(name, origin.mixed)
@@ -291,7 +272,7 @@ def _order(
     for source, entries in origin.sources.items():
         if len(entries) > 1:
             raise NotAChain(
-                f"{name} reads the same tokens in {len(entries)} orders at once. {_INSTEAD}"
+                f"{name} reads the same tokens in {len(entries)} orders at once. {INSTEAD}"
             )
         if source in orders:
             permutation, order = origin.permutation(source), orders[source]
@@ -304,11 +285,11 @@ def _order(
         if match is not None:
             found.append(_common(match, None, name))
         elif not found or bool((numbers >= 0).all()):
-            raise NotAChain(f"{name} reads other tokens than the first layer. {_INSTEAD}")
+            raise NotAChain(f"{name} reads other tokens than the first layer. {INSTEAD}")
     if any(not _alike(other, found[0]) for other in found[1:]):
         raise NotAChain(
             f"{name} reads what the layers before it left, each in another order of the tokens. "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
     return found[0]
 
@@ -345,10 +326,10 @@ def _common(permutation: Tensor | None, order: Tensor | None, name: str) -> Tens
     """A permutation (B, L) of tokens in some order, as the order of the first layer's (L,)."""
     if permutation is None:
         raise NotAChain(
-            f"{name} reads others than all tokens of the layers before it, each once. {_INSTEAD}"
+            f"{name} reads others than all tokens of the layers before it, each once. {INSTEAD}"
         )
     if not bool((permutation == permutation[:1]).all()):
-        raise NotAChain(f"{name} reads the tokens of each example in another order. {_INSTEAD}")
+        raise NotAChain(f"{name} reads the tokens of each example in another order. {INSTEAD}")
     same = torch.arange(permutation.shape[1], device="cpu")
     found = permutation[0] if order is None else order[permutation[0]]
     return None if torch.equal(found, same) else found

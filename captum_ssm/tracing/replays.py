@@ -1,0 +1,357 @@
+"""Runs of a model again, in which mixers do not run and return given sequences.
+
+A replay costs what the model computes outside of its mixers.  It needs no graph and follows no
+function, so that kernels and quantized layers are no obstacle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..mixers.base import Call
+from .changes import lasting
+from .find import Mixer
+from .hooks import hooked, swap_first
+from .layer import Layer
+from .observe import observe
+
+#: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among the
+#: parts that act within tokens (unified paper, section 3.3).
+_WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
+#: A seed that no user takes: noise along a model's own embeddings would be undone by its norms.
+_SEED = 7_340_921_563
+#: So many directions of noise take turns.
+_DIRECTIONS = 16
+
+#: A projection to so many times as many features is a head; it would take most of a replay's time.
+_WIDE = 8
+
+#: One thread at a time replays a model, since the mixers of all are replaced on the module itself.
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_making_locks = threading.Lock()
+
+#: Returns the sequence that layer k returns in a replay, from k and the sequence that it reads.
+Leaf = Callable[[int, Tensor], Tensor]
+
+
+class Beginning:
+    """Sees where the tokens of a run begin: enter :meth:`seen` for the time of the run.
+
+    Args:
+        model: the module.
+        mixers: its mixers.
+        ids: the explained ids, or the floating input.
+
+    Attributes:
+        looked_up: the embeddings that the ids were first looked up to (B, L, E); None so far.
+        entered: the first sequence of each length that entered a module around a mixer.
+        shifted: the outputs of parts that read the token before, by module.
+    """
+
+    def __init__(self, model: nn.Module, mixers: Sequence[Mixer], ids: Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
+        self.looked_up: Tensor | None = None
+        self.entered: dict[int, Tensor] = {}
+        self.shifted: dict[nn.Module, list[Any]] = {}
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Note all of it in the run inside the ``with``."""
+
+        def keep(x: Tensor) -> Tensor:
+            self.looked_up = x.detach()
+            return x
+
+        def enter(x: Tensor) -> Tensor:
+            self.entered.setdefault(x.shape[1], x.detach().clone())
+            return x
+
+        def shift(module: nn.Module, args: Any, output: Any) -> None:
+            self.shifted.setdefault(module, []).append(output)
+
+        with self.at_look_up(keep), self.at_entry(None, enter), ExitStack() as stack:
+            for module in self.model.modules():
+                if type(module).__name__ in _WITHIN_TOKENS:
+                    stack.enter_context(hooked(module.register_forward_hook, shift, prepend=True))
+            yield
+
+    @contextmanager
+    def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Change what the explained ids, the first of a text, are first looked up to."""
+        given, done = self.ids, False
+
+        def look_up(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+            nonlocal done
+            ids = args[0] if args else None
+            if done or not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(given):
+                return None
+            own = ids[:, : given.shape[1]]
+            if own.shape != given.shape or not torch.equal(own, given.to(own)):
+                return None
+            done = True
+            return change(output)
+
+        with ExitStack() as stack:
+            if given.dim() == 2 and not given.is_floating_point():
+                for module in self.model.modules():
+                    if isinstance(module, nn.Embedding):
+                        stack.enter_context(hooked(module.register_forward_hook, look_up))
+            yield
+
+    @contextmanager
+    def at_entry(
+        self, shape: torch.Size | None, change: Callable[[Tensor], Tensor]
+    ) -> Iterator[None]:
+        """Change the first sequence of a shape that enters a module around a mixer.
+
+        Args:
+            shape: its shape. Default: None, every sequence is changed.
+            change: makes another of it.
+        """
+        done = False
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal done
+
+            def swap(x: Tensor) -> Tensor:
+                nonlocal done
+                if done or x.dim() != 3 or shape not in (None, x.shape):
+                    return x
+                done = shape is not None
+                return change(x)
+
+            return swap_first((args, kwargs), swap)[0]
+
+        with ExitStack() as stack:
+            for module in self.around:
+                register = module.register_forward_pre_hook
+                stack.enter_context(hooked(register, enter, with_kwargs=True))
+            yield
+
+
+class Replays:
+    """Replays of a recorded run.
+
+    Args:
+        layers: the layers of the run, in the order in which they ran.
+        beginning: where its tokens began.
+        call: runs the model on an input.
+        start: the input of the run.
+        vouched: whether the user named the mixers and vouches for the rest.
+
+    Attributes:
+        root: where tokens begin: the floating input, the embeddings of the explained ids, the ids
+            where others are looked up, or :attr:`entry`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        beginning: Beginning,
+        call: Callable[[Tensor], Tensor],
+        start: Tensor,
+        *,
+        vouched: bool,
+    ) -> None:
+        self.layers, self.beginning, self.start = layers, beginning, start
+        self._call, self._vouched = call, vouched
+        self._known: dict[Any, Tensor] = {}
+        self.root: Tensor | None = start
+        if beginning.looked_up is not None:
+            self.root = beginning.looked_up
+        elif start.dim() not in (2, 3):
+            self.root = self.entry
+
+    @property
+    def entry(self) -> Tensor | None:
+        """The first sequence (B, L, E) of as many tokens as the first layer reads, if any."""
+        return self.beginning.entered.get(self.layers[0].call.hidden_states.shape[1])
+
+    def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
+        """A sequence (B, L, E) with noise at some tokens, as large as each token's largest number.
+
+        Ids become others of the same text, so that the model knows them.
+
+        Args:
+            x: the sequence, or ids (B, L).
+            on: the tokens (B, L), or whether it is all of them.
+            k: the layer that it is the leaf of. Default: -1, it is the root.
+        """
+        if on is False:
+            return x.clone()  # the model may write to it
+        if not x.is_floating_point():
+            known = torch.unique(x)
+            next_one = (torch.searchsorted(known, x) + 1) % len(known)
+            other = known[next_one] if len(known) > 1 else 1 - x
+        else:
+            size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
+            other = x + self._noise(x, k) * torch.maximum(size, size.mean())
+        if on is True:
+            return other
+        on = on.to(x.device)
+        return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x)
+
+    def _noise(self, x: Tensor, k: int) -> Tensor:
+        """A direction of features for each layer, of another size and sign at each token."""
+        features = x.shape[-1] if x.dim() > 2 else 1
+        directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
+        sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
+        sizes = sizes + sizes.sign()
+        if x.dim() == 2:
+            return sizes * directions
+        return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
+
+    def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Random numbers, the same ones each time."""
+        key = (*shape, like.dtype, like.device)
+        if key not in self._known:
+            generator = torch.Generator("cpu").manual_seed(_SEED)
+            drawn = torch.randn(tuple(shape), generator=generator, device="cpu")
+            self._known[key] = drawn.to(like)
+        return self._known[key]
+
+    def run(
+        self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Run once more.
+
+        Args:
+            leaf: returns the leaf of every layer.
+            root: makes another root of the root. Default: None, it stays.
+
+        Returns:
+            The sequences that the layers read, and the output.
+
+        Raises:
+            InputError: when the model calls its mixers in another order.
+        """
+        start, seen = self.start, self.beginning
+        with _lock_of(seen.model), torch.no_grad(), ExitStack() as stack:
+            if root is not None and self.root is start:
+                start = root(start)
+            elif root is not None and self.root is not None:
+                at = self.root is seen.looked_up
+                stack.enter_context(
+                    seen.at_look_up(root) if at else seen.at_entry(self.root.shape, root)
+                )
+            observe(seen.model, [], (), stack, gradients=False, vouched=self._vouched)
+            stack.enter_context(self._shifts_kept())
+            entering = stack.enter_context(self._leaves(leaf))
+            stack.enter_context(self._small_heads(entering))
+            output = self._call(start)
+        if len(entering) != len(self.layers):
+            raise _another_order()
+        return entering, output
+
+    @contextmanager
+    def _leaves(self, leaf: Leaf) -> Iterator[list[Tensor]]:
+        """Let mixers return other leaves; yields the sequences that they have read so far."""
+        entering: list[Tensor] = []
+
+        def instead(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+            k = len(entering)
+            if k == len(self.layers) or self.layers[k].mixer is not mixer:
+                raise _another_order()
+            entering.append(Call(args, kwargs, None).hidden_states.detach())
+            new = leaf(k, entering[k])
+
+            def swap(old: Tensor) -> Tensor:
+                return (new if new.dim() == old.dim() else new[0]).to(old.dtype)
+
+            return swap_first(self.layers[k].call.output, swap)[0]
+
+        with ExitStack() as stack:
+            for mixer in dict.fromkeys(layer.mixer for layer in self.layers):
+                forward = functools.partial(instead, mixer)
+                stack.enter_context(forward_replaced(mixer.module, forward))
+            yield entering
+
+    @contextmanager
+    def _shifts_kept(self) -> Iterator[None]:
+        """Let parts that read the token before return what they returned."""
+        with ExitStack() as stack:
+            for module, outputs in self.beginning.shifted.items():
+                kept = iter(outputs)
+                forward = functools.partial(lambda kept, *_, **__: next(kept), kept)
+                stack.enter_context(forward_replaced(module, forward))
+            yield
+
+    @contextmanager
+    def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
+        """Let a projection onto a vocabulary, behind the last layer, have rank one."""
+
+        def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+            if len(entering) < len(self.layers):
+                return own(x, *args)
+            first = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype, device=x.device)
+            last = torch.linspace(1, 2, module.out_features, dtype=x.dtype, device=x.device)
+            return (x * first).sum(-1, keepdim=True) * last
+
+        mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
+        with ExitStack() as stack:
+            for module in self.beginning.model.modules():
+                if type(module) is not nn.Linear or module in mixing:
+                    continue
+                if module.out_features >= _WIDE * module.in_features:
+                    forward = functools.partial(small, module, module.forward)
+                    stack.enter_context(forward_replaced(module, forward))
+            yield
+
+
+def _lock_of(model: nn.Module) -> threading.RLock:
+    with _making_locks:
+        return _locks.setdefault(model, threading.RLock())
+
+
+if hasattr(os, "register_at_fork"):  # a thread that holds one does not come along
+    os.register_at_fork(after_in_child=_locks.clear)
+
+
+def _another_order() -> InputError:
+    return InputError(
+        "When the model runs again, it calls its mixers in another order. Is forward_func random, "
+        "or does it keep a state? Use LatimFlow, which runs it once, or make it repeatable."
+    )
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the computation of a module for this thread; other threads meet its own.
+
+    Hooks on the module meet the replacement's output as they meet its own.
+
+    Args:
+        module: the module.
+        forward: computes in its place.
+    """
+    own, owner = module.forward, threading.get_ident()
+
+    @functools.wraps(own)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (forward if threading.get_ident() == owner else own)(*args, **kwargs)
+
+    def replace() -> Callable[[], None]:
+        before = vars(module).get("forward")
+        module.forward = either
+        return lambda: _put_back(module, before)
+
+    with lasting(replace):
+        yield
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward

@@ -1,0 +1,614 @@
+"""How the layers of a run hang together, found by replaying it with noise.
+
+A fold multiplies layers' matrices.  That is right where nothing but mixers moves anything from
+token to token, and where layers follow each other on a residual stream.  Both are asked of the run
+itself: in a replay mixers return what they returned before, plus noise at some tokens, and where
+layers then read something else tells what they read.
+
+*Places.*  Noise at some tokens of the input, others in every example, is passed on by every layer
+where it arrives.  If each layer changes at exactly these, nothing is mixed and the order is kept.
+Else one replay for each bit of a token's number, and one for its complement, tell which token each
+place holds.
+
+*Links.*  Noise at one leaf for each token, later leaves being zero there: a layer that changes at
+the token reads that leaf, past all others.  A gate times a later leaf is zero there, too, so that
+it is told from a stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, TrainingModeError
+from .hooks import hooked, swap_first
+from .layer import Layer
+from .replays import Replays
+
+#: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
+#: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
+_FEW = 32
+#: Changes below so many units in the last place of a token's largest number are rounding: experts
+#: sum the tokens that are routed to them in blocks whose size depends on the others.
+_UNITS = 32
+
+#: What to do where layers cannot be folded.
+INSTEAD = (
+    "Folding layers would explain another network. Use LatimFlow, which follows the network as it "
+    "is, or name layers that are a chain with layers=[...]."
+)
+
+
+#: What to do where the layers are those of images beside the text that is explained.
+OF_A_TOWER = (
+    "If the layer is of a tower of images beside the explained text, name the layers of the text "
+    "with layers=[...], or use LatimFlow, which explains both."
+)
+
+
+class NotAChain(InputError):
+    """Layers of a run that cannot be multiplied one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """How the tokens of a run lie.
+
+    Attributes:
+        given: which token of the explained input each of the first layer's is (B, L), -1 for one
+            that comes from elsewhere; None if they are the same.
+        output: which of the first layer's tokens each of the output's is (L,); None if they are
+            the same, or the output has none.
+    """
+
+    given: Tensor | None
+    output: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a search has found of the layers of a run, and where it holds.
+
+    Attributes:
+        state: of the model and the input, with which it was found.
+        mask: True for real tokens (B, L).
+        chain: how the tokens lie.
+        layers: for each layer its stage, its order and whether it has a stream.
+    """
+
+    state: tuple[Any, ...]
+    mask: Tensor
+    chain: Chain
+    layers: list[tuple[int, Tensor | None, bool]]
+
+
+#: The latest finding of each model.
+_found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+
+
+def arrange(replays: Replays, output: Tensor, keep: Tensor, *, is_model: bool = False) -> Chain:
+    """Put the tokens of all layers into the order of the first one's, and layers into stages.
+
+    Of a model that is run by itself the finding is kept, for inputs of the same kind, until
+    anything is changed about the model: a weight, a hook, or an attribute of a module.
+
+    Args:
+        replays: of the run.
+        output: what the model returned.
+        keep: True for the real tokens of the first layer (B, L).
+        is_model: whether no function of the user's runs the model. Default: False.
+
+    Raises:
+        NotAChain: naming the first layer that does not fit.
+        InputError: where something else than a mixer has mixed tokens.
+        TrainingModeError: where a run cannot be repeated.
+    """
+    model = replays.beginning.model
+    state = (*_state_of(model), *_kind(replays, output)) if is_model else None
+    found = _found.get(model)
+    if found is None or found.state != state or not torch.equal(found.mask, keep):
+        try:
+            found = _search(replays, output, keep, state or ())
+        except NotAChain as error:
+            if _repeats([layer.mixer for layer in replays.layers]):
+                runs = "The model runs several times in one call, side by side."
+                raise NotAChain(f"{runs} {INSTEAD}") from error
+            raise
+        if state is not None:
+            _found[model] = found
+    for layer, (stage, order, has_stream) in zip(replays.layers, found.layers, strict=True):
+        layer.arrange(stage, order, None)
+        layer.has_stream = has_stream
+    return found.chain
+
+
+def _search(replays: Replays, output: Tensor, keep: Tensor, state: tuple[Any, ...]) -> _Found:
+    search = _Search(replays, output, keep)
+    given = search.find_places()
+    layers = [
+        (number, search.order(k), has_stream)
+        for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
+        for k in stage
+    ]
+    return _Found(state, keep, Chain(given, search.order_of_output()), layers)
+
+
+def _repeats(parts: Sequence[object]) -> bool:
+    """Whether a sequence is a shorter one again and again."""
+    n = len(parts)
+    return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
+
+
+def _state_of(model: nn.Module) -> Iterator[Any]:
+    """What tells whether a model was changed: its modules, their weights and attributes."""
+    for module in model.modules():
+        yield _Same(module)
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                for x in value.values():
+                    if x is not None:
+                        yield _Same(x), object() if x.is_inference() else x._version
+            elif type(value) in _PLAIN:
+                yield value
+            elif not isinstance(value, dict):
+                yield _Same(value)
+            elif value and name != "_modules":
+                yield from map(_Same, value.values())
+
+
+#: Types of attributes that are compared by what they hold.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Same:
+    """Equal to another one of the same object alone.
+
+    Args:
+        value: the object, which is not kept alive.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._find: Callable[[], Any]
+        try:
+            self._find = weakref.ref(value)
+        except TypeError:  # of a collection
+            known = id(value)
+            self._find = lambda: known
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        own, its = self._find(), other._find()
+        return own is not None and (own is its or (type(own) is int and own == its))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
+    """What an input has in common with others of its kind."""
+    for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
+        yield x.shape, x.dtype, x.device
+    yield from (_Same(layer.mixer.module) for layer in replays.layers)
+
+
+def note_streams(replays: Replays) -> None:
+    """Note of layers that are no chain of tokens whether what they read passes them by.
+
+    Noise begins at the root, all leaves being zero.  Where it stops, it begins anew at the leaf.
+
+    Args:
+        replays: of the run.
+    """
+    layers = replays.layers
+    first, n = -1, len(layers)
+    while first < n - 1:
+
+        def leaf(k: int, _: Tensor, noise: bool = False, first: int = first) -> Tensor:
+            own = layers[k].call.output_tensor
+            return (
+                replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
+            )
+
+        def loud(k: int, x: Tensor) -> Tensor:
+            return leaf(k, x, True)
+
+        root = (lambda x: replays.noisy(x, True)) if first < 0 else None
+        real, found = replays.run(leaf)[0], replays.run(loud, root)[0]
+        reached = first
+        for k in range(first + 1, n):
+            if not bool(changed(found[k], real[k]).any()):
+                break
+            reached = k
+        for k in range(max(first, 0), reached):
+            layers[k].has_stream = True
+        if reached == first:  # nothing reads it, not even the layer behind it
+            reached += 1
+        if reached < n - 1:
+            layers[reached].has_stream = False
+        first = max(reached, first + 1)
+
+
+class _Search:
+    """Replays of one run, and what they have told so far."""
+
+    def __init__(self, replays: Replays, output: Tensor, keep: Tensor) -> None:
+        self.replays, self.keep = replays, keep
+        layers = replays.layers
+        self.entering = [layer.call.hidden_states.detach() for layer in layers]
+        self.leaves = [layer.call.output_tensor.detach() for layer in layers]
+        self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
+        # once without noise: the output, as replays have it, and whether runs are repeatable
+        again, self.output = self._silent()
+        self.generator = torch.Generator("cpu").manual_seed(0)
+        self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+        #: How many layers have run in the replay that runs.
+        self.ran = 0
+        #: Which token of the root each of the first layer's is (B, L); -1 for one of none.
+        self.given, root = self.own, replays.root
+        if root is None or root.shape[1] != keep.shape[1]:
+            self.given = torch.full_like(self.own, -1)
+        self.orders: list[Tensor | None] = [None] * len(self.names)
+        for name, x in zip(self.names, self.entering, strict=False):
+            if x.shape[:2] != keep.shape:
+                raise NotAChain(
+                    f"{name} reads others than all tokens of the layers before it, each once: "
+                    f"{x.shape[1]} of {len(x)} sequences, not {keep.shape[1]} of {len(keep)}. "
+                    f"{INSTEAD}"
+                )
+        for k, x in enumerate(again):
+            if bool(self._changed(k, x).any()):
+                raise TrainingModeError(
+                    f"{self.names[k]} reads something else when the model runs again, with the "
+                    "same outputs of the mixers before it. Does it drop at random, by a dropout "
+                    "that is told training=True, or does forward_func keep a state?"
+                )
+        #: Whether the output has the tokens of the layers; else it is pooled.
+        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
+
+    def order(self, k: int) -> Tensor | None:
+        """Which of the first layer's tokens each of layer k's is (L,); None: they are the same."""
+        order = self.orders[k]
+        if order is None:
+            return None
+        if not bool((order == order[:1]).all()):
+            raise NotAChain(
+                f"{self.names[k]} reads the tokens of each example in another order. {INSTEAD}"
+            )
+        return order[0].cpu()
+
+    def order_of_output(self) -> Tensor | None:
+        """The same for the output."""
+        return self.order(len(self.leaves))
+
+    # --- places ----------------------------------------------------------------------------
+
+    def find_places(self) -> Tensor | None:
+        """Find the order of every layer's tokens, and return which tokens of the input they are."""
+        replays, own = self.replays, self.own
+        self.roots = [(replays.root, self.given)]
+        rolled = own.shape[1] > _FEW and bool(self.keep.all())
+        in_order = bool((self.given >= 0).all()) and all(map(self._all_as, self._subsets()))
+        if in_order and (not rolled or self._rolls()):
+            return self._of_input(own)
+        given, root = own, replays.root
+        if root is not None:
+            given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
+        if bool((given < 0).any()) and replays.entry is not None:
+            replays.root, self.given = replays.entry, own  # where all tokens are there
+            self.given = self._read(own.shape[1], lambda on: self._spread(on, on)[:1])[0]
+        found = self._read(own.shape[1], lambda on: self._spread(self._at_root(on), on))
+        for k, places in enumerate(found):
+            places = torch.where(self.keep, places, own)
+            if not torch.equal(places.sort(1).values, own):
+                raise NotAChain(
+                    f"{self.names[k]} reads others than all tokens of the layers before it, each "
+                    f"once. {INSTEAD}"
+                )
+            self.orders[k] = None if torch.equal(places, own) else places
+        self.roots = [(root, given), (replays.root, self.given)][: 1 + (replays.root is not root)]
+        return self._of_input(given)
+
+    def _of_input(self, given: Tensor) -> Tensor | None:
+        """Tokens of the root as those of the input; None if they are the same."""
+        replays = self.replays
+        if replays.start.dim() not in (2, 3):
+            return None
+        tokens = replays.beginning.ids.shape[1]
+        given = torch.where(given < tokens, given, -1)
+        same = given.shape[1] == tokens and torch.equal(given, self.own)
+        if not bool((given >= 0).any()):
+            raise NotAChain(f"{self.names[0]} reads nothing of the inputs. {OF_A_TOWER}")
+        return None if same else given.cpu()
+
+    def _subsets(self) -> Iterator[Tensor]:
+        """Yield sets of tokens (B, L), another one in every example, that tell tokens apart.
+
+        Half of them at random, several times where some are padded and cannot be rolled; of few
+        those with each bit in their number, too.
+        """
+        tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
+        for _ in range(1 if few or bool(self.keep.all()) else 3):
+            drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
+            yield drawn.argsort(1).to(self.keep.device) < tokens // 2
+        yield from self._with_bits(tokens) if few else ()
+
+    def _with_bits(self, tokens: int) -> Iterator[Tensor]:
+        """Yield the tokens (B, L) with each bit in their number, other tokens in each example."""
+        salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
+        for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
+            yield (salted >> bit & 1).bool()
+
+    def _salt(self) -> Tensor:
+        return torch.arange(len(self.keep), device=self.keep.device)[:, None]
+
+    def _all_as(self, on: Tensor) -> bool:
+        """Whether noise at some tokens changes every layer at exactly these."""
+        found = torch.stack([x.to(on.device) for x in self._spread(on, on)])
+        return bool(((found == on) | ~self.keep).all())
+
+    def _rolls(self) -> bool:
+        """Whether everything moves on by one token where the first block's tokens and leaves do.
+
+        No order does but one that moves all tokens on.  Positions that are added between layers
+        move nothing, and make this False.
+        """
+        replays, root = self.replays, self.replays.root
+        replays.root = root if replays.entry is None else replays.entry
+        moved, output = replays.run(lambda k, _: self.leaves[k].roll(1, 1), lambda x: x.roll(1, 1))
+        replays.root = root
+        pairs = [*zip(moved, self.entering, strict=True)]
+        pairs += [(output, self.output)] * self.per_token
+        return not any(bool(changed(x, y.roll(1, 1)).any()) for x, y in pairs)
+
+    def _at_root(self, on: Tensor) -> Tensor:
+        """Where the root holds the tokens that are ``on`` (B, L) in the first layer."""
+        root = self.replays.root
+        size = self.keep.shape[1] if root is None else root.shape[1]
+        out = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
+        return out.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
+
+    def _spread(self, root: Tensor, virtual: Tensor) -> list[Tensor]:
+        """Let noise spread from the root, each layer passing it on where it arrives.
+
+        Args:
+            root: where it begins, (B, L) of the root.
+            virtual: where it begins in the first layer, of tokens that are not the root's (B, L).
+
+        Returns:
+            Where it arrives in every layer, and in an output that has tokens, each (B, L).
+        """
+        arrived: list[Tensor] = []
+        self.ran = 0
+
+        def leaf(k: int, entering: Tensor) -> Tensor:
+            self.ran = k + 1
+            on = self._changed(k, entering)
+            if k == 0 and virtual.shape == on.shape:
+                on = on | ((self.given < 0) & virtual).to(on.device)
+            arrived.append(on)
+            return self.replays.noisy(self.leaves[k], on, k)
+
+        _, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
+        if self.per_token:
+            arrived.append(changed(output, self.output))
+        return arrived
+
+    def _changed(self, k: int, entering: Tensor) -> Tensor:
+        if entering.shape != self.entering[k].shape:
+            raise NotAChain(f"{self.names[k]} reads another number of tokens when it runs again.")
+        return changed(entering, self.entering[k])
+
+    def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Which of so many tokens each place of each layer holds (B, L), -1 for none."""
+        found: list[Tensor] = []
+        for bit, has in enumerate(self._with_bits(tokens)):
+            there = [x.to(self.keep.device) for x in spread(has)]
+            others = [x.to(self.keep.device) for x in spread(~has)]
+            found = found or [torch.zeros_like(x, dtype=torch.long) for x in there]
+            for k, (one, other) in enumerate(zip(there, others, strict=True)):
+                if bool((one & other & self.keep).any()):
+                    raise self._mixed(k, spread, has)
+                found[k] = torch.where(one | other, found[k] | (one.long() << bit), -1)
+        return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
+
+    def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
+        """The error that names the module in which tokens met on their way to layer k."""
+        there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
+        calm = self._inside(k, self._silent)
+        where = f"after {self.names[k - 1].lower()}" if k else "before the first layer"
+        for (name, *before), (_, *one), (_, *other) in zip(calm, there, others, strict=False):
+            met = [_meet(*each) for each in zip(before, one, other, strict=True)]
+            if met == [False, True]:
+                where = f"in module {name!r}"
+                break
+        return InputError(
+            f"{self.names[k]} reads tokens that something other than a known mixer has mixed "
+            f"{where}: its share would be missing. If the module is a token mixer, register an "
+            "adapter for it (see register_mixer). Else use LatimFlow, or name the layers to "
+            "explain with layers=[...]."
+        )
+
+    def _silent(self) -> tuple[list[Tensor], Tensor]:
+        """Run once more without noise."""
+
+        def leaf(k: int, _: Tensor) -> Tensor:
+            self.ran = k + 1
+            return self.leaves[k].clone()
+
+        self.ran = 0
+        return self.replays.run(leaf)
+
+    def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
+        """What enters and leaves modules between layers k - 1 and k in a run, innermost first."""
+        found, entered = list[tuple[str, Tensor, Tensor]](), list[Tensor | None]()
+        layers = self.replays.layers
+        mixing = {part for layer in layers for part in layer.mixer.module.modules()}
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = swap_first((args, kwargs), lambda x: x)[1]
+            entered.append(None if x is None else x.detach().clone())
+
+        def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            before, x = entered.pop(), swap_first(output, lambda x: x)[1]
+            if self.ran == k and before is not None and x is not None:
+                found.append((name, before, x.detach().clone()))
+
+        with ExitStack() as stack:
+            for name, module in self.replays.beginning.model.named_modules():
+                if module not in mixing:
+                    register = module.register_forward_pre_hook
+                    stack.enter_context(hooked(register, enter, with_kwargs=True))
+                    left = functools.partial(leave, name)
+                    stack.enter_context(hooked(module.register_forward_hook, left))
+            run()
+        return found
+
+    # --- links -----------------------------------------------------------------------------
+
+    def links(self) -> Tensor:
+        """What each layer, and the output, reads, from whichever root that is seen.
+
+        A token that was not given begins where the first block is entered; the other root is
+        further ahead, where no branch has left the stream yet.
+        """
+        found = []
+        for root, given in self.roots:
+            self.replays.root, self.given = root, given
+            found.append(self._links())
+        return torch.stack(found).any(0)
+
+    def _links(self) -> Tensor:
+        """What each layer, and the output, reads past the leaves in between.
+
+        Returns:
+            True where row k (a layer, or the output last) reads column j (the root first, then the
+            leaves), (n + 1, n + 1).
+        """
+        n, device = len(self.leaves), self.keep.device
+        found = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
+        free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
+        if not len(free):
+            free = self.keep.flatten().nonzero().flatten()
+        mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
+        free = free[mixed.to(device)]
+        for start in range(0, n + 1, len(free)):
+            some = torch.arange(start, min(start + len(free), n + 1), device=device)
+            slots = torch.full_like(self.own, n + 1).flatten()
+            slots[free] = some[torch.arange(len(free), device=device) % len(some)]
+            self._link(slots.view_as(self.keep), found)
+        if self.replays.root is None:
+            found[:, 0] = True  # nothing tells what passes the first stage by
+        if not self.per_token:
+            self._link_pooled(found)
+        return found
+
+    def _link(self, slots: Tensor, found: Tensor) -> None:
+        """Read links off two replays.
+
+        Args:
+            slots: for each of the first layer's tokens the column that is probed at it (B, L).
+            found: takes them.
+        """
+        ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
+
+        def at(noise: bool) -> list[Tensor]:
+            def leaf(k: int, _: Tensor) -> Tensor:
+                own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
+                return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
+
+            on = self._at_root(slots == 0) & noise
+            entering, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
+            return [*entering, output] if self.per_token else entering
+
+        for k, (real, noise) in enumerate(zip(at(False), at(True), strict=True)):
+            read = ours[k][changed(noise, real).to(slots.device) & (ours[k] <= k)]
+            found[k, read] = True
+
+    def _link_pooled(self, found: Tensor) -> None:
+        """Read off three replays what an output without tokens reads."""
+        last = len(self.leaves) - 1
+        stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
+
+        def output(of_stage: bool, of_others: bool) -> Tensor:
+            def leaf(k: int, _: Tensor) -> Tensor:
+                own = self.leaves[k]
+                if k not in stage:
+                    return self.replays.noisy(own, of_others, k)
+                return self.replays.noisy(own, of_stage, k) * of_stage
+
+            on = torch.full_like(self.keep, of_others)
+            root = self._at_root(on)
+            return self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1].flatten(1)
+
+        neither = output(False, False)
+        found[-1, [k + 1 for k in stage]] = changed(output(True, False), neither).any()
+        older = found[last].nonzero().flatten()
+        found[-1, older] = changed(output(False, True), neither).any()
+
+
+def changed(x: Tensor, before: Tensor) -> Tensor:
+    """Where a sequence (B, L, E) is not what it was but for rounding, (B, L).
+
+    Each token is measured by its own largest number, so that one of massive size hides no other.
+
+    Args:
+        x, before: the sequence now and then.
+    """
+    x = x.to(before.device)
+    limit = (_UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
+    return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
+
+
+def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether an element of a tensor is changed by noise at some tokens and by noise at others."""
+    if calm.shape != one.shape or calm.shape != other.shape:
+        return False
+    limit = _UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
+    return bool((((one - calm).abs() > limit) & ((other - calm).abs() > limit)).any())
+
+
+def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
+    """The layers of each stage, and whether it has a stream.
+
+    Raises:
+        NotAChain: when stages do not follow each other.
+    """
+    reads = [set(row.nonzero().flatten().tolist()) for row in links.cpu()]
+    feeds: set[int] = set()
+    stages: list[list[int]] = []
+    for k, layer in enumerate(layers):
+        fed = bool(stages) and stages[-1][-1] in feeds
+        if fed or (stages and reads[k] == reads[stages[-1][0]]):
+            stages[-1].append(k)
+        else:
+            stages.append([k])
+        if layer.joins == "feeds":
+            feeds.add(k)
+    fed_by = {k + 1 for k in feeds}
+    has_stream = []
+    for i, stage in enumerate(stages):
+        own, name = {k + 1 for k in stage} - fed_by, f"Layer {layers[stage[0]].name!r}"
+        is_last = i + 1 == len(stages)
+        here = reads[stage[0]] - fed_by
+        behind = reads[-1] if is_last else reads[stages[i + 1][0]]
+        behind = behind - fed_by
+        follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
+        if not own <= behind and not (is_last and own & behind):
+            raise NotAChain(
+                f"{follower} does not read what {name.lower()}, which ran before it, left: the "
+                f"model has branches of layers, or runs several times. {INSTEAD}"
+            )
+        if here & behind and not here <= behind:
+            raise NotAChain(f"{follower} reads a part of what {name.lower()} read. {INSTEAD}")
+        if not is_last and behind - here - own:
+            raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
+        has_stream.append(bool(here & behind))
+    return list(zip(stages, has_stream, strict=True))

@@ -1,0 +1,369 @@
+"""How layers hang together, found by replays: what passes, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from oracles import relative_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from zoo import wrapped
+from zoo.mamba import transformers_model
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from captum_ssm.errors import GradientModeError, InputError, TrainingModeError
+from captum_ssm.tracing import structure
+
+Between = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two mixers on a residual stream, with a function between them."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8).double()
+        self.a, self.b = wrapped.mixer("mamba"), wrapped.mixer("mamba")
+        self.head = nn.Linear(8, 11).double()
+        self.between = between
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        x = self.between(x + self.a(x))
+        return self.head(x + self.b(x))
+
+
+def rollout(between: Between, batch: int = 1, tokens: int = 5) -> Tensor:
+    with wrapped.never_rounded():
+        net = Net(between).eval()
+        return ImplicitAttentionRollout(net).attribute(torch.randint(11, (batch, tokens)), query=-1)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Cumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach().cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.flip(1).cumsum(1).flip(1)
+
+
+def attended(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+def beside_massive(x: Tensor) -> Tensor:
+    """The tokens behind the first, whose numbers hide theirs, are mixed."""
+    return torch.cat([x[:, :1] * 1e6, x[:, 1:] + 1e-3 * x[:, 1:].mean(1, keepdim=True)], 1)
+
+
+WITHIN: dict[str, Between] = {
+    "norm by hand": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3),
+    "product": lambda x: x + torch.relu(x @ torch.ones(8, 8).double().tril()),
+    "a function of autograd's": Twice.apply,
+    "vmap": torch.vmap(torch.vmap(lambda x: x * x.norm())),
+    "numpy": lambda x: torch.from_numpy(np.tanh(x.detach().numpy())),
+}
+MIXING: dict[str, Between] = {
+    "sum so far": lambda x: x.cumsum(1) / 3,
+    "centred": lambda x: x - x.mean(1, keepdim=True),
+    "attention": attended,
+    "gate": lambda x: x * torch.sigmoid(x.mean(1, keepdim=True)),
+    "centred over the batch": lambda x: x - x.mean(0, keepdim=True) / 2,
+    "a function of autograd's": Cumulated.apply,
+    "a millionth": lambda x: x + 1e-6 * x.mean(1, keepdim=True),
+    "under detach": lambda x: x + x.detach().cumsum(1),
+    "Fourier": lambda x: torch.fft.fft(x, dim=1).real / 3,
+    "vmap": torch.vmap(lambda x: x.cumsum(0)),
+    "beside a massive token": beside_massive,
+}
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("between", WITHIN.values(), ids=WITHIN)
+def test_parts_within_tokens_pass(between: Between, batch: int, tokens: int) -> None:
+    assert rollout(between, batch, tokens).shape == (batch, tokens)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("between", MIXING.values(), ids=MIXING)
+def test_parts_that_mix_tokens_are_refused(between: Between, batch: int, tokens: int) -> None:
+    if batch == 1 and between is MIXING["centred over the batch"]:
+        batch = 2
+    with pytest.raises(InputError, match="has mixed"):
+        rollout(between, batch, tokens)
+
+
+def test_tokens_that_are_there_twice_are_refused() -> None:
+    with pytest.raises(InputError, match="reads others than all tokens"):
+        rollout(lambda x: x[:, [0, 0, 2, 2, 4]])
+
+
+def test_a_part_at_random_is_refused() -> None:
+    with pytest.raises(TrainingModeError, match=r"'b' reads something else when the model runs"):
+        rollout(lambda x: nn.functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("tokens", [5, 60])
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (0, 4)])
+def test_two_tokens_that_change_places(one: int, other: int, tokens: int) -> None:
+    """The rollout is the product of both matrices, by the tokens of the first layer."""
+    places = torch.arange(tokens)
+    places[one], places[other] = other, one
+    net, straight = Net(lambda x: x[:, places]).eval(), Net(lambda x: x).eval()
+    ids = torch.randint(11, (1, tokens))
+    with wrapped.never_rounded():
+        first, second = ImplicitAttention(net).matrices(ids)
+        found = ImplicitAttentionRollout(net).attribute(ids, query=4)
+        unmoved = ImplicitAttentionRollout(straight).attribute(ids, query=4)
+    eye = torch.eye(tokens)
+    expected = ((eye + second) @ (eye + first))[:, places[4]]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert relative_error(found, unmoved) > 1e-4
+
+
+# --- kernels that write out of torch's sight ---------------------------------------------------
+
+
+def filled(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum and its norm, written to empty tensors, as a Triton kernel does."""
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    s = x.detach().numpy() + residual.detach().numpy()
+    total.numpy()[...] = s
+    scale = np.sqrt(np.square(s).mean(-1, keepdims=True) + 1e-5)
+    normed.numpy()[...] = s / scale * weight.detach().numpy()
+    return normed, total
+
+
+def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight, total
+
+
+class Filled(torch.autograd.Function):
+    """The same with a backward pass, as mamba_ssm's norm has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        normed, total = filled(x, residual, weight)
+        ctx.save_for_backward(total, weight)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        total, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            start = total.detach().requires_grad_()
+            normed, _ = plain(start, torch.zeros_like(start), weight)
+            (back,) = torch.autograd.grad(normed, start, gradients[0])
+        return back + gradients[1], back + gradients[1], None
+
+
+class OfKernels(nn.Module):
+    """Blocks that hand on the stream and the last mixer's output apart, as mamba_ssm's do."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        mamba = transformers_model("mamba", num_hidden_layers=3)
+        width = mamba.config.hidden_size
+        self.embed, self.blocks = nn.Embedding(19, width), nn.ModuleList()
+        for block in mamba.backbone.layers:
+            self.blocks.append(Handing(block.mixer, norm))
+        self.weight, self.norm, self.head = (
+            nn.Parameter(torch.ones(width)),
+            norm,
+            nn.Linear(width, 19),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        residual = torch.zeros_like(x)
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        logits: Tensor = self.head(self.norm(x, residual, self.weight)[0])
+        return logits
+
+
+class Handing(nn.Module):
+    def __init__(self, mixer: nn.Module, norm: Any) -> None:
+        super().__init__()
+        width = mixer.in_proj.in_features
+        self.mixer, self.norm, self.weight = mixer, norm, nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm(x, residual, self.weight)
+        return self.mixer(x), residual
+
+
+@pytest.mark.parametrize("norm", [filled, Filled.apply])
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
+def test_models_whose_norms_are_kernels(method: Any, norm: Any) -> None:
+    ids = torch.randint(19, (2, 9))
+    twin, model = OfKernels(plain).eval(), OfKernels(norm).eval()
+    if method is MambaAttribution and norm is filled:
+        with pytest.raises(GradientModeError):
+            method(model).attribute(ids, target=(-1, 3))
+        return
+    found = method(model).attribute(ids, target=(-1, 3), query=-1)
+    assert relative_error(found, method(twin).attribute(ids, target=(-1, 3), query=-1)) < 1e-4
+
+
+# --- what stays, and what is kept --------------------------------------------------------------
+
+
+def test_modules_are_left_as_they_were() -> None:
+    net = Net(attended).eval()
+    net.a.forward = own = net.a.forward
+    with pytest.raises(InputError, match="has mixed"), wrapped.never_rounded():
+        ImplicitAttentionRollout(net).attribute(torch.randint(11, (1, 5)))
+    assert net.a.forward is own and "forward" not in vars(net.b)
+
+
+def test_another_thread_runs_the_model_meanwhile() -> None:
+    model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+    done, found = threading.Event(), list[bool]()
+
+    def run() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                found.append(torch.allclose(model(ids).logits, expected, atol=1e-5))
+
+    other = threading.Thread(target=run)
+    other.start()
+    try:
+        for tokens in range(2, 12):
+            ImplicitAttentionRollout(model).attribute(ids.repeat(1, 2)[:, :tokens])
+    finally:
+        done.set()
+        other.join()
+    assert found and all(found)
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry for every search."""
+    found: list[int] = []
+    own = structure.arrange
+
+    class Search(structure._Search):
+        def __init__(self, *args: Any) -> None:
+            found.append(1)
+            super().__init__(*args)
+
+    assert own is structure.arrange
+    monkeypatch.setattr(structure, "_Search", Search)
+    return found
+
+
+def test_a_finding_is_kept_until_the_model_is_changed(searches: list[int]) -> None:
+    model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
+    method = ImplicitAttentionRollout(model)
+    block = model.backbone.layers[1]
+
+    def asks() -> bool:
+        before = len(searches)
+        method.attribute(torch.randint(19, ids.shape))
+        return len(searches) > before
+
+    assert asks() and not asks()
+    with torch.no_grad():
+        block.mixer.in_proj.weight.mul_(1.1)
+    assert asks() and not asks()
+    hook = block.register_forward_hook(lambda module, args, output: None)
+    assert asks() and not asks()
+    hook.remove()
+    block.another = 1
+    assert asks() and not asks()
+    ids = ids[:, :5]
+    assert asks() and not asks()
+
+
+def test_a_finding_is_not_kept_of_a_users_function(searches: list[int]) -> None:
+    model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
+    flips = [False]
+
+    def forward(x: Tensor) -> Tensor:
+        x = x.flip(1) if flips[0] else x
+        return model(x).logits  # type: ignore[no-any-return]
+
+    method = ImplicitAttentionRollout(forward, model)
+    method.attribute(ids, query=-1)
+    flips[0] = True
+    found = method.attribute(ids, query=-1)
+    expected = ImplicitAttentionRollout(model).attribute(ids.flip(1), query=-1).flip(1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_finding_keeps_no_model() -> None:
+    model = transformers_model("mamba")
+    ImplicitAttentionRollout(model).attribute(torch.randint(19, (1, 9)))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+
+
+def test_positions_between_layers_move_no_token() -> None:
+    """Rolling the tokens on would say so; their numbers, bit by bit, do not."""
+    positions = torch.randn(1, 40, 8).double()
+    assert rollout(lambda x: x + positions, 2, 40).shape == (2, 40)
+
+
+def test_a_text_that_is_padded_is_asked_at_its_real_tokens() -> None:
+    model = transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(
+            vocab_size=19, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=1,
+            state_size=4, chunk_size=8,
+        )
+    ).eval()  # fmt: skip
+    ids, mask = torch.randint(19, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :7] = 0
+    method = ImplicitAttentionRollout(lambda x, m: model(x, attention_mask=m).logits, model)
+    found = method.attribute(ids, additional_forward_args=mask)
+    alone = ImplicitAttentionRollout(model).attribute(ids[1:, 7:])
+    torch.testing.assert_close(found[1:, 7:], alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimFlow])
+def test_weights_split_between_processes_are_refused(method: Any) -> None:
+    """Of the heads that this process has the mean is another, and no operator shows it."""
+    model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        projection = model.backbone.layers[1].mixer.in_proj
+        split = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)])
+        projection.weight = nn.Parameter(split)
+        with pytest.raises(
+            InputError, match=r"layers\.1\.mixer.*split between processes.*device_map"
+        ):
+            method(model).attribute(ids, target=(-1, 3))
+    finally:
+        dist.destroy_process_group()
