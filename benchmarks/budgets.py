@@ -1,6 +1,6 @@
 """What calls ask of a GPU, counted on a device that stands in for one.
 
-    python -m benchmarks.budgets
+    PYTHONPATH=tests python -m benchmarks.budgets
 
 writes ``docs/speed/counts.csv`` anew.  Nothing is measured: launches, bytes, arithmetic and waits
 of the host are counted, which depend on no machine.  What packages have a fused kernel of is one
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.counts import Counts
+from helpers.stand_in import StandIn
 from torch import Tensor, nn
 
-from benchmarks.counts import Counts
 from benchmarks.report import write
-from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, MambaAttribution
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing.repair.loops import replacing

@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from ._optional import optional
 from .errors import CheckpointError, DataError, DataNotFoundError, WriteError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Key = TypeVar("Key")
-Item = TypeVar("Item")
-
-#: A file and one of its lines.
-Where = tuple[Path, int]
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -136,38 +130,6 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 # --- reading ---------------------------------------------------------------------------------
 
 
-class Lazy(Sequence[Item], Generic[Key, Item]):
-    """Examples that are read when they are asked for, and not kept.
-
-    Indexing reads an example, slicing gives another sequence of this kind and reads nothing.
-
-    Args:
-        keys: one for each example, such as its path.
-        read: makes the example of a key.
-
-    Example:
-        >>> from captum_ssm._files import Lazy
-        >>> examples = Lazy(["a", "b", "c"], str.upper)
-        >>> len(examples), examples[0], list(examples[1:])
-        (3, 'A', ['B', 'C'])
-    """
-
-    def __init__(self, keys: Sequence[Key], read: Callable[[Key], Item]) -> None:
-        self.keys, self._read = keys, read
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Lazy[Key, Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Lazy[Key, Item]:
-        if isinstance(index, slice):
-            return Lazy(self.keys[index], self._read)
-        return self._read(self.keys[index])
-
-
 def existing_folder(path: str | Path, holds: str) -> Path:
     """The folder, which must exist.
 
@@ -258,32 +220,3 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
     """The lines of a text file, in order, empty ones included, without their ends."""
     return read_text(path, encoding).removesuffix("\n").split("\n") if path.stat().st_size else []
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file that holds one a line, with the number of the line, from 1."""
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise broken_line(path, number, f"is not JSON ({error})") from None
-        if not isinstance(found, dict):
-            raise broken_line(path, number, f"holds a {type(found).__name__}, not an object")
-        yield number, found
-
-
-def field(record: dict[str, Any], name: str, kind: type | tuple[type, ...], where: Where) -> Any:
-    """A field of a record, which must be there and of its kind."""
-    if name not in record:
-        raise broken_line(*where, f"has no {name!r}; it has {sorted(record)}")
-    value = record[name]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise broken_line(*where, f"has a {type(value).__name__} as {name!r}")
-    return value
-
-
-def broken_line(path: Path, number: int, what: str) -> DataError:
-    """The error for a line that cannot be read."""
-    return DataError(f"{path}, line {number} {what}.")

@@ -27,6 +27,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "mathml",
     "measured",
+    "warm_kernels",
 ]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorials/**"]

@@ -47,12 +47,6 @@ def load_bundled(
         OptionError: when there is no such model.
         CheckpointError: when the folder holds no model.
         ImportError: when transformers or safetensors is not installed.
-
-    Example:
-        >>> from captum_ssm_bench import load_bundled
-        >>> _, classes = load_bundled("scenes-vim")
-        >>> classes
-        ('disc', 'ring', 'bar', 'cross', 'triangle', 'star')
     """
     shipped = weights_of(name).parent
     return load_folder(shipped if folder is None else Path(folder))

@@ -21,14 +21,10 @@ NUMBERS = Path(__file__).with_name("small.json")
 MODELS = {"causal": "pairs-mamba2"}
 METHODS = ("LatimFlow", "LatimNorm")
 CELLS = {
-    "decomposition-error": Cell("Latim", "silu"),
     "graphs": Cell("path", "centred"),
     "hybrid-parts": Cell("one head off", "attention"),
     "knockout": Cell("by rule", "centred"),
 }
-#: Its sentences are not part of the repository.
-NEEDS_TEXTS = ("valence",)
-NAMES = [name for name in EXPERIMENTS if name not in NEEDS_TEXTS]
 
 
 def measured(experiment: Experiment) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def measured(experiment: Experiment) -> dict[str, Any]:
     return {"model": subject.name, "row": " ".join(cell).strip(), "numbers": rows}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_numbers_are_those_of_before(name: str) -> None:
     found, before = measured(EXPERIMENTS[name]), json.loads(NUMBERS.read_text("utf-8"))[name]
     assert found["numbers"].keys() == before["numbers"].keys() != set()
@@ -58,10 +54,10 @@ def test_numbers_are_those_of_before(name: str) -> None:
 
 
 def test_all_numbers_are_of_an_experiment() -> None:
-    assert json.loads(NUMBERS.read_text("utf-8")).keys() == set(NAMES)
+    assert json.loads(NUMBERS.read_text("utf-8")).keys() == set(EXPERIMENTS)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {name: measured(EXPERIMENTS[name]) for name in NAMES}
+    found = {name: measured(EXPERIMENTS[name]) for name in EXPERIMENTS}
     NUMBERS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -4,9 +4,8 @@ The argument of ``measured`` is a table as ``captum-ssm-bench evaluate`` writes 
 beside the page. Options choose of it, several names apart by ``|``: ``models``, ``methods`` (a
 name, or all that tells a line apart), ``rows`` and ``columns``. ``best`` keeps so many lines of
 each model, of each method and formulation the best one by the first column; ``lowest`` says that
-low is good there. ``pivot`` makes a table of models and lines, ``count`` counts the values of its
-second column by those of its first, ``picture`` draws and says in words how. ``whole`` names
-columns of whole numbers.
+low is good there. ``pivot`` makes a table of models and lines, ``picture`` draws and says in words
+how. ``whole`` names columns of whole numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import base64
 import csv
 import io
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -29,7 +27,7 @@ from sphinx.util.typing import ExtensionMetadata
 from captum_ssm.viz import plot_intervals
 
 Row = Mapping[str, str]
-OPTIONS = ("models", "methods", "rows", "columns", "best", "lowest", "pivot", "count", "picture")
+OPTIONS = ("models", "methods", "rows", "columns", "best", "lowest", "pivot", "picture")
 WHOLE = "whole"
 
 
@@ -90,11 +88,6 @@ def columns_of(rows: Sequence[Row], options: Row) -> list[str]:
 
 def table(rows: Sequence[Row], options: Row) -> list[list[str]]:
     """The cells that are asked for, the headings first."""
-    if by := names(options, "count"):
-        counts = Counter((row[by[0]], row[by[1]]) for row in rows if row[by[0]])
-        values = [each for each, _ in Counter(row[by[1]] for row in rows).most_common()]
-        keys = dict.fromkeys(key for key, _ in counts)
-        return [[by[0], *values], *([k, *(str(counts[k, v]) for v in values)] for k in keys)]
     found, columns = chosen(rows, options), columns_of(rows, options)
     if "pivot" in options:
         lines, models = dict.fromkeys(map(label, found)), dict.fromkeys(r["model"] for r in found)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +19,6 @@ from captum_ssm.tracing.verification import TOLERANCES
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda"
 
 #: The page of a report is text, whose numbers differ in their last digits.
@@ -125,21 +120,6 @@ def test_on_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = called(name, case)
     stream.synchronize()
     assert close(found, wanted)
-
-
-@pytest.mark.skipif(
-    not all(map(find_spec, ("mamba_ssm", "selective_scan_cuda", "causal_conv1d"))),
-    reason="the kernels of mamba-ssm need special install steps, see CONTRIBUTING.md",
-)
-def test_fused_kernels() -> None:
-    """In float32 and bfloat16; in a process of its own, where the real kernels are imported."""
-    command = (sys.executable, "-m", "benchmarks.fused_paths", "--length", "65")
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines()]
-    paths = {(row[1], row[3]): row[2] for row in rows if row[0] == "mamba-ssm"}
-    dtypes = ("float32", "bfloat16")
-    assert paths == {(name, dtype): "fused" for name in ("Mamba", "Mamba2") for dtype in dtypes}
 
 
 @two_devices

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.counts import Counts
 from helpers.every_method import INSIDE, METHODS, call
+from helpers.stand_in import MixedDevicesError, StandIn
 from oracles import relative_error
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import architectures
 from zoo.language import word_tokenizer
 
-from benchmarks.counts import Counts
-from benchmarks.stand_in import MixedDevicesError, StandIn
 from captum_ssm import EdgeEffects, LatimFlow, LatimLogit, SSMLLMAttribution
 from captum_ssm.operators import SelectiveScan
 

@@ -6,11 +6,11 @@ from contextvars import Context
 
 import pytest
 import torch
+from helpers.counts import Counts
+from helpers.stand_in import StandIn
 from zoo.attention import attention_model
 from zoo.mamba import transformers_model
 
-from benchmarks.counts import Counts
-from benchmarks.stand_in import StandIn
 from captum_ssm import LatimFlow
 
 

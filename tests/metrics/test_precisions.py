@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.stand_in import StandIn
 from torch import Tensor
 
-from benchmarks.stand_in import StandIn
 from captum_ssm.metrics import (
     AlignmentScores,
     PseudoMaskScores,

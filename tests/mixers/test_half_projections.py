@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.stand_in import StandIn
 from oracles import kernels as naive
 from oracles import relative_error
 from torch import Tensor, nn
 
 from benchmarks import budgets
-from benchmarks.stand_in import StandIn
 from captum_ssm import trace
 from captum_ssm.mixers import linear, run
 from captum_ssm.tracing import find_mixers

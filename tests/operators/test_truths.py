@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.counts import Counts
+from helpers.stand_in import StandIn
 from torch import Tensor
 from zoo.mamba import transformers_model
 
-from benchmarks.counts import Counts
-from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (

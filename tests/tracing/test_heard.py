@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.stand_in import StandIn
 from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo.mamba import randomise, transformers_model
 from zoo.mamba2 import make_model
 
-from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers.parts import common
 from captum_ssm.mixers.parts.common import run

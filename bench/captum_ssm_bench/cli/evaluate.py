@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +13,13 @@ from captum_ssm.errors import OptionError
 if TYPE_CHECKING:
     from ..harness.experiment import Cell, Experiment
     from ..harness.runner import Plan, Result
-    from ..harness.tables import Line
-    from ..papers import PaperTable
 
 #: Examples of each model and seed with --quick.
 QUICK = 4
 
 _DESCRIPTION = """Measure explanations on trained models whose right answers are known, and write
-tables.  Results are recorded example by example; the same command goes on where a run ended, and
-under torchrun or accelerate launch several processes share the examples.
-Example: captum-ssm-bench evaluate copying --methods LatimFlow MambaLRP --out results
-
-To tell how much depends on the seed of the training, make models again and name them all:
-  captum-ssm-bench train copying-mamba --seed 1 --out again
-  captum-ssm-bench evaluate copying --models copying-mamba copying-mamba=again
-
-The papers' own tables, on their data and weights, which are not part of the package:
-  captum-ssm-bench evaluate --data imagenet-segmentation gtsegs_ijcv.mat --models vim=vim_s.pth"""
+tables.  Results are recorded example by example; the same command goes on where a run ended.
+Example: captum-ssm-bench evaluate copying --methods LatimFlow MambaLRP --out results"""
 
 
 def add_to(commands: Any) -> None:
@@ -41,47 +30,20 @@ def add_to(commands: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="see --list")
-    parser.add_argument("--all", action="store_true", help="all experiments")
-    parser.add_argument(
-        "--list", action="store_true", help="list experiments, methods and variants"
-    )
-    parser.add_argument("--methods", nargs="+", metavar="M", help="only these methods")
-    parser.add_argument("--formulations", nargs="+", metavar="F", help="only these variants")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        metavar="NAME[=FOLDER]",
-        help="only these models; of NAME=FOLDER the one that captum-ssm-bench train NAME wrote "
-        "there; with --data your own weights, NAME=PATH",
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        metavar=("NAME", "PATH"),
-        help="measure the papers' table of this data, which lies there; see --list",
-    )
-    parser.add_argument(
-        "--between",
-        metavar="TEXT",
-        help="what stands between a sentence and its translation, with --data alignment",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="ROW",
-        help="hold all others against this row, METHOD or 'METHOD, FORMULATION'",
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the examples")
-    parser.add_argument("--examples", type=int, help="of each model and seed; see --list")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} examples of each model")
-    parser.add_argument(
-        "--device-map",
-        metavar="MAP",
-        help="spread each model by accelerate: auto, balanced, sequential; or one device",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("captum-ssm-results"), help="folder for records and tables"
-    )
+    add = parser.add_argument
+    add("experiments", nargs="*", metavar="EXPERIMENT", help="see --list")
+    add("--all", action="store_true", help="all experiments")
+    add("--list", action="store_true", help="list experiments, methods and variants")
+    add("--methods", nargs="+", metavar="M", help="only these methods")
+    add("--formulations", nargs="+", metavar="F", help="only these variants")
+    add("--models", nargs="+", metavar="NAME", help="only these models")
+    against = "hold all others against this row, METHOD or 'METHOD, FORMULATION'"
+    add("--against", metavar="ROW", help=against)
+    add("--seeds", nargs="+", type=int, default=[0], help="of the examples")
+    add("--examples", type=int, help="of each model and seed; see --list")
+    add("--quick", action="store_true", help=f"{QUICK} examples of each model")
+    out = "folder for records and tables"
+    add("--out", type=Path, default=Path("captum-ssm-results"), help=out)
     parser.set_defaults(run=run)
 
 
@@ -89,46 +51,35 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     import torch
 
-    from .. import EXPERIMENTS, Processes
+    from .. import EXPERIMENTS
     from .. import run as measure
     from ..harness.runner import note_machine
-    from ..harness.tables import as_text, write_tables
 
     if options.list:
         _list(EXPERIMENTS)
-        _list_data()
         return
-    table = _of_paper(options)
-    plans = _plans(options, {table.name: table} if table is not None else EXPERIMENTS)
-    processes = Processes.launched()
+    plans = _plans(options, EXPERIMENTS)
     torch.set_num_threads(1)  # threads change the order of sums, and with it the last digits
     for plan in plans:
-        results = measure(plan, options.out, processes, _log if processes.index == 0 else None)
-        if processes.index == 0:
-            for experiment, shown, lines in _tables(plan, results, options.against):
-                print(as_text(experiment, shown))
-                for path in write_tables(experiment, lines, options.out):
-                    print(path)
-            if table is not None:
-                print(_beside(table, results, options.out))
-    if processes.index == 0:
-        print(note_machine(options.out, processes.device))
+        _show(plan, measure(plan, options.out, progress=True), options)
+    print(note_machine(options.out))
 
 
-def _tables(
-    plan: Plan, results: Sequence[Result], against: str | None
-) -> Iterator[tuple[Experiment, Sequence[Line], Sequence[Line]]]:
-    """The tables of a plan: of which experiment, the lines to print, and all lines."""
-    from ..harness.tables import gain_lines, group_lines, lines
+def _show(plan: Plan, results: Sequence[Result], options: argparse.Namespace) -> None:
+    """Print the tables of a plan: the groups of models if it has any; and write all of them."""
+    from ..harness.tables import as_text, gain_lines, group_lines, lines, write_table
 
     experiment = plan.experiment
     groups, models = group_lines(experiment, results), lines(experiment, results)
-    yield experiment, groups or models, [*groups, *models]
-    held = _row(against) or experiment.against
+    tables = [(experiment, groups or models, [*groups, *models])]
+    held = _row(options.against) or experiment.against
     if held is not None and held in plan.cells:
         gains, table = gain_lines(experiment, results, held)
         named = {line.model for line in groups or models}
-        yield gains, [line for line in table if line.model in named], table
+        tables.append((gains, [line for line in table if line.model in named], table))
+    for each, shown, written in tables:
+        print(as_text(each, shown))
+        print(write_table(each, written, options.out))
 
 
 def _row(named: str | None) -> Cell | None:
@@ -142,15 +93,15 @@ def _row(named: str | None) -> Cell | None:
 def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list[Plan]:
     """What is to be measured of each experiment asked for; those that it leaves nothing of go."""
     from ..harness.runner import Plan
-    from ..harness.subjects import asked
 
     plans = []
     for each in _experiments(options, known):
         chosen = each.chosen(options.methods, options.formulations)
-        subjects = each.subjects() if options.data else asked(each, options.models)
+        models = options.models
+        subjects = [own for own in each.subjects() if models is None or own.name in models]
         examples = options.examples or (QUICK if options.quick else each.examples)
         if chosen and subjects:
-            plans.append(Plan(each, chosen, examples, options.seeds, subjects, options.device_map))
+            plans.append(Plan(each, chosen, examples, options.seeds, subjects))
     if not plans:
         raise OptionError("No experiment has these methods, formulations and models together.")
     held = _row(options.against)
@@ -166,7 +117,7 @@ def _experiments(
     options: argparse.Namespace, known: Mapping[str, Experiment]
 ) -> Sequence[Experiment]:
     """The experiments asked for; raises for what none of them has."""
-    names = list(known) if options.all or options.data else options.experiments
+    names = list(known) if options.all else options.experiments
     if not names:
         raise OptionError(f"No experiment is named. Use --all or some of {', '.join(known)}.")
     found = [known[name] for name in _known("the experiments", names, known) or ()]
@@ -175,64 +126,10 @@ def _experiments(
     options.methods = _known("--methods", options.methods, methods)
     options.formulations = _known("--formulations", options.formulations, formulations)
     models = [subject.name for each in found for subject in each.subjects()]
-    for number, each in enumerate(options.models or ()):
-        name, *where = each.partition("=")
-        (name,) = _known("--models", [name], models) or [name]
-        options.models[number] = "".join([name, *where])
+    options.models = _known("--models", options.models, models)
     if options.examples is not None and options.examples < 1:
         raise OptionError(f"--examples {options.examples}: use 1 or more.")
     return found
-
-
-def _of_paper(options: argparse.Namespace) -> PaperTable | None:
-    """The published table that --data asks for."""
-    if not options.data:
-        if options.between is not None:
-            raise OptionError("--between is for --data alignment.")
-        return None
-    from ..papers import PAPER_TABLES, Alignment
-
-    if options.experiments or options.all:
-        raise OptionError(
-            "--data names what is measured: leave out "
-            f"{'--all' if options.all else ', '.join(options.experiments)}."
-        )
-    name, *paths = options.data
-    _known("--data", [name], PAPER_TABLES)
-    models = {}
-    for each in options.models or ():
-        label, _, path = each.partition("=")
-        if not label or not path or label in models:
-            raise OptionError(
-                f"--models {each}: with --data each model is NAME=PATH, with a name of its own."
-            )
-        models[label] = path
-    table = PAPER_TABLES[name](paths, models)
-    if options.between is not None:
-        if not isinstance(table, Alignment):
-            raise OptionError("--between is for --data alignment.")
-        table.between = options.between
-    return table
-
-
-def _beside(table: PaperTable, results: Sequence[Result], out: Path) -> str:
-    """The papers' figures beside those measured, which are written, too."""
-    from captum_ssm._files import write_whole
-
-    from ..harness.tables import lines
-    from ..papers import beside
-
-    text = beside(table, lines(table, results))
-    place = out / f"{table.name}-beside.md"
-    write_whole(place, f"{text}\n")
-    return f"{text}\n{place}"
-
-
-def _list_data() -> None:
-    from ..papers import PAPER_TABLES
-
-    for name, table in PAPER_TABLES.items():
-        print(f"--data {name} {' '.join(f'<{each}>' for each in table.files)}: {table.sources}")
 
 
 def _known(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> list[str] | None:
@@ -259,7 +156,3 @@ def _list(experiments: dict[str, Any]) -> None:
             variants.setdefault(cell.method, []).append(cell.formulation)
         for method, known in variants.items():
             print(f"  {method}: {'; '.join(filter(None, known))}" if any(known) else f"  {method}")
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -8,8 +8,6 @@ from typing import Any
 
 from captum_ssm.cli.surroundings import add_force_to, check_new
 
-_CHANGES = ("steps", "layers", "hidden", "state")
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers."""
@@ -25,9 +23,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     add_force_to(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and data; 0 if left out")
-    changes = parser.add_argument_group("changes to the recipe")
-    for name in _CHANGES:
-        changes.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -37,8 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
     recipe_of(options.name)
     check_new(options.out.glob("*.safetensors"), options)
-    changes = {name: value for name, value in vars(options).items() if name in _CHANGES}
-    train(options.name, options.out, options.seed, _print, **changes)
+    train(options.name, options.out, options.seed, _print)
 
 
 def _print(line: str) -> None:

@@ -12,7 +12,6 @@ from .answers.erasers import Erasers
 from .answers.forgetting import ForgottenPasskeys
 from .answers.hops import ChainedAnswers
 from .causal.experiment import Causal
-from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
 from .knockout.graphs import Graphs
@@ -21,11 +20,11 @@ from .roles import CountedRoles
 from .segmentation import Segmenting
 
 _TITLES = {
-    "copying": "Sources of copied tokens (after LATIM, table 2)",
-    "translation": "Alignment of number words in two languages (after LATIM, table 3)",
-    "passkey": "Sources of a passkey in filler text (after LATIM, figures 3 and 8)",
-    "two-passkeys": "Sources of the passkey asked for, of two (after LATIM, figures 3 and 8)",
-    "frequent-word": "Occurrences of the most frequent word (after LATIM, figures 3 and 9)",
+    "copying": "Sources of copied tokens",
+    "translation": "Alignment of number words in two languages",
+    "passkey": "Sources of a passkey in filler text",
+    "two-passkeys": "Sources of the passkey asked for, of two",
+    "frequent-word": "Occurrences of the most frequent word",
     "recall": "Sources of recalled facts",
 }
 
@@ -55,11 +54,6 @@ FAILING = {"passkey-mamba": 640, "passkey-mamba2": 2048, "passkey-gated-deltanet
 
 _ON_TEXTS: tuple[Experiment, ...] = (
     *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
-    DecompositionErrors(
-        "decomposition-error",
-        "Shares that LATIM's decomposition misses of a mixer's output (after LATIM, figure 4)",
-        _tasks(*_TITLES),
-    ),
     CountedRoles(
         "roles",
         "Tokens that ask, are matched and are answered, by role",

@@ -1,4 +1,4 @@
-"""Do methods find the known sources of texts (LATIM, tables 2 and 3, figures 3 and 8)?
+"""Do methods find the known sources of texts?
 
 Shapes: T answered tokens of one text, L tokens, S positions among which sources are looked for.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr.call.layout import ImageProbe
 from captum_ssm.attr.call.targets import logits_of
-from captum_ssm.tracing import find_mixers, repaired_scans, trace
-from captum_ssm.tracing.hooks import swap_first
+from captum_ssm.tracing import repaired_scans, trace
 
 from ..harness.experiment import Cell
 
@@ -32,27 +31,12 @@ STEPS = 20
 ABSOLUTE = "patches, absolute"
 
 
-class Patches(NamedTuple):
-    """The patches among a model's tokens.
-
-    Attributes:
-        places: where the patches stand in the sequence, row by row, (h w,).
-        grid: how many there are down and across, (h, w).
-        tokens: L, all tokens.
-    """
-
-    places: Tensor
-    grid: tuple[int, int]
-    tokens: int
-
-
-def patches_of(model: nn.Module, image: Tensor) -> Patches:
-    """The patches that a model, whose first mixer gets all of them, makes of an image."""
+def grid_of(model: nn.Module, image: Tensor) -> tuple[int, int]:
+    """The patches (h, w) that a model, whose first mixer gets all of them, makes of an image."""
     probe = ImageProbe(model)
     with torch.no_grad(), probe.watch(), trace(model) as record:
         model(image)
-    tokens = record.layers[0].tokens
-    return Patches(*probe.patches(model, image, tokens), tokens)
+    return probe.patches(model, image, record.layers[0].tokens)[1]
 
 
 def absolute(explain: Explain) -> Explain:
@@ -70,11 +54,6 @@ def captum_maps() -> dict[Cell, Explain]:
             maps[Cell(kind.__name__, ABSOLUTE)] = absolute(explain)
     maps[Cell("FeatureAblation", "patches")] = _ablation
     return maps
-
-
-def activation_maps() -> dict[Cell, Explain]:
-    """Class activation maps, the baseline of UN table 6."""
-    return {Cell("CAM"): _cam, Cell("GradCAM"): _grad_cam}
 
 
 def picture_maps() -> dict[Cell, Explain]:
@@ -121,7 +100,7 @@ def _of_pixels(method: str, explain: Explain) -> dict[Cell, Explain]:
 
 
 def _averaged(model: nn.Module, image: Tensor, classes: Sequence[int], explain: Explain) -> Tensor:
-    return F.adaptive_avg_pool2d(explain(model, image, classes), patches_of(model, image).grid)
+    return F.adaptive_avg_pool2d(explain(model, image, classes), grid_of(model, image))
 
 
 def _of_picture(
@@ -145,7 +124,7 @@ def _gradients(model: nn.Module, image: Tensor, classes: Sequence[int], kind: An
 
 def _ablation(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor:
     """One patch after the other is given the image's mean colour."""
-    height, width = patches_of(model, image).grid
+    height, width = grid_of(model, image)
     numbers = torch.arange(height * width, device=image.device).view(1, 1, height, width)
     mask = F.interpolate(numbers.float(), size=image.shape[2:], mode="nearest").long()
     ablate = FeatureAblation(_logits(model))
@@ -161,37 +140,3 @@ def _ablation(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor
             for target in classes
         ]
     return F.adaptive_avg_pool2d(torch.cat(found)[:, 0], (height, width))
-
-
-def _cam(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor:
-    """The logits that the head would give if it read a patch: (N, L, E) streams, one for each."""
-    patches = patches_of(model, image)
-
-    def of_patches(stream: Tensor) -> Tensor:
-        return stream[0, patches.places, None].expand(-1, patches.tokens, -1)
-
-    def swap(module: nn.Module, args: Any, output: Any) -> Any:
-        return swap_first(output, of_patches)[0]
-
-    handle = find_mixers(model)[-1].blocks[-1].register_forward_hook(swap)
-    try:
-        with torch.no_grad():
-            logits = logits_of(model(image))  # (N, classes)
-    finally:
-        handle.remove()
-    return logits[:, list(classes)].T.reshape(-1, *patches.grid)
-
-
-def _grad_cam(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor:
-    """Selvaraju et al. 2017, of the stream that enters the last block."""
-    patches = patches_of(model, image)
-    with repaired_scans(), trace(model, graph="all") as record, torch.enable_grad():
-        logits = logits_of(model(image))[0]
-        stream = record.layers[-1].stream
-        assert stream is not None  # mixers of vision models stand in blocks
-        maps = []
-        for target in classes:
-            (gradient,) = torch.autograd.grad(logits[target], stream, retain_graph=True)
-            of_patches = gradient[0, patches.places].mean(0)  # (E,)
-            maps.append((stream.detach()[0, patches.places] @ of_patches).relu())
-    return torch.stack(maps).view(-1, *patches.grid)

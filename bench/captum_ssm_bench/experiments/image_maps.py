@@ -5,7 +5,6 @@ Shapes: T classes asked about, C colour channels, h and w patches or pixels down
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ from captum_ssm.attr import (
 )
 from captum_ssm.linear import Rule
 from captum_ssm.models.vmamba import VMamba
-from captum_ssm.operators.reduction import discard_smallest
 from captum_ssm.tracing import find_mixers
 
 from ..harness.experiment import Cell
@@ -35,25 +33,13 @@ from .image_baselines import (
     ABSOLUTE,
     Explain,
     absolute,
-    activation_maps,
     captum_maps,
     picture_maps,
 )
 
-#: HA's, and UN's, which the tables are about.
-FORMULATIONS = ("s6", "unified")
-COMPONENTS = (*FORMULATIONS, "exact")
-#: UN table 4, whose "w/o S6" is ``unified-scan``.
-ABLATIONS = ("unified-conv", "unified-activation", "unified-gate", "unified-scan")
+#: Which parts of a mixer the matrices include.
+COMPONENTS = ("s6", "unified")
 ACTIVATIONS = ("linearized", "silu")
-#: HA table 5.
-REDUCTIONS = ("max", "min", "product")
-DISCARDED = (0.2, 0.4, 0.6, 0.8)
-#: HA table 6.
-CLAMPS = {"no clamp": "none", "absolute": "abs"}
-CODE = "published code"
-#: The published scripts leave out the first 15 of 24 layers.
-LEFT_OUT = 15 / 24
 
 
 @dataclass(frozen=True)
@@ -87,59 +73,21 @@ def attention_alone(model: nn.Module) -> bool:
 def image_maps() -> dict[Cell, ImageMap]:
     """Every method that explains image classifiers, in each formulation."""
     maps: dict[Cell, ImageMap] = {}
-    for kind in (ImplicitAttention, ImplicitAttentionRollout):
-        of = partial(_common, kind=kind)
-        found = _by_components(of)
-        if kind is ImplicitAttentionRollout:
-            found |= _by_reduction(of)
-        for name, explain in found.items():
-            maps[Cell(kind.__name__, name)] = ImageMap(explain, of_attention=name == "unified")
-    # its gradients' mean over channels LayerNorms make zero in a ViT
-    of = partial(_each, kind=MambaAttribution)
-    for name, explain in {**_by_components(of), **_by_reduction(of), **_by_clamp(of)}.items():
-        maps[Cell("MambaAttribution", name)] = ImageMap(explain, of_attention=False)
+    for components in COMPONENTS:
+        for kind in (ImplicitAttention, ImplicitAttentionRollout):
+            explain: Explain = partial(_common, kind=kind, components=components)
+            of_attention = components == "unified"
+            maps[Cell(kind.__name__, components)] = ImageMap(explain, of_attention)
+        # its gradients' mean over channels LayerNorms make zero in a ViT
+        explain = partial(_each, kind=MambaAttribution, components=components)
+        maps[Cell("MambaAttribution", components)] = ImageMap(explain, of_attention=False)
     maps |= {**_latim_maps(), **_flow_maps()}
     for form in ("lrp", "gradient"):
         explain = partial(_each, kind=partial(TransformerAttribution, form=form))
         maps[Cell("TransformerAttribution", form)] = ImageMap(explain)
     for cell, explain in {**captum_maps(), **picture_maps()}.items():
         maps[cell] = ImageMap(explain)
-    for cell, explain in activation_maps().items():
-        maps[cell] = ImageMap(explain, of_stages=False)
     return maps
-
-
-def _by_components(of: Explain) -> dict[str, Explain]:
-    """Which parts of a mixer the matrices include; and what the published scripts do with them."""
-    found: dict[str, Explain] = {
-        each: partial(of, components=each) for each in (*COMPONENTS, *ABLATIONS)
-    }
-    for each in FORMULATIONS:
-        found[f"{each}, {CODE}"] = partial(published_code, of=found[each])
-    return found
-
-
-def _by_reduction(of: Explain) -> dict[str, Explain]:
-    """The reductions of HA table 5 in place of the mean."""
-    found: dict[str, Explain] = {}
-    for each in FORMULATIONS:
-        for name in REDUCTIONS:
-            found[f"{each}, {name}"] = partial(of, components=each, reduce=name)
-        for ratio in DISCARDED:
-            reduce = discard_smallest(ratio)
-            found[f"{each}, discard {ratio}"] = partial(of, components=each, reduce=reduce)
-        # in float32 a product of so many channels is zero
-        found[f"{each}, product"] = partial(_in_double, of=found[f"{each}, product"])
-    return found
-
-
-def _by_clamp(of: Explain) -> dict[str, Explain]:
-    """The clamps of HA table 6 in place of relu."""
-    return {
-        f"{each}, {name}": partial(of, components=each, clamp=clamp)
-        for each in FORMULATIONS
-        for name, clamp in CLAMPS.items()
-    }
 
 
 def _latim_maps() -> dict[Cell, ImageMap]:
@@ -197,20 +145,3 @@ def _pixels(
     """A map of pixels for each class."""
     found = kind(model).decompose_each(image, list(classes), rule=rule, roles=False)
     return torch.cat([each.inputs.sum(1) for each in found]).detach()
-
-
-def _in_double(
-    model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain, **options: Any
-) -> Tensor:
-    return of(copy.deepcopy(model).double(), image.double(), classes, **options)
-
-
-def published_code(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
-    """What the authors' scripts compute, with as large a part of the layers left out."""
-    return later_layers(model, image, classes, partial(of, recipe="published_code"))
-
-
-def later_layers(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
-    """Without as large a part of the layers as the authors' scripts leave out."""
-    start = int(LEFT_OUT * len(find_mixers(model)))
-    return of(model, image, classes, start_layer=start)

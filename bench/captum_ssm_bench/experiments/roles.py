@@ -66,13 +66,6 @@ class CountedRoles(LinkedTexts):
 
     columns = tuple(Column(role, (role,)) for role in TOLD)
     baselines = (CHANCE.method, LOST.method)
-    note = (
-        "Right as content is the word that is answered, where it was read; as key the words that "
-        "tell where it stands; as query the same words where they ask for it. Of passkeys these "
-        "are the words of the statement and of the question, and the digits before the answered "
-        "one. A rule that gives nothing to a role has no number for it. Answers are lost without "
-        "right tokens where these are exchanged for others of their kinds."
-    )
     groups = MappingProxyType(
         {
             "recall": ("recall-mamba", "pairs-mamba", "pairs-mamba2", "pairs-gated-deltanet"),

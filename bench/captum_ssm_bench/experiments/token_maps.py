@@ -10,7 +10,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from captum.attr._utils.approximation_methods import approximation_parameters
+from captum.attr import FeatureAblation, InputXGradient, IntegratedGradients, Saliency
 from torch import Tensor, nn
 
 from captum_ssm.attr import (
@@ -27,26 +27,21 @@ from captum_ssm.tracing import repaired_scans
 
 from ..harness.experiment import Cell
 
-#: A position and the token that the logits there are asked about; or, of a classifier, which has
-#: logits at one position alone, that position and a class.
+#: A position and the token that the logits there are asked about.
 Target = tuple[int, int]
 #: (model, ids (1, L), targets) to maps (T, L) by row; see :meth:`.Experiment.measure`.
 TokenMap = Callable[[nn.Module, Tensor, Sequence[Target]], Mapping[str, Tensor]]
 
-COMPONENTS = ("s6", "unified", "exact")
-ABLATIONS = ("unified-conv", "unified-gate", "unified-activation")
-ACTIVATIONS = ("linearized", "silu", "taylor1", "taylor2", "relu", "identity")
+COMPONENTS = ("s6", "unified")
+ACTIVATIONS = ("linearized", "silu")
 #: Of the integral of integrated gradients.
 STEPS = 20
-#: In HA table 9 rollout takes these of all channels in place of their mean.
-REDUCTIONS = ("max", "min")
-NO_CLAMP = "no clamp"
 
 
 def token_maps() -> dict[Cell, TokenMap]:
     """Every method that explains models of texts, in each formulation."""
     maps: dict[Cell, TokenMap] = {}
-    for components in (*COMPONENTS, *ABLATIONS):
+    for components in COMPONENTS:
         for name, find in (
             ("ImplicitAttention", _attention),
             ("ImplicitAttentionRollout", _attention_rollout),
@@ -70,24 +65,9 @@ def token_maps() -> dict[Cell, TokenMap]:
     for form in ("lrp", "gradient"):
         by_form = partial(TransformerAttribution, form=form)
         maps[Cell("TransformerAttribution", form)] = partial(_by_target, kind=by_form)
-    maps[Cell("Saliency")] = _saliency
-    maps[Cell("InputXGradient")] = _input_x_gradient
-    maps[Cell("IntegratedGradients")] = _integrated_gradients
-    maps[Cell("FeatureAblation")] = _ablation
-    return maps
-
-
-def choice_maps() -> dict[Cell, TokenMap]:
-    """The choices that HA table 9 compares with the method's own, in its formulation."""
-    maps: dict[Cell, TokenMap] = {
-        Cell("ImplicitAttentionRollout", f"s6, {name}"): partial(
-            _attention_rollout, components="s6", reduce=name
-        )
-        for name in REDUCTIONS
-    }
-    maps[Cell("MambaAttribution", f"s6, {NO_CLAMP}")] = partial(
-        _by_target, kind=MambaAttribution, components="s6", clamp="none"
-    )
+    for kind in (Saliency, InputXGradient, FeatureAblation):
+        maps[Cell(kind.__name__)] = partial(_by_captum, kind=kind)
+    maps[Cell("IntegratedGradients")] = partial(_by_captum, kind=IntegratedGradients, n_steps=STEPS)
     return maps
 
 
@@ -140,75 +120,18 @@ def _positions(targets: Sequence[Target]) -> list[int]:
 def _by_target(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
 ) -> dict[str, Tensor]:
-    return {"": kind(model).attribute_each(ids, _as_captum(model, targets), **options)[:, 0]}
+    return {"": kind(model).attribute_each(ids, list(targets), **options)[:, 0]}
 
 
-def _as_captum(model: Any, targets: Sequence[Target]) -> list[Any]:
-    """The targets in Captum's form: those of a classifier are classes alone."""
-    classifies = model.get_output_embeddings() is None
-    return [index for _, index in targets] if classifies else list(targets)
-
-
-# What classes of Captum of these names say of the embeddings, summed over features; they would run
-# the model once more for every target.
-
-
-def _saliency(model: nn.Module, ids: Tensor, targets: Sequence[Target]) -> dict[str, Tensor]:
-    embedded = _embedded(model, ids)
-    return {"": _gradients(model, embedded, targets)[:, 0].abs().sum(-1)}
-
-
-def _input_x_gradient(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target]
+def _by_captum(
+    model: Any, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
 ) -> dict[str, Tensor]:
-    embedded = _embedded(model, ids)
-    return {"": (embedded * _gradients(model, embedded, targets)[:, 0]).sum(-1)}
-
-
-def _integrated_gradients(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target]
-) -> dict[str, Tensor]:
-    """From a baseline of zeros, with Captum's default rule."""
-    embedded = _embedded(model, ids)
-    sizes, places = approximation_parameters("gausslegendre")
-    weights, shares = (torch.tensor(x(STEPS)).to(embedded) for x in (sizes, places))
-    gradients = _gradients(model, shares[:, None, None] * embedded, targets)
-    return {"": (embedded * torch.einsum("n,tnle->tle", weights, gradients)).sum(-1)}
-
-
-def _ablation(model: nn.Module, ids: Tensor, targets: Sequence[Target]) -> dict[str, Tensor]:
-    """What the logits lose if the embedding of one token after the other is zero."""
-    embedded = _embedded(model, ids)  # (1, L, E)
-    kept = 1 - torch.eye(ids.shape[1]).to(embedded)
-    with torch.no_grad(), repaired_scans():
-        logits = _logits(model, torch.cat([embedded, embedded * kept[..., None]]))  # (1 + L, L, V)
-    answers = torch.stack([_asked(logits, target) for target in targets])
-    return {"": answers[:, :1] - answers[:, 1:]}
-
-
-def _gradients(model: nn.Module, points: Tensor, targets: Sequence[Target]) -> Tensor:
-    """The gradient of each target at points (N, L, E), all from one forward run: (T, N, L, E)."""
-    points = points.clone().requires_grad_()
-    with torch.enable_grad(), repaired_scans():
-        logits = _logits(model, points)
-        found = [
-            torch.autograd.grad(_asked(logits, target).sum(), points, retain_graph=True)[0]
-            for target in targets
-        ]
-    return torch.stack(found)
-
-
-def _asked(logits: Tensor, target: Target) -> Tensor:
-    """What a target is about, (N,), of logits (N, L, V), or of a classifier's (N, V)."""
-    position, index = target
-    return logits[:, position, index] if logits.dim() == 3 else logits[:, index]
-
-
-def _embedded(model: Any, ids: Tensor) -> Tensor:
-    embedded: Tensor = model.get_input_embeddings()(ids)
-    return embedded.detach()
-
-
-def _logits(model: Any, embedded: Tensor) -> Tensor:
-    logits: Tensor = model(inputs_embeds=embedded, use_cache=False).logits
-    return logits
+    """What a class of Captum says of the embeddings, summed over features."""
+    embedded = model.get_input_embeddings()(ids).detach()
+    explain = kind(lambda points: model(inputs_embeds=points, use_cache=False).logits)
+    if kind is FeatureAblation:  # of which each feature of a token has the token's number
+        options |= {"feature_mask": torch.arange(ids.shape[1], device=ids.device)[None, :, None]}
+    with repaired_scans():
+        found = [explain.attribute(embedded, target=target, **options) for target in targets]
+    maps = torch.cat(found).detach()
+    return {"": maps[..., 0] if kind is FeatureAblation else maps.sum(-1)}

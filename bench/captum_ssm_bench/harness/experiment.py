@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,13 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from captum_ssm.errors import OptionError
 from captum_ssm.metrics.sample import Statistic, mean
 
 from .records import Rows
-
-#: What files can be named after on any system, and nothing outside of their folder.
-_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class Cell(NamedTuple):
@@ -51,11 +46,6 @@ class Column:
     better: str = "high"
     statistic: Statistic = mean
 
-    @property
-    def direction(self) -> str:
-        """Which numbers are better, if any are."""
-        return f"{self.better}er is better" if self.better else ""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -65,24 +55,11 @@ class Subject:
         name: of the model.
         load: gives the model in evaluation mode, on a device.
         fingerprint: of its weights, so that results of others are never mixed in.
-        training: which of several models of this name, trained with other seeds; the one that
-            ships with the package has none. Default: none.
     """
 
     name: str
     load: Callable[[torch.device], nn.Module]
     fingerprint: str
-    training: str = ""
-
-    @property
-    def label(self) -> str:
-        """The name that its results are recorded under; see :func:`name_of`."""
-        return f"{self.name}@{self.training}" if self.training else self.name
-
-
-def name_of(label: str) -> str:
-    """The name of a model, the same one for all trainings."""
-    return label.partition("@")[0]
 
 
 class Experiment(ABC):
@@ -95,29 +72,10 @@ class Experiment(ABC):
         examples: how many of each model and seed a full run takes. Default: 100.
         baselines: names of methods that look at no model, or that all others are held against;
             where the best rows are shown, theirs are too. Default: none.
-        note: how to read the table. Default: nothing.
         groups: by name, names of models whose numbers are taken together, too, each model's alike.
             Default: none.
         against: the row that the others are held against if nobody names one. Default: None, they
             are not.
-
-    Example:
-        >>> from torch import nn
-        >>> from captum_ssm_bench import Cell, Column, Experiment, Plan, Subject
-        >>> class Indices(Experiment):
-        ...     name, title, columns = "indices", "A table", (Column("x", ("x",)),)
-        ...     def subjects(self):
-        ...         return [Subject("m", lambda device: nn.Linear(1, 1, device=device), "1")]
-        ...     def cells(self):
-        ...         return [Cell("plain"), Cell("plain", "doubled")]
-        ...     def example(self, subject, index, seed):
-        ...         return index
-        ...     def measure(self, model, example, cell):
-        ...         return {"": {"x": example * (2 if cell.formulation else 1)}}
-        >>> Indices().chosen(formulations=["doubled"])
-        [Cell(method='plain', formulation='doubled')]
-        >>> Indices().measure(None, 3, Cell("plain", "doubled"))
-        {'': {'x': 6}}
     """
 
     name: str
@@ -125,7 +83,6 @@ class Experiment(ABC):
     columns: Sequence[Column]
     examples: int = 100
     baselines: Collection[str] = ()
-    note: str = ""
     groups: Mapping[str, Sequence[str]] = MappingProxyType({})
     against: Cell | None = None
 
@@ -179,18 +136,3 @@ class Experiment(ABC):
             if (methods is None or cell.method in methods)
             and (formulations is None or cell.formulation in formulations)
         ]
-
-
-def file_name(experiment: Experiment) -> str:
-    """The name of an experiment, which its folder and its tables are named after.
-
-    Raises:
-        OptionError: when the name is no name of a file: its files could lie anywhere.
-    """
-    if not _FILE_NAME.fullmatch(experiment.name):
-        raise OptionError(
-            f"name={experiment.name!r} of {type(experiment).__name__}: files are named after an "
-            "experiment. Use letters, digits, dots, dashes and underscores, the first a letter or "
-            "digit."
-        )
-    return experiment.name

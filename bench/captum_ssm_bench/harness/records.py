@@ -1,8 +1,7 @@
-"""Results on disk: one line per example and cell, appended by each process to a file of its own.
+"""Results on disk: one line per example and cell, appended as they are measured.
 
-A line counts once it ends; a process that was killed leaves at most one line without an end, which
-is taken off when the file is opened again and is skipped by readers.  What is recorded is never
-measured again, and what is recorded twice counts once.
+A line counts once it ends.  A run that was killed leaves at most one line without an end: readers
+skip it, and the next append removes it.  What is recorded is never measured again.
 """
 
 from __future__ import annotations
@@ -41,36 +40,33 @@ class Records:
 
     Args:
         folder: where they lie; made if it is not there.
-        process: index of this process, which appends to a file of its own. Default: 0.
 
     Raises:
         InputError: on iteration, when a line is not a result; it names the line.
     """
 
-    def __init__(self, folder: str | Path, process: int = 0) -> None:
-        self.folder = Path(folder)
-        make_folder(self.folder)
-        self._own = self.folder / f"records-{process}.jsonl"
+    def __init__(self, folder: str | Path) -> None:
+        make_folder(Path(folder))
+        self._path = Path(folder) / "records.jsonl"
 
     def __iter__(self) -> Iterator[tuple[Key, Rows]]:
         """Every result once, sorted by key."""
         found: dict[Key, Rows] = {}
-        for path in sorted(self.folder.glob("records-*.jsonl")):
-            for key, rows in _lines(path):
-                found.setdefault(key, rows)
+        for key, rows in _lines(self._path) if self._path.exists() else ():
+            found.setdefault(key, rows)
         yield from sorted(found.items(), key=lambda item: item[0])
 
     def append(self, key: Key, rows: Rows) -> None:
-        """Write a result to this process's file; it is on the disk when the call returns.
+        """Write a result; it is on the disk when the call returns.
 
         Raises:
             WriteError: when it cannot be written; results written before are unharmed.
         """
         written = {row: _writable(numbers) for row, numbers in rows.items()}
         line = json.dumps({**key._asdict(), "rows": written}) + "\n"
-        with writing(self._own):
-            _mend(self._own)
-            with self._own.open("a", encoding="utf-8") as file:
+        with writing(self._path):
+            _mend(self._path)
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
@@ -100,14 +96,10 @@ def _lines(path: Path) -> Iterator[tuple[Key, Rows]]:
 
 
 def _mend(path: Path) -> None:
-    """Take off a last line without an end."""
-    if not path.exists():
+    """Remove a last line without an end."""
+    if not path.exists() or not path.stat().st_size:
         return
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        while size > 0:
-            file.seek(size - 1)
-            if file.read(1) == b"\n":
-                break
-            size -= 1
-        file.truncate(size)
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)

@@ -14,19 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from captum_ssm._files import make_folder, replacing, write_whole
+from captum_ssm._files import make_folder, write_whole
 from captum_ssm.errors import OptionError
-from captum_ssm.metrics.sample import Interval as Bounds
-from captum_ssm.metrics.sample import Statistic
-from captum_ssm.viz.intervals import Interval, plot_intervals
+from captum_ssm.metrics.sample import Interval, Statistic
 
-from .experiment import Cell, Column, Experiment, file_name, name_of
+from .experiment import Cell, Column, Experiment
 from .records import Key, Numbers, Rows
-from .statistics import CONFIDENCE, alike, interval
+from .statistics import interval
 
-_DOTS_PER_INCH = 110
 #: The heads of a line beside those of its entries; of these, the ones that tell lines apart.
-_KEYS = ("model", "method", "formulation", "row", "trainings", "examples")
+_KEYS = ("model", "method", "formulation", "row", "examples")
 _LABELS = ("method", "formulation", "row")
 #: Rows of each model that are printed.
 SHOWN = 12
@@ -50,20 +47,14 @@ class Side(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One number of a table with the bounds of its interval, NaN if no example has the number.
-
-    Example:
-        >>> from captum_ssm_bench import Entry
-        >>> str(Entry(value=0.5, low=0.25, high=0.75))
-        '0.500 [0.250, 0.750]'
-    """
+    """One number of a table with the bounds of its interval, NaN if no example has the number."""
 
     value: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, found: Bounds) -> Entry:
+    def of(cls, found: Interval) -> Entry:
         """The first of an interval's values."""
         return cls(*(float(part[0]) for part in (found.value, found.low, found.high)))
 
@@ -82,8 +73,7 @@ class Line(NamedTuple):
         method: name of the method.
         formulation: which variant of it.
         row: which of the method's rows, a layer say; empty if it has one only.
-        trainings: how many trained models of this name it is made of.
-        examples: how many examples of all of them.
+        examples: how many examples it is made of.
         entries: by column.
     """
 
@@ -91,43 +81,34 @@ class Line(NamedTuple):
     method: str
     formulation: str
     row: str
-    trainings: int
     examples: int
     entries: Mapping[str, Entry]
-
-    @property
-    def label(self) -> str:
-        """The method, formulation and row together."""
-        return str(Side(self.method, self.formulation, self.row))
 
 
 #: The numbers of one row of an example, or of two that are compared.
 Example = tuple[Numbers, ...]
-#: By model, by training, by seed and index.
-Models = Mapping[str, Mapping[str, Mapping[tuple[int, int], Example]]]
+#: By model, by seed and index.
+Models = Mapping[str, Mapping[tuple[int, int], Example]]
 
 
 def series_of(results: Iterable[tuple[Key, Rows]]) -> Mapping[Side, Models]:
-    """The results by row, model, training and example."""
-    found: dict[Side, dict[str, dict[str, dict[tuple[int, int], Example]]]] = {}
+    """The results by row, model and example."""
+    found: dict[Side, dict[str, dict[tuple[int, int], Example]]] = {}
     for key, rows in results:
         for row, numbers in rows.items():
             models = found.setdefault(Side(key.method, key.formulation, row), {})
-            trainings = models.setdefault(name_of(key.model), {})
-            trainings.setdefault(key.model, {})[key.seed, key.example] = (numbers,)
+            models.setdefault(key.model, {})[key.seed, key.example] = (numbers,)
     return found
 
 
 def paired(one: Models, other: Models) -> Models:
     """The examples that two rows share, with the numbers of both."""
-    found: dict[str, dict[str, dict[tuple[int, int], Example]]] = {}
-    for name, trainings in one.items():
-        for label, examples in trainings.items():
-            others = other.get(name, {}).get(label, {})
-            both = {at: (*own, *others[at]) for at, own in examples.items() if at in others}
-            if both:
-                found.setdefault(name, {})[label] = both
-    return found
+    pairs = {
+        name: {at: (*own, *other[name][at]) for at, own in examples.items() if at in other[name]}
+        for name, examples in one.items()
+        if name in other
+    }
+    return {name: both for name, both in pairs.items() if both}
 
 
 def numbers_of(column: Column, examples: Iterable[Example]) -> Tensor:
@@ -161,30 +142,12 @@ def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[L
 
     Args:
         experiment: whose columns are wanted.
-        results: the records, as of :func:`run`; trainings of one model share its lines.
+        results: the records, as of :func:`run`.
 
     Returns:
         The lines, each entry with its 95 % bootstrap interval.
-
-    Example:
-        >>> from captum_ssm_bench import EXPERIMENTS, Key, lines
-        >>> experiment = EXPERIMENTS["decomposition-error"]  # its one column is "error"
-        >>> keys = [Key(experiment.name, "m", "Latim", "silu", 0, example) for example in (0, 1)]
-        >>> results = [(keys[0], {"mean": {"error": 0.1}}), (keys[1], {"mean": {"error": 0.3}})]
-        >>> (line,) = lines(experiment, results)
-        >>> line.examples, str(line.entries["error"])
-        (2, '0.200 [0.100, 0.300]')
     """
-    found = []
-    for side, models in series_of(results).items():
-        for model, trainings in models.items():
-            entries = {}
-            for column in experiment.columns:
-                numbers = [numbers_of(column, each.values()) for each in trainings.values()]
-                entries[column.name] = Entry.of(interval(column.statistic, numbers))
-            count = sum(map(len, trainings.values()))
-            found.append(Line(model, *side, len(trainings), count, entries))
-    return sorted(found, key=lambda line: line[:4])
+    return list(_of_models(experiment.columns, series_of(results)))
 
 
 def group_lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
@@ -221,36 +184,48 @@ def gain_lines(
     held.name = f"{experiment.name}-against"
     held.title = f"{experiment.title}: gain over {other}"
     held.columns = [replace(c, better="high" if c.better else "") for c in experiment.columns]
-    single = {name: [name] for name in sorted({name for own in series.values() for name in own})}
     pairs = {side: paired(own, series[other]) for side, own in series.items() if side != other}
     return held, [
         *_of_groups(experiment.columns, experiment.groups, pairs),
-        *_of_groups(experiment.columns, single, pairs, counted=False),
+        *_of_models(experiment.columns, pairs),
     ]
+
+
+def _of_models(columns: Sequence[Column], series: Mapping[Side, Models]) -> Iterator[Line]:
+    """The rows of each model."""
+    for name in sorted({name for models in series.values() for name in models}):
+        for side, models in sorted(series.items()):
+            if name in models:
+                yield _line(name, side, columns, [models[name]])
 
 
 def _of_groups(
     columns: Sequence[Column],
     groups: Mapping[str, Sequence[str]],
     series: Mapping[Side, Models],
-    counted: bool = True,
 ) -> Iterator[Line]:
     """The rows that all measured models of a group have."""
     for group, names in groups.items():
         measured = sorted({name for own in series.values() for name in own}.intersection(names))
-        count = f" ({len(measured)} model{'s' if len(measured) > 1 else ''})" if counted else ""
+        count = f"({len(measured)} model{'s' if len(measured) > 1 else ''})"
         for side, models in sorted(series.items()):
             if measured and models.keys() >= set(measured):
-                own = [list(models[name].values()) for name in measured]
-                entries = {column.name: _alike(column, own) for column in columns}
-                examples = sum(len(each) for trainings in own for each in trainings)
-                yield Line(f"{group}{count}", *side, max(map(len, own)), examples, entries)
+                yield _line(f"{group} {count}", side, columns, [models[name] for name in measured])
 
 
-def _alike(column: Column, models: Sequence[Sequence[Mapping[tuple[int, int], Example]]]) -> Entry:
-    numbers = [[numbers_of(column, each.values()) for each in trainings] for trainings in models]
-    compared = numbers[0][0].shape[1] > len(column.numbers)
-    return Entry.of(alike(gain_of(column) if compared else column.statistic, numbers))
+def _line(
+    name: str,
+    side: Side,
+    columns: Sequence[Column],
+    models: Sequence[Mapping[tuple[int, int], Example]],
+) -> Line:
+    entries = {}
+    for column in columns:
+        numbers = [numbers_of(column, examples.values()) for examples in models]
+        compared = numbers[0].shape[1] > len(column.numbers)
+        statistic = gain_of(column) if compared else column.statistic
+        entries[column.name] = Entry.of(interval(statistic, numbers))
+    return Line(name, *side, sum(map(len, models)), entries)
 
 
 # --- what is printed and written --------------------------------------------------------------
@@ -285,30 +260,11 @@ def as_text(experiment: Experiment, table: Sequence[Line]) -> str:
         head, rows = _cells(experiment, shown(experiment, own))
         rows = [head, *([cell.partition(" [")[0] for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        parts += [f"{model}, {sample_size(own)}"]
+        parts += [f"{model}, {max(line.examples for line in own)} examples"]
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             parts.append(f"  {'  '.join(cells)}".rstrip())
     return "\n".join(parts)
-
-
-def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
-    """A section per model, and how to read them."""
-    parts = [f"# {experiment.title}"]
-    for model, own in _by_model(table):
-        parts += ["", f"## {model}, {sample_size(own)}", "", markdown(*_cells(experiment, own))]
-    brackets = (
-        f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
-        "there are several."
-    )
-    directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
-    legend = (brackets, f"{directions}." if directions else "", experiment.note)
-    return "\n".join([*parts, "", " ".join(filter(None, legend))]) + "\n"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, without a line's end behind it."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def as_csv(experiment: Experiment, table: Iterable[Line]) -> str:
@@ -322,44 +278,24 @@ def as_csv(experiment: Experiment, table: Iterable[Line]) -> str:
     return out.getvalue()
 
 
-def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Path) -> list[Path]:
-    """Write the table as markdown and csv, and as a picture.
+def write_table(experiment: Experiment, table: Sequence[Line], folder: str | Path) -> Path:
+    """Write the table as csv.
 
     Args:
         experiment: whose table it is.
         table: its lines.
-        folder: where the files go; made if it is not there.
+        folder: where the file goes; made if it is not there.
 
     Returns:
-        The files.
+        The file.
 
     Raises:
-        WriteError: when a file cannot be written; it then holds what it held before.
-        OptionError: when no file can be named after the experiment.
+        WriteError: when the file cannot be written; it then holds what it held before.
     """
-    place, name = Path(folder), file_name(experiment)
-    make_folder(place)
-    paths = [place / f"{name}.{ending}" for ending in ("md", "csv", "png")[: 3 if table else 2]]
-    for path, write in zip(paths, (as_markdown, as_csv), strict=False):
-        write_whole(path, write(experiment, table))
-    if table:
-        columns = experiment.columns
-        groups: dict[str, dict[str, list[Interval]]] = {}
-        for line in table:
-            found = [(x.low, x.value, x.high) for x in line.entries.values()]
-            groups.setdefault(line.model, {})[line.label] = found
-        heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
-        with replacing(paths[2]) as file:
-            drawn = plot_intervals(groups, heads, title=experiment.title)[0]
-            drawn.savefig(file, dpi=_DOTS_PER_INCH)
-    return paths
-
-
-def sample_size(table: Sequence[Line]) -> str:
-    """How many examples, and of how many trainings if there are several."""
-    trainings = max(line.trainings for line in table)
-    of = f" of {trainings} trainings" if trainings > 1 else ""
-    return f"{max(line.examples for line in table)} examples{of}"
+    place = Path(folder) / f"{experiment.name}.csv"
+    make_folder(place.parent)
+    write_whole(place, as_csv(experiment, table))
+    return place
 
 
 def _by_model(table: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:

@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import InputError
 from captum_ssm.tracing import repaired_scans
 
 from .linked import LinkedBatch, Targets
+
+#: Rows that go through the model at once.
+_AT_ONCE = 64
 
 
 class Accuracy(NamedTuple):
@@ -41,41 +44,26 @@ class SwapCheck(NamedTuple):
     strayed: float
 
 
-def answer_accuracy(
-    model: torch.nn.Module, batch: LinkedBatch, internal_batch_size: int = 64
-) -> Accuracy:
+def answer_accuracy(model: torch.nn.Module, batch: LinkedBatch) -> Accuracy:
     """How much a model answers right, each token from the right ones before it.
 
     Args:
         model: a causal language model in the manner of transformers, called with ``input_ids``
             and ``attention_mask`` and answering with ``logits``.
         batch: the texts.
-        internal_batch_size: how many rows go through the model at once. Default: 64.
 
     Returns:
         The shares of answered tokens, and of texts, for which the most likely words of the whole
         vocabulary are the right ones.
-
-    Raises:
-        OptionError: when ``internal_batch_size`` is below 1.
-
-    Example:
-        >>> from ..bundled import load_bundled
-        >>> from captum_ssm_bench.tasks import NUMBER_WORDS, answer_accuracy
-        >>> model, _ = load_bundled("translation-mamba")
-        >>> answer_accuracy(model, NUMBER_WORDS.batch([42, 342]))
-        Accuracy(tokens=1.0, sequences=1.0)
     """
     rows, queries, tokens = batch.targets
     pad = batch.task.vocabulary.pad_id
-    right = _predicted(model, batch.input_ids, pad, internal_batch_size)[rows, queries] == tokens
+    right = _predicted(model, batch.input_ids, pad)[rows, queries] == tokens
     wrong = rows.new_zeros(len(batch.input_ids)).index_add_(0, rows, (~right).long())
     return Accuracy(float(right.double().mean()), float((wrong == 0).double().mean()))
 
 
-def swap_check(
-    model: torch.nn.Module, batch: LinkedBatch, seed: int, internal_batch_size: int = 64
-) -> SwapCheck:
+def swap_check(model: torch.nn.Module, batch: LinkedBatch, seed: int) -> SwapCheck:
     """Whether the gold is the cause: sources are exchanged, the answer that is fed is not.
 
     Each answered token whose source belongs to a family of the task has its turn: all its sources
@@ -86,27 +74,18 @@ def swap_check(
         model: as in :func:`answer_accuracy`.
         batch: the texts.
         seed: of the words put in, each another than the one it replaces.
-        internal_batch_size: as in :func:`answer_accuracy`. Default: 64.
 
     Returns:
         The share of exchanges that the prediction follows, and that of other predictions changed.
 
     Raises:
         InputError: when no source of the batch belongs to a family of its task.
-        OptionError: when ``internal_batch_size`` is below 1.
-
-    Example:
-        >>> from ..bundled import load_bundled
-        >>> from captum_ssm_bench.tasks import NUMBER_WORDS, swap_check
-        >>> model, _ = load_bundled("translation-mamba")
-        >>> swap_check(model, NUMBER_WORDS.batch([42, 342]), seed=0)
-        SwapCheck(moved=1.0, strayed=0.0)
     """
     changed, (rows, queries, tokens) = _exchanges(batch, random.Random(seed))
     each = torch.arange(len(rows), device=rows.device)
     pad = batch.task.vocabulary.pad_id
-    before = _predicted(model, batch.input_ids, pad, internal_batch_size)[rows]
-    after = _predicted(model, changed, pad, internal_batch_size)
+    before = _predicted(model, batch.input_ids, pad)[rows]
+    after = _predicted(model, changed, pad)
     others = torch.zeros_like(batch.context)
     others[batch.targets.rows, batch.targets.queries] = True
     others = others[rows]
@@ -143,17 +122,11 @@ def _exchanges(batch: LinkedBatch, rng: random.Random) -> tuple[Tensor, Targets]
 
 
 @torch.no_grad()
-def _predicted(
-    model: torch.nn.Module, input_ids: Tensor, pad: int, internal_batch_size: int
-) -> Tensor:
+def _predicted(model: torch.nn.Module, input_ids: Tensor, pad: int) -> Tensor:
     """The most likely next id at each token, over the whole vocabulary, as ``input_ids``."""
-    if internal_batch_size < 1:
-        raise OptionError(f"internal_batch_size={internal_batch_size}: use 1 or more.")
-    device = next(model.parameters()).device
-    found: list[Tensor] = []
-    for start in range(0, len(input_ids), internal_batch_size):
-        ids = input_ids[start : start + internal_batch_size].to(device)
+    found = []
+    for ids in torch.split(input_ids, _AT_ONCE):
         with repaired_scans():
             output = model(input_ids=ids, attention_mask=(ids != pad).long())
-        found.append(output.logits.argmax(-1).to(input_ids.device))
+        found.append(output.logits.argmax(-1))
     return torch.cat(found)

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from captum_ssm.errors import OptionError
-
 from .linked import Family, LinkedTask, LinkedText
 
 ASK, STOP = "?", "."
@@ -41,32 +39,11 @@ class ChainsTask(LinkedTask):
         symbols: how many there are; at most 26. Default: 16.
         shortest: least number of facts, at least 3. Default: 3.
         longest: greatest number of facts, not more than the symbols are enough for. Default: 8.
-
-    Raises:
-        OptionError: when a number is out of its range.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import ChainsTask
-        >>> (text,) = ChainsTask().draw(1, seed=0, length=4)
-        >>> text.prompt, text.completion
-        ('m p . g a . p g . e i . ? m', 'p g a')
-        >>> text.sure  # a, at 16, from the fact at 3
-        ((14, 1), (15, 7), (16, 4))
     """
 
     symbols: int = 16
     shortest: int = 3
     longest: int = 8
-
-    def __post_init__(self) -> None:
-        if not LINKS < self.symbols <= len(SYMBOLS):
-            raise OptionError(f"symbols={self.symbols}: use {LINKS + 1} to {len(SYMBOLS)}.")
-        super().__post_init__()
-
-    @property
-    def bounds(self) -> tuple[int, float]:
-        """One chain, and the facts that the symbols are enough for."""
-        return LINKS, max(n for n in range(LINKS, len(SYMBOLS)) if _symbols_of(n) <= self.symbols)
 
     @property
     def words(self) -> Iterable[str]:
@@ -87,13 +64,6 @@ class ChainsTask(LinkedTask):
 
         Returns:
             As many texts as there are chains, each the beginning of the next.
-
-        Example:
-            >>> import random
-            >>> from captum_ssm_bench.tasks import CHAINS
-            >>> first, second = CHAINS.questions(random.Random(0), 6)
-            >>> second.prompt.removeprefix(f"{first.prompt} {first.completion} ")
-            '? e'
         """
         facts, chains = self._stated(rng, length)
         asked = rng.sample(chains[: length // LINKS], length // LINKS)

@@ -12,13 +12,10 @@ the source away.
 
 from __future__ import annotations
 
-import math
 import random
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from captum_ssm.errors import InputError, OptionError
 
 from .linked import SEPARATOR, Family, LinkedTask, LinkedText
 
@@ -33,33 +30,11 @@ class CopyingTask(LinkedTask):
         symbols: size of the alphabet, the first of a-z, A-Z, 0-9; from 2 to 62. Default: 16.
         shortest: least length of a string. Default: 8.
         longest: greatest length of a string. Default: 16.
-
-    Raises:
-        OptionError: when a number is out of its range.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import CopyingTask
-        >>> task = CopyingTask(symbols=4, shortest=2, longest=3)
-        >>> batch = task.batch(["ab", "cad"])
-        >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
-        ['<pad> <pad> a b | a b', 'c a d | c a d']
-        >>> batch.links.sources.tolist()
-        [2, 3, 0, 1, 2]
     """
 
     symbols: int = 16
     shortest: int = 8
     longest: int = 16
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.symbols <= len(ALPHABET):
-            raise OptionError(f"symbols={self.symbols}: use 2 to {len(ALPHABET)}.")
-        super().__post_init__()
-
-    @property
-    def bounds(self) -> tuple[int, float]:
-        """Strings of any length."""
-        return 1, math.inf
 
     @property
     def words(self) -> Iterable[str]:
@@ -77,11 +52,7 @@ class CopyingTask(LinkedTask):
 
     def linked(self, example: str) -> LinkedText:
         """A string of any length with its separator and copy."""
-        known, length = ALPHABET[: self.symbols], len(example)
-        if not example or set(example) - set(known):
-            raise InputError(
-                f"the string {example!r} cannot be copied: use one or more of the symbols {known}."
-            )
+        length = len(example)
         return LinkedText(
             words=(*example, SEPARATOR, *example),
             answer=length + 1,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, OptionError
 from captum_ssm.models.vocabulary import PAD, WordVocabulary
 
 SEPARATOR = "|"
@@ -37,31 +36,10 @@ class LinkedTask(ABC):
     Attributes:
         shortest: the least length that is drawn.
         longest: the greatest length.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import NUMBER_WORDS, SHORT_COPIES
-        >>> for task in (NUMBER_WORDS, SHORT_COPIES):
-        ...     batch = task.batch(task.draw(2, seed=0, length=6))
-        ...     print(task.longest, len(batch.input_ids), len(task.vocabulary))
-        6 2 63
-        16 2 18
     """
 
     shortest: int
     longest: int
-
-    def __post_init__(self) -> None:
-        least, most = self.bounds
-        if not least <= self.shortest <= self.longest <= most:
-            raise OptionError(
-                f"shortest={self.shortest}, longest={self.longest}: lengths of this task are from "
-                f"{least} to {most}, and the shortest is not above the longest."
-            )
-
-    @property
-    @abstractmethod
-    def bounds(self) -> tuple[int, float]:
-        """The least and the greatest length that the task can draw."""
 
     @property
     @abstractmethod
@@ -98,30 +76,21 @@ class LinkedTask(ABC):
         Returns:
             The examples, in the task's own form, which :meth:`batch` takes.
 
-        Raises:
-            OptionError: when the task has no texts of this length.
         """
-        least, most = self.bounds
-        if length is not None and not least <= length <= most:
-            raise OptionError(f"length={length}: lengths of this task are from {least} to {most}.")
         rng = seed if isinstance(seed, random.Random) else random.Random(seed)
         lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
         return [self.example(rng, n) for n in lengths]
 
-    def batch(self, examples: Sequence[Any], device: torch.device | str = "cpu") -> LinkedBatch:
+    def batch(self, examples: Sequence[Any]) -> LinkedBatch:
         """The texts of examples, padded on the left.
 
         Args:
             examples: at least one.
-            device: where the tensors go. Default: ``"cpu"``.
 
         Returns:
             The texts as ids, with the links of their answers.
-
-        Raises:
-            InputError: when there is no example, or one that the task could not have drawn.
         """
-        return LinkedBatch.of(self, [self.linked(example) for example in examples], device)
+        return LinkedBatch.of(self, [self.linked(example) for example in examples])
 
 
 @cache
@@ -139,13 +108,6 @@ class LinkedText:
         context: the positions among which sources are looked for.
         sure: pairs of the position of an answered word and of a source it surely has.
         possible: further pairs, which it is no error to name. Default: none.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import LinkedText
-        >>> words = ("a", "b", "|", "b", "a")
-        >>> text = LinkedText(words, answer=3, context=range(2), sure=((3, 1), (4, 0)))
-        >>> text.prompt, text.completion
-        ('a b |', 'b a')
     """
 
     words: tuple[str, ...]
@@ -208,16 +170,6 @@ class LinkedBatch:
         targets: the answered tokens.
         links: the sure links.
         possible_links: those that are possible and not sure.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import NUMBER_WORDS
-        >>> batch = NUMBER_WORDS.batch([21])  # twenty one | ein und zwanzig
-        >>> batch.targets.queries.tolist(), batch.context.tolist()
-        ([2, 3, 4], [[True, True, False, False, False, False]])
-        >>> batch.gold()[0].nonzero().tolist()  # ein comes from one, zwanzig from twenty
-        [[2, 1], [4, 0]]
-        >>> batch.possible()[0, 3].nonzero().flatten().tolist()  # und from either
-        [0, 1]
     """
 
     task: LinkedTask
@@ -228,12 +180,8 @@ class LinkedBatch:
     possible_links: Links
 
     @classmethod
-    def of(
-        cls, task: LinkedTask, texts: Sequence[LinkedText], device: torch.device | str = "cpu"
-    ) -> LinkedBatch:
+    def of(cls, task: LinkedTask, texts: Sequence[LinkedText]) -> LinkedBatch:
         """Texts over the task's vocabulary, padded to the longest."""
-        if not texts:
-            raise InputError("texts is empty: a batch needs at least one text.")
         words, width = task.vocabulary, max(len(text.words) for text in texts)
         input_ids = torch.full((len(texts), width), words.pad_id)
         context = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -251,11 +199,11 @@ class LinkedBatch:
         rows, queries = _columns(targets, 2)
         return cls(
             task=task,
-            input_ids=input_ids.to(device),
-            context=context.to(device),
-            targets=Targets(*(x.to(device) for x in (rows, queries, input_ids[rows, queries + 1]))),
-            links=_links(sure, input_ids, device),
-            possible_links=_links(possible, input_ids, device),
+            input_ids=input_ids,
+            context=context,
+            targets=Targets(rows, queries, input_ids[rows, queries + 1]),
+            links=_links(sure, input_ids),
+            possible_links=_links(possible, input_ids),
         )
 
     @property
@@ -273,14 +221,7 @@ class LinkedBatch:
         Args:
             diagonals: an odd number; with 3 the neighbors of a source in the context are sources,
                 too. Default: 1, the source alone.
-
-        Raises:
-            OptionError: when ``diagonals`` is even or below 1.
         """
-        if diagonals < 1 or diagonals % 2 == 0:
-            raise OptionError(f"diagonals={diagonals}: use an odd number, 1 or above.")
-        if diagonals == 1:
-            return self._map(self.links)
         rows, queries, sources, tokens = self.links
         gold = torch.zeros_like(self._map(self.links))
         for shift in range(-(diagonals // 2), diagonals // 2 + 1):
@@ -312,9 +253,6 @@ def _columns(rows: Sequence[tuple[int, ...]], count: int) -> tuple[Tensor, ...]:
     return torch.tensor(rows, dtype=torch.long).reshape(-1, count).unbind(1)
 
 
-def _links(
-    pairs: Sequence[tuple[int, int, int]], input_ids: Tensor, device: torch.device | str
-) -> Links:
+def _links(pairs: Sequence[tuple[int, int, int]], input_ids: Tensor) -> Links:
     rows, queries, sources = _columns(pairs, 3)
-    tokens = input_ids[rows, queries + 1]
-    return Links(*(x.to(device) for x in (rows, queries, sources, tokens)))
+    return Links(rows, queries, sources, input_ids[rows, queries + 1])

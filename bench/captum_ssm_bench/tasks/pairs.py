@@ -15,8 +15,6 @@ import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from captum_ssm.errors import OptionError
-
 from .linked import Family, LinkedTask, LinkedText
 
 KEYS, VALUES = string.ascii_lowercase, string.ascii_uppercase
@@ -32,32 +30,11 @@ class PairsTask(LinkedTask):
         symbols: how many keys there are, and how many values; at most 26. Default: 16.
         shortest: least number of pairs. Default: 1.
         longest: greatest number of pairs, not above ``symbols``. Default: 6.
-
-    Raises:
-        OptionError: when a number is out of its range.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import PairsTask
-        >>> (text,) = PairsTask().draw(1, seed=0, length=3)
-        >>> text.prompt, text.completion
-        ('m A p P g H p', 'P')
-        >>> text.sure, text.possible  # the answer, at 7, from the value at 3, whose key is at 2
-        (((7, 3),), ((7, 2),))
     """
 
     symbols: int = 16
     shortest: int = 1
     longest: int = 6
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.symbols <= len(KEYS):
-            raise OptionError(f"symbols={self.symbols}: use 2 to {len(KEYS)}.")
-        super().__post_init__()
-
-    @property
-    def bounds(self) -> tuple[int, float]:
-        """One pair, and all keys."""
-        return 1, self.symbols
 
     @property
     def words(self) -> Iterable[str]:

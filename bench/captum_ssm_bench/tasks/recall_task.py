@@ -24,19 +24,9 @@ class RecallTask(LinkedTask):
 
     A length counts facts.  The object of the asked fact is the sure source of the answer, its name
     a possible one.
-
-    Example:
-        >>> from captum_ssm.models.recall import parse_prompt
-        >>> from captum_ssm_bench.tasks import RecallTask
-        >>> batch = RecallTask().batch([parse_prompt("anna owns the lamp . ? anna owns the")])
-        >>> batch.task.vocabulary.decode(batch.targets.tokens)
-        'lamp'
-        >>> batch.links.sources.tolist(), batch.possible_links.sources.tolist()
-        ([3], [0])
     """
 
     shortest, longest = MIN_FACTS, MAX_FACTS
-    bounds = MIN_FACTS, MAX_FACTS
 
     @property
     def words(self) -> Iterable[str]:

@@ -15,14 +15,11 @@ Lengths count the tokens of a text, question and answer included.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-
-from captum_ssm.errors import OptionError
 
 from .linked import Family, LinkedTask, LinkedText
 
@@ -63,17 +60,6 @@ class PasskeyTask(LinkedTask):
         digits: of a passkey. Default: 3.
         shortest: least number of tokens of a text. Default: 64.
         longest: greatest number of tokens of a text. Default: 128.
-
-    Raises:
-        OptionError: when a number is out of its range, or the texts are too short for the keys.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import PasskeyTask
-        >>> (text,) = PasskeyTask(keys=2, digits=2).draw(1, seed=0, length=32)
-        >>> len(text.words), len(text.words) - text.answer  # two digits are answered
-        (32, 2)
-        >>> tuple(text.words[source] for _, source in text.sure) == text.words[text.answer :]
-        True
     """
 
     shortest: int = 64
@@ -81,18 +67,11 @@ class PasskeyTask(LinkedTask):
     keys: int = 1
     digits: int = 3
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.keys <= len(NAMES):
-            raise OptionError(f"keys={self.keys}: use 1 to {len(NAMES)}.")
-        if self.digits < 1:
-            raise OptionError(f"digits={self.digits}: a passkey has at least one digit.")
-        super().__post_init__()
-
     @property
-    def bounds(self) -> tuple[int, float]:
-        """The tokens of statements, question and answer, and any filler."""
+    def least(self) -> int:
+        """The tokens of statements, question and answer."""
         stated = len(OWNED) + 2 + self.digits  # a name, is, and the digits
-        return self.keys * (stated + 1) + 1 + stated, math.inf
+        return self.keys * (stated + 1) + 1 + stated
 
     @property
     def words(self) -> Iterable[str]:
@@ -114,7 +93,7 @@ class PasskeyTask(LinkedTask):
         self, rng: random.Random, length: int
     ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         """The words before the question, and the passkeys by the names of their owners."""
-        sentences = _filler(rng, length - self.bounds[0])
+        sentences = _filler(rng, length - self.least)
         names = rng.sample(NAMES, self.keys)
         passkeys = [tuple(rng.choices(DIGITS, k=self.digits)) for _ in names]
         for name, passkey in zip(names, passkeys, strict=True):
@@ -154,34 +133,11 @@ class FrequentWordTask(LinkedTask):
         exponent: of Zipf's law. Default: 2.0, that of RULER.
         shortest: least number of tokens of a text. Default: 64.
         longest: greatest number of tokens of a text. Default: 128.
-
-    Raises:
-        OptionError: when a number is out of its range, or the texts are too short for one word to
-            be the most frequent.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import FrequentWordTask
-        >>> (text,) = FrequentWordTask().draw(1, seed=0, length=64)
-        >>> " ".join(text.words[-7:-1])
-        '? the most frequent word is'
-        >>> {text.words[source] for _, source in text.sure} == {text.completion}
-        True
     """
 
     shortest: int = 64
     longest: int = 128
     exponent: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.exponent <= 0:
-            raise OptionError(f"exponent={self.exponent}: use a number above 0.")
-        super().__post_init__()
-
-    @property
-    def bounds(self) -> tuple[int, float]:
-        """The fewest tokens from which on one word is always more frequent than the next."""
-        first, second, *_ = _shares(self.exponent)
-        return math.ceil(1 / (first - second)) + len(FREQUENT) + 1, math.inf
 
     @property
     def words(self) -> Iterable[str]:

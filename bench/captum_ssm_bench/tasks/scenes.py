@@ -19,8 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, OptionError
-
 from .outlines import SHAPES, random_lines, random_shapes, uniform
 from .textures import textures
 
@@ -64,38 +62,12 @@ class SceneTask:
         polarity: ``"random"``, objects are darker or brighter than their background, or
             ``"bright"``, they are brighter than all else. Default: ``"random"``.
         lines: how many lines lie around and beneath the objects. Default: 4.
-
-    Raises:
-        OptionError: when a number is out of its range, or the polarity is not known.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import SceneTask
-        >>> task = SceneTask(objects=2)
-        >>> task.classes
-        ('disc', 'ring', 'bar', 'cross', 'triangle', 'star')
-        >>> scenes = task.draw(3, seed=0)
-        >>> tuple(scenes.images.shape), [len(mask.unique()) for mask in scenes.masks]
-        ((3, 3, 32, 32), [3, 3, 3])
     """
 
     size: int = 32
     objects: int = 1
     polarity: Polarity = "random"
     lines: int = 4
-
-    def __post_init__(self) -> None:
-        if self.size < 16:
-            raise OptionError(f"size={self.size}: shapes need images of 16 pixels or more.")
-        if not 1 <= self.objects <= MOST_OBJECTS:
-            raise OptionError(
-                f"objects={self.objects}: use 1 to {MOST_OBJECTS}; more do not find room."
-            )
-        if self.polarity not in _LEVELS:
-            raise OptionError(
-                f"polarity={self.polarity!r} is not known. Use one of {tuple(_LEVELS)}."
-            )
-        if self.lines < 0:
-            raise OptionError(f"lines={self.lines}: use 0 or more.")
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -115,11 +87,8 @@ class SceneTask:
             The scenes, on the CPU.
 
         Raises:
-            InputError: when ``count`` is below 1.
             ImportError: when scikit-image, whose photographs are the textures, is not installed.
         """
-        if count < 1:
-            raise InputError(f"count={count}: draw at least one scene.")
         generator = torch.Generator().manual_seed(seed)
         level = uniform((count, 1, 1, 1), *_LEVELS[self.polarity], generator)
         shade = (level + _tint(count, generator)).expand(-1, -1, self.size, self.size)

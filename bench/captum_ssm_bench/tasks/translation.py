@@ -13,8 +13,6 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from captum_ssm.errors import InputError
-
 from .linked import SEPARATOR, Family, LinkedTask, LinkedText
 
 
@@ -63,30 +61,10 @@ class TranslationTask(LinkedTask):
     Attributes:
         shortest: least number of digits. Default: 1.
         longest: greatest number of digits, at most 6. Default: 6.
-
-    Raises:
-        OptionError: when a number is out of its range.
-
-    Example:
-        >>> from captum_ssm_bench.tasks import TranslationTask
-        >>> task = TranslationTask(longest=2)
-        >>> all(1 <= number < 100 for number in task.draw(50, seed=0))
-        True
-        >>> batch = task.batch([8, 21])
-        >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
-        ['<pad> <pad> <pad> eight | acht', 'twenty one | ein und zwanzig']
-        >>> text = task.linked(21)
-        >>> text.sure, text.possible  # ein from one, zwanzig from twenty; und from either
-        (((3, 1), (5, 0)), ((4, 0), (4, 1)))
     """
 
     shortest: int = 1
     longest: int = MOST_DIGITS
-
-    @property
-    def bounds(self) -> tuple[int, float]:
-        """The digits of numbers that have words here."""
-        return 1, MOST_DIGITS
 
     @property
     def words(self) -> Iterable[str]:
@@ -106,8 +84,6 @@ class TranslationTask(LinkedTask):
 
     def linked(self, example: int) -> LinkedText:
         """A number from 1 to 999,999 in English, a separator, and in German."""
-        if not 1 <= example < 10**MOST_DIGITS:
-            raise InputError(f"number={example}: use 1 to {10**MOST_DIGITS - 1:,}.")
         english, german = _spoken(example)
         first = len(english) + 1
         sure = [(first + i, source) for i, word in enumerate(german) for source in word.sure]

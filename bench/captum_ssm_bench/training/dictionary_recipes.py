@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
 from captum_ssm.inside.dictionary import SparseAutoencoder
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.hooks import hooked, swap_first
@@ -44,10 +43,6 @@ class DictionarySize:
 
     features: int = 256
     k: int = 3
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.features:
-            raise OptionError(f"k={self.k}: of {self.features} features, use 1 or more.")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
 from captum_ssm.models.folders import save_of_transformers, save_plain
 from captum_ssm.models.small import model_of
 from captum_ssm.models.vim import VisionMamba
@@ -55,12 +54,6 @@ class ImageModelSize:
     state: int = 4
     patch: int = 4
     cls_token: Literal["middle", "head"] = "middle"
-
-    def __post_init__(self) -> None:
-        if self.architecture not in _NEW:
-            raise OptionError(
-                f"architecture={self.architecture!r} is not known. Use one of {tuple(_NEW)}."
-            )
 
 
 @dataclass(frozen=True)

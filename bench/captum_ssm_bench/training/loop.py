@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -46,9 +45,6 @@ def train(
     out: str | Path,
     seed: int = 0,
     log: Callable[[str], None] = print,
-    *,
-    steps: int | None = None,
-    **size: int,
 ) -> nn.Module:
     """Makes a bundled model again: trains it, saves it and measures it.
 
@@ -57,8 +53,6 @@ def train(
         out: the folder to write it to; ``load_bundled(name, out)`` reads it.
         seed: of the initial weights and of the data. Default: 0.
         log: takes the lines of progress and the scores. Default: ``print``.
-        steps: of one round, in place of the recipe's rounds. Default: None, as in the recipe.
-        **size: what is changed of the recipe's size, such as the number of ``layers``.
 
     Returns:
         The model in evaluation mode.
@@ -66,7 +60,7 @@ def train(
     Raises:
         WriteError: when the folder cannot be written to; files in it are what they were.
     """
-    recipe = _changed(name, recipe_of(name), steps, size)
+    recipe = recipe_of(name)
     make_folder(Path(out))
     with _one_thread():
         model = train_model(recipe, seed, log=log)
@@ -128,18 +122,6 @@ def fit(
                 model.train()
                 seconds = time.monotonic() - started
                 log(f"step {step}/{steps} loss {running:.4f} held-out {share:.4f} {seconds:.0f} s")
-
-
-def _changed(name: str, recipe: Recipe, steps: int | None, size: dict[str, int]) -> Recipe:
-    known = {field.name for field in fields(recipe.size)}
-    for each in size:
-        if each not in known:
-            raise OptionError(
-                f"{each}={size[each]!r}: the size of {name!r} has no such number. "
-                f"Use some of {sorted(known)}."
-            )
-    rounds = recipe.steps if steps is None else (steps,)
-    return replace(recipe, size=replace(recipe.size, **size), steps=rounds)
 
 
 @contextmanager

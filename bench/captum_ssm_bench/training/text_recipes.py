@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
 from captum_ssm.models.folders import VOCABULARY, save_of_transformers
 from captum_ssm.models.sentences import TextReader, class_vocabulary
 from captum_ssm.models.small import ModelSize, model_of, new_model
 from captum_ssm.models.vocabulary import UNKNOWN, WordVocabulary
 
-from ..data.valence import SOURCES, RatedText, load_valence
+from ..valence import SOURCES, RatedText, load_valence
 from .recipe import Recipe, Round, Scores
 
 #: By architecture, the class of transformers.
@@ -50,19 +49,13 @@ class ClassifierSize:
     layers: int = 2
     hidden: int = 32
 
-    def __post_init__(self) -> None:
-        if self.architecture not in CLASSES:
-            raise OptionError(
-                f"architecture={self.architecture!r} is not known. Use one of {tuple(CLASSES)}."
-            )
-
 
 @dataclass(frozen=True)
 class RatedTexts:
     """The rated texts of some sources, as a task.
 
     Attributes:
-        sources: of :func:`~captum_ssm_bench.data.load_valence`. Default: all of them.
+        sources: of :func:`~captum_ssm_bench.valence.load_valence`. Default: all of them.
         least: how often a word of the training texts must occur to be known. Default: 3.
     """
 

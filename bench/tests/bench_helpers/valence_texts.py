@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from captum_ssm_bench.data.valence import SOURCES, VARIABLE
+from captum_ssm_bench.valence import SOURCES, VARIABLE
 
 GOOD = ("good", "lovely", "funny", "brilliant", ":)")
 BAD = ("bad", "dull", "awful", "tedious", ":(")
@@ -52,22 +52,17 @@ def write_folder(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def write_archive(path: Path, files: dict[str, str]) -> Path:
-    """The archive that lies in the source distribution."""
-    with tarfile.open(path, "w:gz") as archive:
+def write_distribution(path: Path, files: dict[str, str]) -> Path:
+    """The source distribution, with the archive that lies in it."""
+    inside = io.BytesIO()
+    with tarfile.open(fileobj=inside, mode="w:gz") as archive:
         for name, text in files.items():
             member = tarfile.TarInfo(f"hutto_ICWSM_2014/{name}")
             content = text.encode("utf-8")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    return path
-
-
-def write_distribution(path: Path, files: dict[str, str]) -> Path:
-    """The source distribution."""
-    inside = write_archive(path.with_suffix(".tar.gz"), files)
     with zipfile.ZipFile(path, "w") as whole:
         whole.writestr("vaderSentiment-0.5/setup.py", "")
         place = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
-        whole.writestr(place, inside.read_bytes())
+        whole.writestr(place, inside.getvalue())
     return path

@@ -1,10 +1,9 @@
-"""``captum-ssm-bench evaluate``, run as users run it: in processes that are killed, and resumed."""
+"""``captum-ssm-bench evaluate``, run as users run it: in a process that is killed, and resumed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,91 +20,51 @@ import captum_ssm
 from captum_ssm_bench import EXPERIMENTS
 from captum_ssm_bench.cli import evaluate, main, train
 from captum_ssm_bench.cli.evaluate import _plans
-from captum_ssm_bench.training.loop import recipe_of
 
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
 EXAMPLES = 3
 ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
 ARGUMENTS += ["--methods", *METHODS]
 ARGUMENTS += ["--formulations", "frozen", "silu", ""]
-TABLES = ("copying.md", "copying.csv", "copying.png")
 
 
-def start(folder: Path, rank: int = 0, world: int = 1) -> subprocess.Popen[bytes]:
-    """One process of a run, as a launcher starts it."""
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
+def start(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "captum_ssm_bench", *ARGUMENTS, "--out", str(folder)],
-        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
 
 
-def recorded(folder: Path) -> int:
-    paths = (folder / "copying").glob("records-*.jsonl")
-    return sum(path.read_bytes().count(b"\n") for path in paths)
+def recorded(folder: Path) -> list[str]:
+    path = folder / "copying" / "records.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
 
 
-def kill_after(count: int, folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill the processes as soon as ``count`` results are recorded."""
-    deadline = time.monotonic() + 300
-    while recorded(folder) < count and time.monotonic() < deadline:
-        time.sleep(0.005)
-    for process in processes:
-        assert process.poll() is None, "the run ended before it was killed"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-
-
-def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_gives_the_table_of_one(tmp_path: Path) -> None:
     assert start(tmp_path / "whole").wait(600) == 0
-    parts = tmp_path / "parts"
-    for count in (5, 12):
-        kill_after(count, parts, [start(parts, rank, 2) for rank in (0, 1)])
-    last = [start(parts, rank, 2) for rank in (0, 1)]
-    assert [process.wait(600) for process in last] == [0, 0]
-    for name in TABLES:
-        assert (parts / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    parts, deadline = tmp_path / "parts", time.monotonic() + 300
+    process = start(parts)
+    while len(recorded(parts)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert process.poll() is None, "the run ended before it was killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert start(parts).wait(600) == 0
+    table = "copying.csv"
+    assert (parts / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
     keys = [
         tuple(json.loads(line)[k] for k in ("model", "method", "formulation", "seed", "example"))
-        for path in (parts / "copying").glob("*.jsonl")
-        for line in path.read_text().splitlines()
+        for line in recorded(parts)
     ]
     assert len(keys) == len(set(keys)) == 2 * 3 * 2 * EXAMPLES
-
-
-def test_launched_processes_give_the_tables_of_one(tmp_path: Path) -> None:
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    arguments = ["evaluate", "passkey", "--methods", "LatimFlow", "--examples", "3"]
-    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
-    command = [sys.executable, "-m", *launcher, "-m", "captum_ssm_bench", *arguments]
-    subprocess.run([*command, "--out", str(tmp_path / "two")], check=True, timeout=600)
-    assert len(list((tmp_path / "two" / "passkey").glob("records-*.jsonl"))) == 2
-    for ending in ("md", "csv"):
-        one, two = (tmp_path / folder / f"passkey.{ending}" for folder in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
-
-
-def test_several_trainings_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = tmp_path / "again"
-    recipe_of("passkey-mamba").save(recipe_of("passkey-mamba").new(), again)
-    arguments = ["evaluate", "passkey", "--models", "passkey-mamba", f"passkey-mamba={again}"]
-    arguments += ["--methods", "LatimFlow", "Saliency", "--examples", "2"]
-    assert main([*arguments, "--device-map", "cpu", "--out", str(tmp_path)]) == 0
-    assert str(tmp_path / "machine.json") in capsys.readouterr().out
-    lines = read_table(tmp_path, "passkey")
-    assert [(line["method"], line["trainings"], line["examples"]) for line in lines] == [
-        ("LatimFlow", 2, 4),
-        ("Saliency", 2, 4),
-    ]
 
 
 def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["evaluate", "passkey", "--models", "passkey-mamba", "--examples", "2"]
     assert main([*arguments, "--methods", "LatimFlow", "Saliency", "--out", str(tmp_path)]) == 0
     title, model, head, *rows = capsys.readouterr().out.splitlines()
-    assert title == "Sources of a passkey in filler text (after LATIM, figures 3 and 8)"
+    assert title == "Sources of a passkey in filler text"
     assert model == "passkey-mamba, 2 examples"
     assert head.split() == ["method", "formulation", "top", "1", "AER", "AUC", "AP", "R@K"]
     assert {row.split()[0] for row in rows[:2]} == {"LatimFlow", "Saliency"}
@@ -113,7 +72,7 @@ def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for row in rows[:2]:
         value = written[row.split()[0]]["AUC"]
         assert row.split()[-3] == f"{value:.3f}"
-    assert rows[2] == str(tmp_path / "passkey.md")
+    assert rows[2:] == [str(tmp_path / name) for name in ("passkey.csv", "machine.json")]
 
 
 def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
@@ -126,9 +85,7 @@ def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
         examples=None,
         quick=True,
         seeds=[0],
-        device_map=None,
         against=None,
-        data=None,
     )
     found = {
         (plan.experiment.name, *cell, subject.name, plan.examples)
@@ -147,7 +104,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "copying: Sources of copied tokens" in said and "; 100 examples" in said
     assert "  models: copying-mamba, copying-mamba2\n" in said
-    assert "  MambaAttribution: s6; unified; exact" in said and "  Saliency\n" in said
+    assert "  MambaAttribution: s6; unified\n" in said and "  Saliency\n" in said
 
 
 def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +115,6 @@ def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([*copying, "--examples", "0"], "use 1 or more"),
         ([*copying, "--methods", "Flow"], "--methods: 'Flow' is not known"),
         ([*copying, "--models", "passkey-mamba"], "--models: 'passkey-mamba'"),
-        ([*copying, "--models", f"../copying-mamba={tmp_path}"], "--models: '../copying-mamba'"),
         (["evaluate", "--all", "--formulations", "siul"], "--formulations: 'siul' is not known"),
         (
             [*copying, "--methods", "LatimFlow", "--formulations", "silu"],
@@ -197,7 +153,7 @@ def test_commands_of_pages_are_accepted(
 ) -> None:
     """With the names of experiments, methods, formulations and models; those run that can."""
     monkeypatch.chdir(tmp_path)
-    if not command.needs and not command.launched:
+    if not command.needs:
         assert main(command.arguments) == 0
         return
     seen: list[argparse.Namespace] = []
@@ -206,4 +162,4 @@ def test_commands_of_pages_are_accepted(
     assert main(command.arguments) == 0
     (options,) = seen
     if options.command == "evaluate":
-        assert evaluate._of_paper(options) or evaluate._experiments(options, EXPERIMENTS)
+        assert evaluate._experiments(options, EXPERIMENTS)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm import EdgeEffects, knock_out
-from captum_ssm.edges import Edge, Edges
+from captum_ssm.edges import Edges
 from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
 from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
@@ -23,7 +23,6 @@ from captum_ssm_bench.experiments.knockout.experiment import (
 )
 from captum_ssm_bench.experiments.knockout.held import scale_of
 from captum_ssm_bench.experiments.knockout.parts import CHANCE, WHOLE
-from captum_ssm_bench.experiments.knockout.paths import STEPS, mean_up_to
 
 KNOCKOUT, PARTS = EXPERIMENTS["knockout"], EXPERIMENTS["hybrid-parts"]
 ALL_HELD = Cell("all held")
@@ -83,48 +82,6 @@ def test_other_options_estimate_the_same_edges(options: dict[str, Any], seed: in
         one.estimated_by(**options), torch.stack(expected).double(), rtol=1e-4, atol=1e-5
     )
     assert not torch.allclose(one.estimated_by(**options), one.estimated, rtol=0.01)
-
-
-def test_the_way_that_an_edge_goes(seed: int) -> None:
-    one = drawn("copying-mamba2", 0, seed)
-    found = one.estimated_by_share()
-    for edge, expected in list(zip(one.edges, found.tolist(), strict=True))[:3]:
-        assert expected == pytest.approx(on_the_way(one, edge), rel=1e-3, abs=1e-4)
-
-
-def on_the_way(one: Drawn, edge: Edge) -> float:
-    """By a message that is what a knock-out takes away, in runs that write less."""
-    model, inputs, (_, token) = one.plain.model, one.question.inputs, one.question.target
-    mixer, outputs = model.get_submodule(edge.name), list[torch.Tensor]()
-
-    def run(kept: float, *edges: Edges) -> torch.Tensor:
-        def less(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            outputs.append((output * kept).detach().requires_grad_())
-            return outputs[-1]
-
-        with knock_out(model, *edges):
-            hook = mixer.register_forward_hook(less)
-            logits: torch.Tensor = model(inputs).logits
-            hook.remove()
-        return logits[0, -1, token]
-
-    run(1)
-    run(1, Edges(edge.name, edge.source, edge.target))
-    with_it, without = (output[0, edge.target].detach() for output in outputs)
-    message = with_it - without
-    share = float((message @ with_it / (with_it @ with_it)).clamp(0, 1))
-    slopes = []
-    for kept in np.linspace(1, 0, STEPS + 1):
-        (gradient,) = torch.autograd.grad(run(float(kept)), outputs[-1])
-        slopes.append(float(gradient[0, edge.target] @ message))
-    way = share * (np.arange(1000) + 0.5) / 1000
-    return float(np.interp(way, np.linspace(0, 1, STEPS + 1), slopes).mean())
-
-
-def test_means_of_lines() -> None:
-    values = torch.tensor([[0.0, 4.0, 1.0, 1.0], [2.0, 0.0, 1.0, 3.0], [0.0, 2.0, 1.0, 1.0]])
-    found = mean_up_to(values.double(), torch.tensor([1.0, 0.25, 0.3, 0.0]).double())
-    torch.testing.assert_close(found, torch.tensor([1.0, 3.0, 1.0, 1.0]).double())
 
 
 # --- what is held ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs: shared by processes, ended and taken up again, and never mixed with other weights."""
+"""Runs: ended and taken up again, and never mixed with other weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 import math
 import platform
 import random
-import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from helpers.full_disk import ROOM, contents, full_disk
 from torch import nn
 
-from captum_ssm.errors import DataNotFoundError, InputError, OptionError, WriteError
+from captum_ssm.errors import InputError, WriteError
 from captum_ssm_bench import (
     EXPERIMENTS,
     Cell,
@@ -28,20 +27,15 @@ from captum_ssm_bench import (
     Experiment,
     Key,
     Plan,
-    Processes,
     Records,
     Rows,
     Subject,
     lines,
-    load_bundled,
     run,
-    write_tables,
+    write_table,
 )
-from captum_ssm_bench.harness.placing import placed
 from captum_ssm_bench.harness.runner import note_machine
-from captum_ssm_bench.harness.subjects import asked, bundled, retrained
-from captum_ssm_bench.harness.tables import as_markdown
-from captum_ssm_bench.training.loop import recipe_of, train
+from captum_ssm_bench.training.loop import RECIPES, recipe_of, train
 
 NAME, CPU = "passkey-mamba", torch.device("cpu")
 PASSKEYS = EXPERIMENTS["passkey"]
@@ -104,13 +98,12 @@ def plan(experiment: Counted, examples: int = 5) -> Plan:
 
 
 def test_everything_is_measured_once_and_each_model_loaded_once(tmp_path: Path) -> None:
-    experiment, said = Counted(), list[str]()
-    found = run(plan(experiment), tmp_path, log=said.append)
+    experiment = Counted()
+    found = run(plan(experiment), tmp_path)
     assert set(experiment.measured.values()) == {1}
     assert len(found) == len(experiment.measured) == 2 * 3 * 2 * 5
     assert experiment.loaded == ["one", "two"]
     assert experiment.times == 2 * 2 * 5 and not experiment.open
-    assert said[-1] == "counted: 20/20 examples, 0 s left"
     again = Counted()
     assert run(plan(again), tmp_path) == found
     assert not again.measured and not again.loaded
@@ -125,17 +118,6 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
             found = run(plan(experiment), tmp_path / "parts")
         times += experiment.measured
     assert found == whole and set(times.values()) == {1}
-
-
-def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
-    one, shared = Counted(), [Counted(), Counted()]
-    alone = run(plan(one), tmp_path / "one")
-    second = threading.Thread(target=run, args=(plan(shared[1]), tmp_path / "two", Processes(1, 2)))
-    second.start()
-    assert run(plan(shared[0]), tmp_path / "two", Processes(0, 2)) == alone
-    second.join()
-    assert shared[0].measured and shared[1].measured
-    assert set((shared[0].measured + shared[1].measured).values()) == {1}
 
 
 def test_more_examples_and_cells_are_added_to_those_there(tmp_path: Path) -> None:
@@ -153,42 +135,8 @@ def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
         run(plan(Counted("b")), tmp_path)
 
 
-def test_trainings_of_a_model_lie_beside_each_other_and_are_one_row(tmp_path: Path) -> None:
-    experiment = Counted()
-    first = experiment.subjects()[0]
-    again = Subject(first.name, first.load, "b", training="b")
-    run(Plan(experiment, experiment.cells(), 5, subjects=[first]), tmp_path)
-    found = run(Plan(experiment, experiment.cells(), 5, subjects=[first, again]), tmp_path)
-    assert experiment.loaded == ["one", "one"]  # of the first nothing was left to measure
-    assert {key.model for key, _ in found} == {"one", "one@b"}
-    table = lines(experiment, found)
-    assert {(t.model, t.trainings, t.examples) for t in table} == {("one", 2, 10)}
-    assert "## one, 10 examples of 2 trainings" in as_markdown(experiment, table)
-
-
-@pytest.mark.parametrize("name", ["../out", "a/b", "", "-x", "a b", "c:\\x"])
-def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    experiment = Counted()
-    experiment.name = name
-    for write in (
-        lambda: run(plan(experiment), tmp_path / "inside"),
-        lambda: write_tables(experiment, [], tmp_path / "inside"),
-    ):
-        with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
-            write()
-    assert not list(tmp_path.iterdir()) and not experiment.measured
-
-
-@pytest.mark.parametrize("rank, world", [("2", "2"), ("-1", "1")])
-def test_a_rank_that_cannot_be(monkeypatch: pytest.MonkeyPatch, rank: str, world: str) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(OptionError, match="WORLD_SIZE"):
-        Processes.launched()
-
-
 def test_the_note_of_a_run_names_no_place(tmp_path: Path) -> None:
-    text = note_machine(tmp_path, CPU).read_text()
+    text = note_machine(tmp_path).read_text()
     found = json.loads(text)
     assert found["torch"] == torch.__version__ and platform.system() in found["system"]
     for private in (platform.node(), str(Path.home()), str(Path.cwd())):
@@ -206,8 +154,8 @@ def key(example: int) -> Key:
 def test_what_is_appended_is_read_back_sorted_and_once(tmp_path: Path) -> None:
     numbers = [random.random() * 10 ** random.randint(-20, 20) for _ in range(9)]
     for i in random.sample(range(9), 9):
-        Records(tmp_path, i % 3).append(key(i), {"": {"x": numbers[i]}, "l": {"y": math.nan}})
-    Records(tmp_path, 5).append(key(3), {"": {"x": 99.0}})
+        Records(tmp_path).append(key(i), {"": {"x": numbers[i]}, "l": {"y": math.nan}})
+    Records(tmp_path).append(key(3), {"": {"x": 99.0}})
     found = list(Records(tmp_path))
     assert [k.example for k, _ in found] == list(range(9))
     assert [rows[""]["x"] for _, rows in found] == numbers
@@ -220,7 +168,7 @@ def test_a_line_without_an_end_is_skipped_and_taken_off(tmp_path: Path, left: fl
     records = Records(tmp_path)
     for i in range(3):
         records.append(key(i), {"": {"x": i}})
-    path = tmp_path / "records-0.jsonl"
+    path = tmp_path / "records.jsonl"
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:2]) + whole[2][: 1 + int(left * (len(whole[2]) - 2))])
     assert [k.example for k, _ in records] == [0, 1]
@@ -232,9 +180,9 @@ def test_a_line_without_an_end_is_skipped_and_taken_off(tmp_path: Path, left: fl
 @pytest.mark.parametrize("line", ["no json", "[]", '{"rows": {}}', '{"rows": 3, "example": 1}'])
 def test_a_line_that_is_no_result(tmp_path: Path, line: str) -> None:
     Records(tmp_path).append(key(0), {"": {"x": 0.0}})
-    with (tmp_path / "records-0.jsonl").open("a") as file:
+    with (tmp_path / "records.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"records-0\.jsonl, line 2 is not a result"):
+    with pytest.raises(InputError, match=r"records\.jsonl, line 2 is not a result"):
         list(Records(tmp_path))
 
 
@@ -242,16 +190,17 @@ def test_a_line_that_is_no_result(tmp_path: Path, line: str) -> None:
 
 
 def tables(folder: Path, examples: int) -> None:
-    experiment = EXPERIMENTS["decomposition-error"]
-    keys = [Key(experiment.name, "m", "Latim", "silu", 0, i) for i in range(examples)]
-    found = [(key, {"mean": {"error": 0.1 + 0.01 * key.example}}) for key in keys]
-    write_tables(experiment, lines(experiment, found), folder)
+    found = run(plan(Counted(), examples), folder)
+    write_table(Counted(), lines(Counted(), found), folder)
 
 
 def trained(folder: Path, examples: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(recipe_of("recall-mamba")), "measure", lambda *_: {})
-        train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
+        recipe = recipe_of("recall-mamba")
+        patch.setattr(type(recipe), "measure", lambda *_: {})
+        small = replace(recipe, size=replace(recipe.size, hidden=8), steps=(1,))
+        patch.setitem(RECIPES, "recall-mamba", small)
+        train("recall-mamba", folder, examples, lambda line: None)
 
 
 @pytest.mark.parametrize("write", [tables, trained])
@@ -268,63 +217,12 @@ def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:
     """The part that was cut off is removed, and measured again."""
     records = Records(tmp_path)
     records.append(key(0), {"": {"x": 0.0}})
-    own = tmp_path / "records-0.jsonl"
+    own = tmp_path / "records.jsonl"
     room = own.stat().st_size + 20
-    with full_disk(room), pytest.raises(WriteError, match=r"records-0\.jsonl could not be written"):
+    with full_disk(room), pytest.raises(WriteError, match=r"records\.jsonl could not be written"):
         records.append(key(1), {"": {"x": 1 / 7}})
     assert own.stat().st_size == room and [each.example for each, _ in records] == [0]
     records.append(key(1), {"": {"x": 1 / 7}})
     assert [each.example for each, _ in records] == [0, 1]
     with pytest.raises(WriteError, match="could not be written"):
         Records(own)
-
-
-# --- models ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model that was trained for no step at all."""
-    recipe = recipe_of(NAME)
-    recipe.save(recipe.new(), tmp_path / "again")
-    return tmp_path / "again"
-
-
-def test_models_that_ship_and_others_of_their_recipes(folder: Path) -> None:
-    ships, again = asked(PASSKEYS, [NAME, f"{NAME}={folder}"])
-    assert ships.label == ships.name == again.name == NAME != again.label
-    assert bundled(NAME).fingerprint == ships.fingerprint != again.fingerprint
-    for subject, where in ((ships, None), (again, folder)):
-        wanted = load_bundled(NAME, where)[0].parameters()
-        for one, other in zip(subject.load(CPU).parameters(), wanted, strict=True):
-            assert torch.equal(one, other)
-    first, second = (PASSKEYS.example(subject, 2, 1) for subject in (ships, again))
-    assert torch.equal(first.ids, second.ids), "examples are the same for all trainings"
-
-
-def test_models_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    assert asked(PASSKEYS, ["copying-mamba"]) == []
-    assert {each.name for each in asked(PASSKEYS, None)} == {NAME, "passkey-mamba2"}
-    with pytest.raises(OptionError, match="same weights of 'passkey-mamba' are named twice"):
-        asked(PASSKEYS, [f"{NAME}={folder}", f"{NAME}={folder}/"])
-    with pytest.raises(DataNotFoundError, match=re.escape(f"{NAME}={tmp_path}: there is no")):
-        retrained(NAME, tmp_path)
-    with pytest.raises(OptionError, match="'no-such-model': no such bundled model"):
-        bundled("no-such-model")
-
-
-@pytest.mark.parametrize("device_map", ["cpu", "auto", "sequential"])
-def test_placed_models_give_the_same_numbers(device_map: str, seed: int, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    subject = bundled(NAME)
-    example = PASSKEYS.example(subject, 0, seed)
-    model: Any = placed(subject.load(CPU), device_map)
-    assert set(model.hf_device_map.values()) == {"cpu"} and hasattr(model, "_hf_hook")
-    cells = [Cell("LatimFlow", "frozen"), Cell("LatimALTI rollout", "silu"), Cell("Saliency")]
-    for cell in cells:
-        rows, wanted = (PASSKEYS.measure(m, example, cell) for m in (model, subject.load(CPU)))
-        assert rows[""] == pytest.approx(wanted[""], abs=1e-9), cell
-    given = Plan(PASSKEYS, cells[:1], 1, subjects=[subject], device_map=device_map)
-    assert len(run(given, tmp_path)) == 1
-    with pytest.raises(OptionError, match="'everywhere' is neither a device nor one of"):
-        placed(subject.load(CPU), "everywhere")

@@ -16,7 +16,6 @@ pytest.importorskip("skimage")
 
 import skimage.data
 
-from captum_ssm.errors import InputError, OptionError
 from captum_ssm_bench.tasks.outlines import SHAPES, random_shapes
 from captum_ssm_bench.tasks.scenes import SCENES, SceneTask
 from captum_ssm_bench.tasks.textures import PHOTOGRAPHS, photographs
@@ -180,23 +179,3 @@ def test_neither_brightness_nor_edges_give_objects_away(seed: int) -> None:
     scenes = SCENES.draw(200, seed)
     assert 0.38 <= _patch_auc(scenes.images.mean(1), scenes.masks) <= 0.62
     assert _patch_auc(_edges(scenes.images), scenes.masks) <= 0.7
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"size": 15}, "size=15"),
-        ({"objects": 0}, "objects=0"),
-        ({"objects": 3}, "objects=3"),
-        ({"polarity": "dark"}, "polarity='dark'.*'random'"),
-        ({"lines": -1}, "lines=-1"),
-    ],
-)
-def test_unusable_options(option: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        SceneTask(**option)
-
-
-def test_at_least_one_scene() -> None:
-    with pytest.raises(InputError, match="count=0"):
-        SCENES.draw(0, 1)

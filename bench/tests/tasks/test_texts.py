@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_helpers.task_solvers import Solver
 
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import InputError
 from captum_ssm.models.recall import generate, recall_vocabulary
 from captum_ssm_bench.tasks import (
     CHAINS,
@@ -21,16 +21,12 @@ from captum_ssm_bench.tasks import (
     PAIRS,
     SHORT_COPIES,
     TWO_PASSKEYS,
-    ChainsTask,
-    CopyingTask,
     FrequentWordTask,
     LinkedBatch,
     LinkedTask,
     LinkedText,
-    PairsTask,
     PasskeyTask,
     RecallTask,
-    TranslationTask,
     answer_accuracy,
     swap_check,
 )
@@ -75,11 +71,6 @@ def test_all_words_and_lengths_are_drawn(task: LinkedTask) -> None:
     batch = task.batch(task.draw(600, random.randrange(10**9)))
     assert set(batch.input_ids.unique().tolist()) | {0} == set(range(len(task.vocabulary)))
     assert task.vocabulary.vocab == ["<pad>", *dict.fromkeys(task.words)]
-    if not isinstance(task, RecallTask):
-        with pytest.raises(OptionError, match=r"length=-3: lengths of this task are from"):
-            task.draw(1, 0, -3)
-    with pytest.raises(InputError, match="texts is empty"):
-        task.batch([])
     lengths = [len(text.words) for text in texts_of(task, 300)]
     shortest, longest = (
         {len(text.words) for text in texts_of(task, 30, n)} for n in (task.shortest, task.longest)
@@ -122,36 +113,9 @@ def test_batches_are_texts_one_by_one(task: LinkedTask) -> None:
         assert pairs == {(query, start + i) for query in asked for i in text.context}
 
 
-def test_numbers_out_of_their_range() -> None:
-    given: list[tuple[Any, dict[str, int], str]] = [
-        (CopyingTask, {"symbols": 63}, "symbols=63"),
-        (CopyingTask, {"shortest": 0}, "shortest=0"),
-        (CopyingTask, {"shortest": 5, "longest": 4}, "shortest=5, longest=4"),
-        (PairsTask, {"symbols": 1}, "symbols=1"),
-        (PairsTask, {"longest": 17}, "longest=17: lengths of this task are from 1 to 16"),
-        (ChainsTask, {"symbols": 3}, "symbols=3"),
-        (ChainsTask, {"longest": 13}, "longest=13"),
-        (TranslationTask, {"longest": 7}, "longest=7"),
-        (PasskeyTask, {"keys": 9}, "keys=9"),
-        (PasskeyTask, {"digits": 0}, "digits=0"),
-        (PasskeyTask, {"keys": 5, "shortest": 20}, "shortest=20"),
-        (FrequentWordTask, {"exponent": 0}, "exponent=0"),
-        (FrequentWordTask, {"shortest": 5}, "shortest=5"),
-    ]
-    for kind, options, message in given:
-        with pytest.raises(OptionError, match=message):
-            kind(**options)
-
-
 def test_words_that_are_not_known() -> None:
     with pytest.raises(InputError, match="'three-ish'"):
         LinkedBatch.of(NUMBER_WORDS, [LinkedText(("three-ish", "drei"), 1, range(1), ())])
-    for strings in (["ab", ""], ["aZ"]):
-        with pytest.raises(InputError, match="cannot be copied: use one or more of the symbols"):
-            SHORT_COPIES.batch(strings)
-    for number in (0, 10**6):
-        with pytest.raises(InputError, match="use 1 to 999,999"):
-            NUMBER_WORDS.batch([number])
 
 
 # --- the form of each ------------------------------------------------------------------------
@@ -171,9 +135,6 @@ def test_the_gold_of_a_copy_may_be_wide() -> None:
     assert found == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
     assert wide[1].nonzero().tolist() == [[6, 4], [6, 5], [7, 4], [7, 5]]
     assert torch.equal(batch.gold(1), batch.gold())
-    for wrong in (0, 2):
-        with pytest.raises(OptionError, match=f"diagonals={wrong}"):
-            batch.gold(wrong)
 
 
 NUMBERS = {
@@ -268,8 +229,8 @@ def test_passkeys_are_stated_in_filler_and_one_is_asked_for(name: str) -> None:
             assert possible == [place, *(at for at in sources if at != sources[i])]
         asked.add([name for _, name, _ in stated].index(owner))
     assert asked == set(range(task.keys)), "the first as well as the last is asked for"
-    for length in (task.bounds[0], 512):
-        assert {len(text.words) for text in texts_of(task, 3, int(length))} == {length}
+    for length in (task.least, 512):
+        assert {len(text.words) for text in texts_of(task, 3, length)} == {length}
 
     def answer(prompt: Any) -> Any:
         *stated, (_, name, _) = statements(prompt)

@@ -24,7 +24,6 @@ from captum_ssm.models.folders import load_folder
 from captum_ssm.models.small import ModelSize
 from captum_ssm_bench import load_bundled
 from captum_ssm_bench.cli import main
-from captum_ssm_bench.data.valence import VARIABLE
 from captum_ssm_bench.tasks import CopyingTask, SceneTask, answer_accuracy
 from captum_ssm_bench.training import dictionary_recipes, image_recipes, loop
 from captum_ssm_bench.training.dictionary_recipes import DictionaryRecipe, DictionarySize
@@ -46,6 +45,7 @@ from captum_ssm_bench.training.text_recipes import (
     class_weights,
     rating_loss,
 )
+from captum_ssm_bench.valence import VARIABLE
 
 COPIES = CopyingTask(symbols=3, shortest=1, longest=3)
 TINY = SceneTask(size=16, lines=1)
@@ -137,26 +137,9 @@ def test_the_command_makes_what_training_makes(
     assert same(loaded, model)
 
 
-@pytest.mark.parametrize("name", ["copying-mamba2", "scenes-vit", "valence-rwkv"])
-def test_sizes_are_changed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loop.RECIPES, name, SMALL[name]())
-    lines: list[str] = []
-    model: Any = train(name, tmp_path / "out", 1, lines.append, steps=2, layers=3)
-    assert model.config.num_hidden_layers == 3 and lines[0].startswith("step 2/2 ")
-    with pytest.raises(OptionError, match=rf"heads=3: the size of '{name}'.*'hidden'"):
-        train(name, tmp_path / "other", heads=3)
-    assert not (tmp_path / "other").exists()
-
-
-def test_names_and_kinds_that_are_not_known(tmp_path: Path) -> None:
+def test_names_that_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"name='passkeys': no such bundled model.*passkey-mamba"):
         train("passkeys", tmp_path / "out")
-    for kind, architecture in ((ImageModelSize, "cnn"), (ClassifierSize, "gru")):
-        with pytest.raises(OptionError, match=f"architecture='{architecture}'"):
-            kind(architecture)
-    for k in (0, 17):
-        with pytest.raises(OptionError, match=f"k={k}: of 16 features"):
-            DictionarySize(16, k)
 
 
 # --- language models -------------------------------------------------------------------------

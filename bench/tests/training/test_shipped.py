@@ -19,7 +19,6 @@ from captum_ssm.models.recall import generate
 from captum_ssm.tracing import repaired_scans
 from captum_ssm_bench import load_bundled
 from captum_ssm_bench.bundled import weights_of
-from captum_ssm_bench.data import load_valence
 from captum_ssm_bench.tasks import SCENES, answer_accuracy, swap_check
 from captum_ssm_bench.training.dictionary_recipes import (
     DICTIONARY_RECIPES,
@@ -30,6 +29,7 @@ from captum_ssm_bench.training.image_recipes import IMAGE_RECIPES, image_accurac
 from captum_ssm_bench.training.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
 from captum_ssm_bench.training.loop import RECIPES
 from captum_ssm_bench.training.text_recipes import TEXT_RECIPES, RatedTexts, class_accuracy
+from captum_ssm_bench.valence import load_valence
 
 #: Their recurrences know no mask, and read padding as if it were words.
 READ_PADDING = ("rwkv", "griffin")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.counts import Counts
+from helpers.stand_in import StandIn
 from zoo import triton_interpreter
 
-from benchmarks.counts import Counts
-from benchmarks.stand_in import StandIn
 from captum_ssm.operators import (
     DeltaRule,
     ElementwiseRecurrence,

@@ -67,14 +67,6 @@ class Erasers(LinkedTexts):
         Column("held", ("held",), ""),
     )
     examples = 150
-    note = (
-        "Held is the size of a source's share in the state at the end of the text, of what it was "
-        "when it was written; change is by how much that is more without the eraser. R2 is that of "
-        "the predicted changes, of which nothing is fitted. Named first: of all tokens behind the "
-        "source, taking out the one that is named as main eraser returns most; undone first: it is "
-        "the one whose step undone is predicted to return most that does; blindly: how often that "
-        "would be any of them."
-    )
 
     def cells(self) -> Sequence[Cell]:
         return [TAKEN_OUT, EXCHANGED]

@@ -67,12 +67,6 @@ class ForgottenPasskeys(LinkedTexts):
         Column("answered right", ("right",), ""),
     )
     examples = 200
-    note = (
-        "Correlation of the share of the digit with whether it is answered. Read is the digit's "
-        "share of what the asking token takes from the state; held the size of what its step and "
-        f"the {REACH - 1} behind it, which read it, too, have in the state, of the sizes of all; "
-        "distance how many tokens lie between, of all."
-    )
 
     def cells(self) -> Sequence[Cell]:
         return [MEMORY]

@@ -56,12 +56,6 @@ class ChainedAnswers(LinkedTexts):
     )
     examples = 500
     baselines = (CHANCE.method,)
-    note = (
-        "By hops the last fact is the one with most relevance before any hop, the link the one "
-        "that gains most by the first, the root by the second; without hops they are the first, "
-        "second and third by relevance. In order: all three are right. Chain: the three facts of "
-        "most relevance in the end are those of the chain, in any order."
-    )
 
     def cells(self) -> Sequence[Cell]:
         return [CHANCE, *(Cell(LatimFlow.__name__, rule) for rule in RULES)]

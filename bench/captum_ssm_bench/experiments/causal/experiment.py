@@ -109,12 +109,6 @@ class Causal(Questioned):
         Column("passes", ("passes",), "low"),
     )
     baselines = ("random", SHAPLEY.method)
-    note = (
-        "Passes are runs of the model, forward and backward together; what methods make of "
-        "operators beside them is not counted. Agreement of the Shapley values themselves is that "
-        "of one half of their permutations with the other, and all else of them is what the true "
-        "order gives."
-    )
     groups = MappingProxyType(
         {
             "choosing": CHOOSING,

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from captum.attr import GradientShap
-from captum.attr._utils.approximation_methods import approximation_parameters
+from captum.attr import GradientShap, IntegratedGradients
 from torch import Tensor
 
 from captum_ssm.attr import LatimFlow
@@ -79,16 +78,11 @@ def _input_x_gradient(answers: Answers) -> Tensor:
 def _integrated_gradients(
     answers: Answers, baseline: Callable[[Answers, Tensor], Tensor]
 ) -> Tensor:
-    """Along a straight line, with Captum's default rule."""
+    """Captum's, along a straight line."""
     points = answers.points(answers.question.inputs)
-    begin = baseline(answers, points)
-    sizes, places = approximation_parameters("gausslegendre")
-    weights, shares = (
-        torch.tensor(x(STEPS)).to(points).view(-1, *[1] * (points.dim() - 1))
-        for x in (sizes, places)
-    )
-    gradients = _gradients(answers, begin + shares * (points - begin))
-    return _summed(answers, (points - begin) * (weights * gradients).sum(0, keepdim=True))
+    explain = IntegratedGradients(answers.output)
+    found = explain.attribute(points, baseline(answers, points), n_steps=STEPS)
+    return _summed(answers, found)
 
 
 def _expected_gradients(answers: Answers, count: int) -> Tensor:

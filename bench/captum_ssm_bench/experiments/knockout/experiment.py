@@ -28,7 +28,6 @@ from ..causal.experiment import (
 from ..causal.questions import Question
 from ..linked_texts import device_of
 from .held import KINDS, Kind, PlainRun, along
-from .paths import STEPS, by_share
 
 #: Edges of each text or image; the first half of them is drawn in proportion to their effects.
 EDGES = 10
@@ -39,8 +38,6 @@ AS_IT_IS = Cell("as it is")
 EXACT_NORMS = Cell("exact norms")
 #: Other estimates of the same edges, by the rule that divides the products of the network.
 RULES: Mapping[Cell, str] = MappingProxyType({Cell("by rule", rule): rule for rule in FAMILY})
-#: The estimate by gradients on the way to where the layer writes nothing.
-BY_SHARE = Cell("by share", f"{STEPS} steps")
 #: What is held in the truth at its values in the run that nothing is cut in.
 HELD: Mapping[Cell, tuple[Kind, ...]] = MappingProxyType(
     {
@@ -68,12 +65,6 @@ class Knockout(Questioned):
         Column("error, matched", ("off_matched", "size_matched"), "low", ratio),
     )
     baselines = (AS_IT_IS.method,)
-    note = (
-        "Each number is of the edges of all texts together; error is the sum of what estimates are "
-        "off, as a share of the sum of true sizes. Where something is held, it is held in the "
-        "truth; the estimate is that of the model as it is, and the matched one that with the same "
-        "held. Signs count where the true effect is more than rounding."
-    )
     groups = MappingProxyType(
         {
             "language models": tuple(n for n in (*CHOOSING, *CONFIRMING) if n not in TEXT_RECIPES),
@@ -86,7 +77,7 @@ class Knockout(Questioned):
         self._latest: Drawn | None = None
 
     def cells(self) -> Sequence[Cell]:
-        return [AS_IT_IS, EXACT_NORMS, BY_SHARE, *RULES, *HELD]
+        return [AS_IT_IS, EXACT_NORMS, *RULES, *HELD]
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:
@@ -103,8 +94,6 @@ class Knockout(Questioned):
             return rows
         if cell == EXACT_NORMS:
             return by_row(drawn, drawn.estimated_by(exact_norms=True), drawn.true)
-        if cell == BY_SHARE:
-            return by_row(drawn, drawn.estimated_by_share(), drawn.true)
         if cell in RULES:
             return by_row(drawn, drawn.estimated_by(rule=RULES[cell]), drawn.true)
         matched, true = drawn.plain.effects(drawn.edges, drawn.effects, HELD[cell])
@@ -143,11 +132,6 @@ class Drawn:
         """What the model's layers go by, with a copy of the input for each edge."""
         copies = self._inputs.repeat(len(self.edges), *[1] * (self._inputs.dim() - 1))
         return PlainRun(self._model, copies, self.question.target)
-
-    def estimated_by_share(self) -> Tensor:
-        """What cutting each edge is estimated to do by gradients on the way."""
-        run = PlainRun(self._model, self._inputs, self.question.target)
-        return by_share(run, self.effects, self.edges)
 
     def estimated_by(self, **options: Any) -> Tensor:
         """What cutting each edge is estimated to do with options of EdgeEffects."""

@@ -93,13 +93,6 @@ class Graphs(Questioned):
         Column("error", ("off", "size"), "low", ratio),
     )
     baselines = (WHOLE.method, SOURCES_CUT.method, DIRECT_CUT.method, CHANCE.method)
-    note = (
-        "Token: the path begins with a source of the answer. Place: the last message on it comes "
-        "from where a source stands, to the token that asks. Accuracy is that without what is cut, "
-        "of a path its messages; others are as many in the same layers, to the same tokens. r, "
-        "signs and error are of the nodes of all texts together; large are those whose true effect "
-        f"is more than {LARGE:.0%} of the answer's logit."
-    )
     groups = MappingProxyType(
         {
             "two blocks": tuple(

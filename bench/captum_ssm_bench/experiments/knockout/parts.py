@@ -40,11 +40,6 @@ class HybridParts(LinkedTexts):
     columns = (Column("accuracy", ("right",)), Column("probability", ("probability",)))
     examples = 200
     baselines = (WHOLE.method, CHANCE.method)
-    note = (
-        "Probability is that of the right word. A part is off where nothing of what it writes is "
-        "left; of a kind of mixer that is every layer of it. Far are messages from before the "
-        "previous token."
-    )
 
     def cells(self) -> Sequence[Cell]:
         named = (OFF, HEAD_OFF, HEADS_ALONE, ANSWER_CUT, ANSWER_ALONE, FAR_CUT)

@@ -16,7 +16,7 @@ import torch
 import torchgen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counts import kind_of, place
+from helpers.counts import kind_of, place
 
 #: Numbers of which there are no tensors there.
 WITHOUT = (torch.float64, torch.complex128)

@@ -22,8 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import mps
-from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
 from captum_ssm.operators import DeltaRule, ScalarDecayHeads
 from captum_ssm.operators.kernels import (
     fused_delta,
@@ -40,6 +38,8 @@ from captum_ssm.operators.kernels.portions import parts
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 from captum_ssm.operators.kernels.ut_transform import CorrectedSteps
+from helpers import mps
+from helpers.counts import Counts, arithmetic, kind_of, place, tensors_in
 
 #: The number of the host among devices, as of ``Tensor.get_device``.
 _HOST = -1
@@ -84,7 +84,7 @@ class StandIn(TorchDispatchMode):
 
     Example:
         >>> import torch
-        >>> from benchmarks.stand_in import StandIn
+        >>> from helpers.stand_in import StandIn
         >>> with StandIn() as device:
         ...     x = torch.ones(2, 3).to("cuda")
         ...     print(x.device, x.is_cuda, float((x @ x.T).sum()))
