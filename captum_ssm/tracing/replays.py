@@ -274,13 +274,15 @@ class Replays:
         return self._known[key]
 
     def run(
-        self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None
+        self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None, moved: int = 0
     ) -> tuple[list[Tensor], Tensor]:
         """Run once more.
 
         Args:
             leaf: returns the leaf of every layer.
             root: makes another root of the root. Default: None, it stays.
+            moved: by how many tokens parts that read the token before return theirs later.
+                Default: 0.
 
         Returns:
             The sequences that the layers read, and the output.
@@ -298,7 +300,7 @@ class Replays:
                     seen.at_look_up(root) if at else seen.at_entry(self.root.shape, root)
                 )
             observe(seen.model, [], (), stack, gradients=False, vouched=self._vouched)
-            stack.enter_context(self._shifts_kept())
+            stack.enter_context(self._shifts_kept(moved))
             entering = stack.enter_context(self._leaves(leaf))
             stack.enter_context(self._small_heads(entering))
             output = self._call(start)
@@ -339,12 +341,15 @@ class Replays:
             yield entering
 
     @contextmanager
-    def _shifts_kept(self) -> Iterator[None]:
+    def _shifts_kept(self, moved: int) -> Iterator[None]:
         """Let parts that read the token before return what they returned."""
+
+        def kept(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+            return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
+
         with ExitStack() as stack:
             for module, outputs in self.beginning.shifted.items():
-                kept = iter(outputs)
-                forward = functools.partial(lambda kept, *_, **__: next(kept), kept)
+                forward = functools.partial(kept, iter(outputs))
                 stack.enter_context(forward_replaced(module, forward))
             yield
 

@@ -382,7 +382,9 @@ class _Search:
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
-        moved, output = replays.run(lambda k, _: self.leaves[k].roll(1, 1), lambda x: x.roll(1, 1))
+        moved, output = replays.run(
+            lambda k, _: self.leaves[k].roll(1, 1), lambda x: x.roll(1, 1), moved=1
+        )
         replays.root = root
         pairs = [*zip(moved, self.entering, strict=True)]
         pairs += [(output, self.output)] * self.per_token
