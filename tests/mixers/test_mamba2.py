@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers import contract
 from helpers.contract import CORE, LEAKS, leaf_of, record, record_one
-from oracles import COMPONENTS, PRESETS, mamba3_formula, relative_error
-from oracles.mamba2_formula import Form, Parts, alpha, form_of
+from oracles import COMPONENTS, PRESETS, Parts, alpha, mamba3_formula, relative_error
+from oracles.mamba2_formula import Form, form_of
 from oracles.mamba2_formula import mamba2_parts as formula
 from torch import Tensor
 from zoo.mamba import padded_batch, randomise

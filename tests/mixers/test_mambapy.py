@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.contract import FLOAT32, check, linear, record, record_one
-from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices
+from helpers.contract import FLOAT32, check, record, record_one
+from oracles import conv_matrices, diagonal_matrices, linear, relative_error, scan_matrices
 from torch import Tensor, nn
 from zoo.mambapy import MODELS
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import contract
-from helpers.contract import causal_taps, check, keep_of, linear, record, record_one
+from helpers.contract import check, record, record_one
 from helpers.versions import continuing
-from oracles import diagonal_matrices, relative_error, times
+from oracles import causal_taps, diagonal_matrices, keep_of, linear, relative_error, times
 from torch import Tensor
 from zoo.mamba import randomise
 from zoo.recurrent import (

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.contract import causal_taps, keep_of, linear
 from torch import Tensor
 
-from oracles import diagonal_matrices, times
+from oracles import causal_taps, diagonal_matrices, keep_of, linear, times
 
 
 def formula(module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -26,9 +25,7 @@ def formula(module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     mixed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
     conv = causal_taps(module.conv1d, tokens)
     u = torch.einsum("xcij,bjc->bic", conv, mixed)
-    of_version_4 = hasattr(module, "causal_conv1d_fn")  # which knows but one activation
-    act = {"silu": F.silu, "gelu": F.gelu}["silu" if of_version_4 else module.activation]
-    s = act(u)
+    s = {"silu": F.silu, "gelu": F.gelu}[module.activation](u)
     q, k = (
         x.reshape(batch, tokens, key_heads, state) for x in s[..., : -v[0, 0].numel()].chunk(2, -1)
     )

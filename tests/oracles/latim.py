@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracles import mamba1_parts, scan_matrices
+from oracles import Parts, mamba1_parts, scan_matrices
 from oracles import vim as vim_oracle
 from oracles.mamba2_formula import Form, mamba2_parts
 
@@ -88,46 +88,17 @@ def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
-    parts = mamba1_parts(mixer, hidden, mask)
-    scan = scan_matrices(parts.dt, parts.a, parts.b, parts.c)
-    return torch.stack(
-        [
-            vectors(
-                scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, scan.shape[-1])),
-                shares(
-                    parts.values[b],
-                    mixer.conv1d.weight.double()[:, 0],
-                    parts.conv_bias,
-                    parts.ratio[b],
-                    parts.mask[b],
-                    FUNCTIONS[activation],
-                ),
-                parts.gate[b],
-                mixer.out_proj.weight.double(),
-            )
-            for b in range(len(hidden))
-        ]
-    )
-
-
-@torch.no_grad()
-def mamba2(
-    mixer: Any, hidden: Tensor, form: Form, activation: str, mask: Tensor | None = None
-) -> Tensor:
-    parts = mamba2_parts(mixer, hidden, form, mask)
+def of_parts(mixer: Any, parts: Parts, activation: str) -> Tensor:
     width = parts.values.shape[-1]
-    bias = torch.zeros(width).double()
-    if mixer.conv1d.bias is not None:
-        bias = mixer.conv1d.bias.double()[:width]
+    matrices = parts.scan + parts.skip[:, None, None] * torch.eye(parts.values.shape[1])
     return torch.stack(
         [
             vectors(
-                parts.scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, hidden.shape[1])),
+                matrices[b],
                 shares(
                     parts.values[b],
                     mixer.conv1d.weight.double()[:width, 0],
-                    bias,
+                    parts.conv_bias,
                     parts.ratio[b],
                     parts.mask[b],
                     FUNCTIONS[activation],
@@ -135,9 +106,19 @@ def mamba2(
                 parts.gate[b] * parts.norm[b],
                 mixer.out_proj.weight.double(),
             )
-            for b in range(len(hidden))
+            for b in range(len(matrices))
         ]
     )
+
+
+def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
+    return of_parts(mixer, mamba1_parts(mixer, hidden, mask), activation)
+
+
+def mamba2(
+    mixer: Any, hidden: Tensor, form: Form, activation: str, mask: Tensor | None = None
+) -> Tensor:
+    return of_parts(mixer, mamba2_parts(mixer, hidden, form, mask), activation)
 
 
 @torch.no_grad()
