@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import contract
 from helpers.contract import CORE, LEAKS, check, leaf_of, record, record_one
-from helpers.versions import continuing
 from oracles import alpha, mamba1_parts, relative_error
 from oracles.selection import zamba_heads
 from torch import Tensor, nn
@@ -178,7 +177,7 @@ def test_caches_are_refused(family: str) -> None:
     assert isinstance(caught.value, ValueError)
     mixer = model.backbone.layers[0].mixer
     for args, kwargs in (((cache,), {}), ((), {"cache_params": cache})):
-        layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs, **continuing(6))
+        layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs)
         with pytest.raises(CachedStateError, match="cache"):
             _ = layer.operator
 

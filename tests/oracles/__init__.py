@@ -7,14 +7,15 @@ h * P + p.  Nothing here calls the package.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracles.kernels import selective_scan
+from oracles.kernels import recurrence, selective_scan
 
 COMPONENTS = {"conv", "activation", "scan", "skip", "gate", "norm"}
 PRESETS = {"s6": {"scan"}, "unified": COMPONENTS - {"skip"}, "exact": COMPONENTS}
@@ -96,8 +97,9 @@ def linear(projection: Any, x: Tensor, with_adapter: bool = True) -> Tensor:
 def causal_taps(conv: Any, tokens: int) -> Tensor:
     """Matrices (1, C, L, L) of a depthwise convolution whose last tap reads token t."""
     taps = conv.weight.detach().double()[:, 0]
-    lags = range(taps.shape[1] - 1, -1, -1)
-    return conv_matrices(taps[:, None], list(lags), (1, tokens, len(taps), 1))
+    apart = getattr(conv, "dilation", (1,))[0]
+    lags = [apart * lag for lag in reversed(range(taps.shape[1]))]
+    return conv_matrices(taps[:, None], lags, (1, tokens, len(taps), 1))
 
 
 def keep_of(mask: Tensor | None, hidden: Tensor) -> Tensor:
@@ -118,15 +120,24 @@ class Parts:
     conv_bias: Tensor  # (D,)
     ratio: Tensor  # (B, L, D)
     step: Tensor  # (B, L, D), before softplus
+    dt: Tensor  # (B, L, D)
     a: Tensor  # (D, N)
     b: Tensor  # (B, L, D, N)
     c: Tensor  # (B, L, D, N)
-    scan: Tensor  # (B, D, L, L)
     skip: Tensor  # (D,)
     gate: Tensor  # (B, L, D)
     norm: Tensor  # (B, L, D)
-    before_projection: Tensor  # (B, L, D)
+    before_projection: Tensor  # (B, L, D), by the recurrence
     output: Tensor  # (B, L, E)
+    backwards: bool = False  # whether the scan runs from the last token to the first
+
+    @cached_property
+    def scan(self) -> Tensor:
+        """Its matrices (B, D, L, L)."""
+        if not self.backwards:
+            return scan_matrices(self.dt, self.a, self.b, self.c)
+        dt, b, c = (x.flip(1) for x in (self.dt, self.b, self.c))
+        return scan_matrices(dt, self.a, b, c).flip(-1, -2)
 
 
 def convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,6 +145,13 @@ def convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     matrices = causal_taps(conv, x.shape[1])
     bias = torch.zeros(x.shape[-1]).double() if conv.bias is None else conv.bias.detach().double()
     return matrices, bias, torch.einsum("xdij,bjd->bid", matrices, x) + bias
+
+
+def scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> Tensor:
+    """The recurrence, token by token, of values v (B, L, D)."""
+    decay, written = (dt[..., None] * a).exp(), (dt * v)[..., None] * b
+    states = recurrence(decay.flatten(2), written.flatten(2)[None], transposed=False)[0]
+    return (states.view_as(written) * c).sum(-1)
 
 
 @torch.no_grad()
@@ -177,23 +195,36 @@ def mamba1_parts(
     t, b, c = selected
     b, c = (s[:, :, None].expand(-1, -1, x.shape[-1], -1) for s in (b, c))
     step, a, skip = project("dt_proj", t), -mixer.A_log.double().exp(), mixer.D.double()
-    scan = scan_matrices(F.softplus(step), a, b, c)
-    gate = F.silu(z)
-    y = gate * (torch.einsum("bdij,bjd->bid", scan, v) + skip * v)
-    select = step, a, b, c, scan, skip
+    dt, gate = F.softplus(step), F.silu(z)
+    y = gate * (scanned(dt, a, b, c, v) + skip * v)
+    select = step, dt, a, b, c, skip
     output = project("out_proj", y)
     return Parts(x, keep, conv, conv_bias, ratio, *select, gate, torch.ones_like(y), y, output)
+
+
+def scanned_backwards(parts: Parts) -> Parts:
+    """The same, but for a scan that runs from the last token to the first."""
+    u = torch.einsum("xdij,bjd->bid", parts.conv, parts.values) + parts.conv_bias
+    v = parts.mask[..., None] * parts.ratio * u
+    dt, b, c, flipped = (x.flip(1) for x in (parts.dt, parts.b, parts.c, v))
+    y = parts.gate * (scanned(dt, parts.a, b, c, flipped).flip(1) + parts.skip * v)
+    return replace(parts, before_projection=y, backwards=True)
+
+
+def chosen(components: str | Collection[str]) -> set[str]:
+    """A set of names, or a preset, from which names after ``-`` are removed."""
+    if not isinstance(components, str):
+        return set(components)
+    preset, *removed = components.split("-")
+    return PRESETS[preset] - set(removed)
 
 
 def alpha(parts: Parts, components: str | Collection[str]) -> Tensor:
     """The implicit attention matrices (B, D, L, L) with some components only.
 
-    ``components`` is a set of names, or a preset, from which names after ``-`` are removed.
     Without scan and skip, values pass through unchanged; the padding mask is always there.
     """
-    if isinstance(components, str):
-        preset, *removed = components.split("-")
-        components = PRESETS[preset] - set(removed)
+    components = chosen(components)
     batch, tokens, channels = parts.values.shape
     eye = torch.eye(tokens, dtype=torch.float64).expand(batch, channels, tokens, tokens)
     mask = diagonal_matrices(parts.mask[:, :, None, None], (batch, tokens, channels, 1))
@@ -203,7 +234,7 @@ def alpha(parts: Parts, components: str | Collection[str]) -> Tensor:
         return diagonal_matrices(weight[..., None], shape) if name in components else eye
 
     core = eye
-    if {"scan", "skip"} & set(components):
+    if components & {"scan", "skip"}:
         core = torch.zeros_like(eye)
         if "scan" in components:
             core = core + parts.scan

@@ -143,25 +143,31 @@ def _rwkv(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
     return Frozen(values, matrices, matrices, y, *_output(mixer.output), values.shape[-1])
 
 
+def griffin_scan(unit: Any, u: Tensor, reset: Tensor) -> Tensor:
+    """Matrices (B, C, L, L) of an RG-LRU that reads u (B, L, C), with resets (B, L)."""
+    gates = []
+    for name in ("input_gate", "recurrent_gate"):
+        weight = getattr(unit, f"{name}_weight").detach().to(u)
+        shift = getattr(unit, f"{name}_bias").detach().to(u)
+        maps = [part @ weight[h] + shift[h] for h, part in enumerate(u.chunk(len(weight), -1))]
+        gates.append(torch.sigmoid(torch.cat(maps, -1)))
+    log_decay = -8 * gates[1] * F.softplus(unit.recurrent_param.detach().to(u))
+    written = torch.where(reset[..., None], 1.0, (1 - torch.exp(2 * log_decay)).sqrt()) * gates[0]
+    scan = u.new_zeros(len(u), u.shape[-1], u.shape[1], u.shape[1])
+    for i in range(u.shape[1]):
+        for j in range(i + 1):
+            kept = ~reset[:, j + 1 : i + 1].any(1)
+            decay = torch.exp(log_decay[:, j + 1 : i + 1].sum(1))
+            scan[:, :, i, j] = kept[:, None] * decay * written[:, j]
+    return scan
+
+
 def _griffin(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
     x, z = _affine(mixer.linear_x, hidden), _affine(mixer.linear_y, hidden)
     channels, tokens = x.shape[-1], x.shape[1]
     conv, conv_bias = _taps(mixer.conv_1d, tokens, channels)
     u = (_applied(conv, x) + conv_bias).detach()
-    unit, gates = mixer.rg_lru, []
-    for name in ("input_gate", "recurrent_gate"):
-        weight = getattr(unit, f"{name}_weight").detach()
-        shift = getattr(unit, f"{name}_bias").detach()
-        parts = u.chunk(len(weight), -1)
-        maps = [part @ weight[h] + shift[h] for h, part in enumerate(parts)]
-        gates.append(torch.sigmoid(torch.cat(maps, -1)))
-    log_decay = -8 * gates[1] * F.softplus(unit.recurrent_param.detach())
-    written = (1 - torch.exp(2 * log_decay)).sqrt() * gates[0]
-    written[:, 0] = gates[0][:, 0]
-    scan = u.new_zeros(len(u), channels, tokens, tokens)
-    for i in range(tokens):
-        for j in range(i + 1):
-            scan[:, :, i, j] = torch.exp(log_decay[:, j + 1 : i + 1].sum(1)) * written[:, j]
+    scan = griffin_scan(mixer.rg_lru, u, torch.arange(tokens).expand(len(u), -1) == 0)
     gate = straight(lambda v: F.gelu(v, approximate="tanh"), z)
     y = _applied(scan @ conv, x) + _applied(scan, conv_bias.expand_as(u))
     matrices = _diagonal(gate) @ scan @ conv

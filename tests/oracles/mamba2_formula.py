@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from zoo.mamba2 import EPS, INFINITY
 
-from oracles import Parts, convolved, keep_of, linear, scan_matrices
+from oracles import Parts, convolved, keep_of, linear, scanned
 
 
 @dataclass
@@ -84,8 +84,7 @@ def mamba2_parts(
     a = -mixer.A_log.double().exp().repeat_interleave(per_head)[:, None].expand(-1, form.state)
     skip = mixer.D.double()
     skip = skip if len(skip) == width else skip.repeat_interleave(per_head)
-    scan = scan_matrices(dt, a, b, c)
-    s = torch.einsum("bdij,bjd->bid", scan, x) + skip * x
+    s = scanned(dt, a, b, c, x) + skip * x
     if initial is not None:
         faded = (dt[..., None] * a).cumsum(1).exp()
         s = s + (c * faded * initial.double().flatten(0, 1)).sum(-1)
@@ -98,4 +97,4 @@ def mamba2_parts(
     y = s * gate * norm
     output = linear(mixer.out_proj, torch.cat([F.silu(z0) * x0, y], -1))
     front = mixed[..., :width], keep, conv[:, :width], conv_bias[:width], (act(u) / u)[..., :width]
-    return Parts(*front, step, a, b, c, scan, skip, gate, norm, y, output)
+    return Parts(*front, step, dt, a, b, c, skip, gate, norm, y, output)

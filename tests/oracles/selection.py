@@ -5,10 +5,9 @@ S_Delta, S_B and S_C come from each mixer's own projections; nothing here calls 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oracles import Parts, mamba1_parts
+from oracles import vim as vim_oracle
 from oracles.mamba2_formula import Form, mamba2_parts
 
 
@@ -95,21 +95,6 @@ def _by_loops(scan: Selection, channels: list[int], simplified: bool) -> Wanted:
 # --- what real mixers select --------------------------------------------------------------------
 
 
-def _double(mixer: Any, hidden: Tensor, mask: Tensor | None) -> tuple[Any, Tensor, Tensor]:
-    hidden = hidden.detach().double()
-    keep = torch.ones(hidden.shape[:2]) if mask is None else mask
-    return copy.deepcopy(mixer).double(), hidden, keep.double()
-
-
-def _conv(conv: Any, x: Tensor) -> Tensor:
-    return conv(x.mT)[..., : x.shape[1]].mT
-
-
-def _shared(x: Tensor, channels: int) -> Tensor:
-    """(B, L, N) for every one of the channels, (B, L, D, N)."""
-    return x[:, :, None].expand(-1, -1, channels, -1)
-
-
 def of_parts(
     parts: Sequence[Parts], limits: tuple[float, float] = (0.0, math.inf)
 ) -> list[Selection]:
@@ -156,25 +141,15 @@ def mamba2(form: Form) -> Select:
     )
 
 
-@torch.no_grad()
 def vim(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> list[Selection]:
     """captum_ssm's VimMixer: the forward direction, then the backward one."""
-    mixer, hidden, keep = _double(mixer, hidden, mask)
-    x = mixer.in_proj(hidden).chunk(2, -1)[0]
-    kind = mixer.bimamba_type
-    weight = 0.5 if kind == "v2" and mixer.if_divide_out else 1.0
-
-    def direction(end: str, a_log: str, backward: bool, flips: bool) -> Selection:
-        v = F.silu(_conv(getattr(mixer, f"conv1d{end}"), x.flip(1) if flips else x))
-        widen, state = getattr(mixer, f"dt_proj{end}"), mixer.A_log.shape[1]
-        selected = getattr(mixer, f"x_proj{end}")(v.flip(1) if flips else v)  # token by token
-        t, b, c = selected.split([widen.weight.shape[1], state, state], -1)
-        b, c = _shared(b, x.shape[-1]), _shared(c, x.shape[-1])
-        return Selection(widen(t), b, c, -getattr(mixer, a_log).exp(), keep, backward, weight)
-
-    ahead = direction("", "A_log", backward=False, flips=False)
+    kind, w = mixer.bimamba_type, vim_oracle.double_weights(mixer)
+    scans = of_parts([vim_oracle.parts(w, hidden)])
     if kind == "v1":
-        return [ahead, direction("", "A_b_log", backward=True, flips=False)]
+        scans += of_parts([vim_oracle.parts(w, hidden, "", "A_b_log")])
     if kind == "v2":
-        return [ahead, direction("_b", "A_b_log", backward=True, flips=True)]
-    return [ahead]
+        (back,) = of_parts([vim_oracle.parts(w, hidden.flip(1), "_b", "A_b_log")])
+        own = {name: getattr(back, name).flip(1) for name in ("s_delta", "s_b", "s_c")}
+        scans.append(replace(back, **own))
+    weight = 0.5 if kind == "v2" and mixer.if_divide_out else 1.0
+    return [replace(x, backward=i > 0, weight=weight) for i, x in enumerate(scans)]

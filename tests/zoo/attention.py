@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.versions import VERSION_4, named, renamed
+from helpers.versions import named
 
 from captum_ssm.mixers.registry import adapter_for
 from zoo.mamba import randomise
@@ -127,18 +127,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 IMAGES = ("vit", "deit")
-#: Models of attention alone.
-TRANSFORMERS = ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit")
 
 
 def attention_model(family: str, attention: str = "sdpa", **options: Any) -> Any:
     """The family's model with random parameters, running the given attention function."""
     model_class, config_class, small = FAMILIES[family]
-    config = named(config_class)(**renamed(family, small | options))
+    config = named(config_class)(**small | options)
     config._experts_implementation = "eager"  # the others know no float64
     model = randomise(named(model_class)(config))
-    if model._supports_sdpa or not VERSION_4:
-        model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention)
     return model
 
 
