@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import conv_matrices, diagonal_matrices, times
+from oracles.delta_formula import in_float64
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -193,7 +194,7 @@ def by_kernel(layer: Any, hidden: Tensor, keep: Tensor, **kwargs: Any) -> Formul
 
     entering, kind = _Entering(layer.o_proj.weight), type(layer).__name__
     with pytest.MonkeyPatch.context() as patch:
-        _in_float64(patch)
+        in_float64(patch)
         for name, function in list(vars(module).items()):
             if name.startswith(("chunk_", "fused_", "parallel_", "flash_attn_func")):
                 patch.setattr(module, name, noting(name, function))
@@ -239,24 +240,6 @@ def by_kernel(layer: Any, hidden: Tensor, keep: Tensor, **kwargs: Any) -> Formul
     made.activated = kind == "GatedSlotAttention"
     made.norm = lambda _: (y / (F.silu(o) if made.activated else o)).nan_to_num()
     return made
-
-
-def _in_float64(patch: pytest.MonkeyPatch) -> None:
-    """Have kernels that ask for float32 compute in float64."""
-    to, zeros = Tensor.to, torch.zeros
-
-    def widened(x: Any) -> Any:
-        return torch.float64 if x is torch.float32 else x
-
-    def wide_to(self: Tensor, *args: Any, **options: Any) -> Tensor:
-        return to(self, *map(widened, args), **options)
-
-    def wide_zeros(*size: Any, dtype: Any = torch.float64, **options: Any) -> Tensor:
-        return zeros(*size, dtype=widened(dtype), **options)
-
-    patch.setattr(Tensor, "float", Tensor.double)
-    patch.setattr(Tensor, "to", wide_to)
-    patch.setattr(torch, "zeros", wide_zeros)
 
 
 def _first(out: Any) -> Tensor:

@@ -13,7 +13,10 @@ from operators.kinds import (
     beside,
     centering,
     chain,
+    delta_rule,
+    diagonal,
     feedback,
+    permute,
     total,
     windowed,
 )
@@ -55,6 +58,11 @@ def test_any_composition(
     case = kind(Shape(2, tokens, 4, per_head))
     with blocks(small):
         case.check(seed=seed)
+
+
+def test_tokens_are_reordered_last() -> None:
+    """No random composition is sure to begin with a reordering."""
+    chain(permute, delta_rule(), diagonal())(Shape(2, 7, 4, 2)).check()
 
 
 def test_a_product_of_operators_that_mix_channels() -> None:
