@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import read_page
-from helpers.versions import VERSION_4
 from matplotlib.image import imread
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -154,12 +153,11 @@ def test_folders_of_transformers(
         (example,) = explained(out, *asked)
         assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
         assert example["explained"] == "the logit of “lamp”, predicted after token 4"
-    if not VERSION_4:
-        folder = tmp_path / "seeing"
-        vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
-        word_tokenizer().save_pretrained(folder)
-        (example,) = explained(out, str(folder), "--text", "anna owns the", "--target", "lamp")
-        assert example["explained"] == "the logit of “lamp”, predicted after token 3"
+    folder = tmp_path / "seeing"
+    vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    (example,) = explained(out, str(folder), "--text", "anna owns the", "--target", "lamp")
+    assert example["explained"] == "the logit of “lamp”, predicted after token 3"
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.versions import transformers5
 from torch import Tensor, nn
 
 from benchmarks import budgets
@@ -98,8 +97,7 @@ def waits(make: Callable[[int], nn.Module], layers: int, call: str) -> tuple[flo
     ("family", "call"),
     [
         *(("Mamba", call) for call in budgets.CALLS),
-        # version 4 makes its masks by vmap, whose tensors the stand-in cannot place
-        *(pytest.param("softmax", call, marks=transformers5) for call in OF_VECTORS),
+        *(("softmax", call) for call in OF_VECTORS),
     ],
 )
 def test_more_layers_are_not_waited_for_more_often(

@@ -1,4 +1,4 @@
-"""Explaining in other processes: workers of a DataLoader, forks of a used process, new ones."""
+"""Explaining in other processes: forks of a used process, and new ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.every_method import NAMES, OF_TEXTS, call
-from helpers.other_processes import Explained, explain
+from helpers.other_processes import explain
 from oracles import relative_error
 from torch import Tensor
-from torch.utils.data import DataLoader
 from zoo import architectures
 
 pytest.importorskip("transformers")
@@ -56,16 +55,3 @@ def test_every_method(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert close(one, other)
     again = [call(name, *each) for each in given for name in COMMON]
     assert all(map(close, again, wanted))
-
-
-@STARTS
-@pytest.mark.parametrize("name", ["LatimFlow", "MambaAttribution"])
-def test_workers_of_a_loader(start: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = architectures.mamba(monkeypatch)
-    explained = Explained(name, case)
-    wanted = [explained[i] for i in range(len(explained))]
-    loader = DataLoader(
-        explained, num_workers=2, multiprocessing_context=start, collate_fn=torch.cat
-    )
-    found = list(loader)
-    assert len(found) == len(wanted) and close(found, wanted)

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import pipeline
+from zoo.language import word_tokenizer
+from zoo.small import mamba_lm
 
 from captum_ssm import (
     EdgeEffects,
@@ -19,6 +22,7 @@ from captum_ssm import (
     StateMemory,
     attribution_graph,
     compare,
+    report,
     trace,
 )
 from captum_ssm.errors import InputError, OptionError
@@ -113,3 +117,20 @@ def test_a_mask_that_has_no_place() -> None:
         LatimFlow(lambda x: MODEL(x), MODEL).attribute(IDS, TARGET, attention_mask=IDS > 0)
     with pytest.raises(InputError, match="stands beside additional_forward_args"):
         FLOW.attribute(IDS, TARGET, (None,), attention_mask=IDS > 0)
+
+
+def test_ids_without_a_batch() -> None:
+    with pytest.raises(InputError, match=r"a batch dimension is needed.*Pass inputs\[None\]"):
+        FLOW.attribute(IDS[0], TARGET)
+
+
+def test_a_pipeline_and_what_it_samples(tmp_path: Path) -> None:
+    model, tokenizer = mamba_lm(), word_tokenizer()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    pipe = pipeline("text-generation", model=str(tmp_path))
+    page = report(pipe, "anna owns the lamp", path=tmp_path / "page.html")
+    assert "lamp" in page.read_text(encoding="utf-8")
+    sampled = {"max_new_tokens": 4, "do_sample": True, "top_k": 5}
+    found = SSMLLMAttribution(LatimFlow(model), tokenizer).attribute("anna owns", gen_args=sampled)
+    assert bool(found.token_attr.isfinite().all()) and bool(found.token_attr.any())

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from oracles import conv_matrices, relative_error
+from oracles import relative_error
 from torch import Tensor, nn
 
 from captum_ssm import trace
@@ -103,23 +103,3 @@ def check(layer: Layer, tolerance: float = FLOAT32) -> None:
 def leaf_of(layer: Layer, component: str) -> Any:
     """The first part of the operator that is such a component."""
     return next(leaf for leaf in layer.operator.leaves() if leaf.component == component)
-
-
-# --- pieces of formulas --------------------------------------------------------------------
-
-
-def linear(projection: Any, x: Tensor) -> Tensor:
-    out = x @ projection.weight.detach().double().T
-    return out if projection.bias is None else out + projection.bias.detach().double()
-
-
-def causal_taps(conv: nn.Conv1d, tokens: int) -> Tensor:
-    """Matrices (1, C, L, L) of a depthwise convolution whose last tap reads token t."""
-    taps = conv.weight.detach().double()[:, 0]
-    lags = range(taps.shape[1] - 1, -1, -1)
-    return conv_matrices(taps[:, None], list(lags), (1, tokens, len(taps), 1))
-
-
-def keep_of(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    """1 for tokens and 0 for padding, (B, L)."""
-    return torch.ones(hidden.shape[:2]).double() if mask is None else mask.double()

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import conv_matrices, diagonal_matrices, times
+from oracles.delta_formula import in_float64
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -99,15 +101,10 @@ class Formula:
 
 
 def convolved(conv: Any, x: Tensor) -> Tensor:
-    """A ShortConvolution of (B, L, C), token by token, its activation included."""
+    """A ShortConvolution of (B, L, C), its activation included."""
     if conv is None:
         return x
-    weight = conv.weight.detach().double()[:, 0]  # (C, K), the last tap for the token itself
-    out = torch.zeros_like(x)
-    for t in range(x.shape[1]):
-        for k in range(min(weight.shape[1], t + 1)):
-            out[:, t] += weight[:, -1 - k] * x[:, t - k]
-    out = out if conv.bias is None else out + conv.bias.detach().double()
+    _, _, out = oracles.convolved(conv, x)
     return F.silu(out) if conv.activation else out
 
 
@@ -193,7 +190,7 @@ def by_kernel(layer: Any, hidden: Tensor, keep: Tensor, **kwargs: Any) -> Formul
 
     entering, kind = _Entering(layer.o_proj.weight), type(layer).__name__
     with pytest.MonkeyPatch.context() as patch:
-        _in_float64(patch)
+        in_float64(patch)
         for name, function in list(vars(module).items()):
             if name.startswith(("chunk_", "fused_", "parallel_", "flash_attn_func")):
                 patch.setattr(module, name, noting(name, function))
@@ -239,24 +236,6 @@ def by_kernel(layer: Any, hidden: Tensor, keep: Tensor, **kwargs: Any) -> Formul
     made.activated = kind == "GatedSlotAttention"
     made.norm = lambda _: (y / (F.silu(o) if made.activated else o)).nan_to_num()
     return made
-
-
-def _in_float64(patch: pytest.MonkeyPatch) -> None:
-    """Have kernels that ask for float32 compute in float64."""
-    to, zeros = Tensor.to, torch.zeros
-
-    def widened(x: Any) -> Any:
-        return torch.float64 if x is torch.float32 else x
-
-    def wide_to(self: Tensor, *args: Any, **options: Any) -> Tensor:
-        return to(self, *map(widened, args), **options)
-
-    def wide_zeros(*size: Any, dtype: Any = torch.float64, **options: Any) -> Tensor:
-        return zeros(*size, dtype=widened(dtype), **options)
-
-    patch.setattr(Tensor, "float", Tensor.double)
-    patch.setattr(Tensor, "to", wide_to)
-    patch.setattr(torch, "zeros", wide_zeros)
 
 
 def _first(out: Any) -> Tensor:

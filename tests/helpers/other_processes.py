@@ -6,24 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from zoo import architectures
 
 from helpers.every_method import call
-
-
-class Explained(Dataset[Tensor]):
-    """Relevances, computed where they are asked for."""
-
-    def __init__(self, name: str, case: architectures.Case) -> None:
-        self.name, self.case = name, case
-
-    def __len__(self) -> int:
-        return len(self.case.inputs)
-
-    def __getitem__(self, index: int) -> Tensor:
-        target = self.case.target["target"]
-        return call(self.name, self.case.model, self.case.inputs[index : index + 1], target)[0]
 
 
 def explain(queue: Any, names: list[str], cases: list[tuple[nn.Module, Tensor, Any]]) -> None:

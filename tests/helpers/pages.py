@@ -43,30 +43,27 @@ class ReadPage:
 
     def matrix(self, layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """A layer's map (L, L) and which entries of it are kept; the others are zero."""
-        size, kept = layer["size"], layer["kept"]
+        size = layer["size"]
         data = base64.b64decode(self.by_id(layer["block"]))
-        scales = np.frombuffer(data, "<f4", size)
-        at = 8 * size
-        if kept == size:
-            columns = np.tile(np.arange(size), (size, 1))
-        else:
-            columns = np.frombuffer(data, "<u2", size * kept, at).reshape(size, kept)
-            at += 2 * size * kept
-        at += layer["side"] ** 2
-        values = np.frombuffer(data, "i1", size * kept, at).reshape(size, kept)
-        assert at + size * kept == len(data)
+        scales, columns, values, _ = unpacked(data, size, layer["kept"], layer["side"])
         matrix, known = np.zeros((size, size)), np.zeros((size, size), bool)
-        for row in range(size):
-            matrix[row, columns[row]] = values[row] / 127 * scales[row]
-            known[row, columns[row]] = True
+        np.put_along_axis(matrix, columns, values / 127 * scales[:, None], 1)
+        np.put_along_axis(known, columns, True, 1)
         return matrix, known
 
-    def overview(self, layer: dict[str, Any]) -> np.ndarray:
-        """The overview of a layer's map in shares of the largest entry."""
-        size, kept, side = layer["size"], layer["kept"], layer["side"]
-        at = 8 * size + (0 if kept == size else 2 * size * kept)
-        data = base64.b64decode(self.by_id(layer["block"]))
-        return np.frombuffer(data, "i1", side * side, at).reshape(side, side) / 127
+
+def unpacked(data: bytes, size: int, kept: int, side: int) -> tuple[np.ndarray, ...]:
+    """Scales, columns, values and overview of a map, as packing.py says that they lie."""
+    whole = kept == size
+    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, side * side, size * kept]
+    assert len(data) == sum(counts)
+    ends = np.cumsum(counts)
+    raw = [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    kinds = ["<f4", "<f4", "<u2", "i1", "i1"]
+    scales, _, columns, overview, values = map(np.frombuffer, raw, kinds)
+    columns = np.tile(np.arange(size), (size, 1)) if whole else columns.reshape(size, kept)
+    overview, values = overview.reshape(side, side), values.reshape(size, kept)
+    return scales, columns.astype(int), values, overview
 
 
 class _Reader(HTMLParser):

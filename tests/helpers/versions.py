@@ -54,14 +54,6 @@ def renamed(family: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def recurrent_gemma_block(config: Any) -> Any:
-    """RecurrentGemma's recurrent block, which version 4 does not number."""
-    from transformers.models.recurrent_gemma import modeling_recurrent_gemma
-
-    block = modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock
-    return block(config) if VERSION_4 else block(config, 0)
-
-
 def continuing(position: int) -> dict[str, Any]:
     """What a mixer is told, beside the cache, that goes on at a position."""
     return {"cache_position": torch.tensor([position])} if VERSION_4 else {}

@@ -245,34 +245,20 @@ def test_flex_attention_mask() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_model_is_not_touched(family: str) -> None:
-    """And a forward that a package put before the class's own is not run again."""
-    model = attention_model(family)
-    names, fired, calls = attention_names(model), list[str](), list[None]()
-    modules = {name: model.get_submodule(name) for name in names}
-    for name, module in modules.items():
-        module.register_forward_hook(lambda *_, name=name: fired.append(name))
-        original = module.forward
+def test_a_forward_put_before_the_classs_own_is_not_run_again(family: str) -> None:
+    """As packages put one, for offloading say."""
+    model, calls = attention_model(family), list[None]()
+    names = attention_names(model)
+    for module in map(model.get_submodule, names):
 
-        def wrapped(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, original: Any = module.forward, **kwargs: Any) -> Any:
             calls.append(None)
             return original(*args, **kwargs)
 
         module.forward = wrapped
-    before = {name: dict(vars(module)) for name, module in modules.items()}
-    settings = copy.deepcopy(model.config.to_dict())
-    layers = record(model, some_input(family))
-    state = torch.random.get_rng_state()
-    for layer in layers:
+    for layer in record(model, some_input(family)):
         contract.check(layer)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert fired == names and len(calls) == len(names)
-    assert model.config.to_dict() == settings
-    assert model.config._attn_implementation == "sdpa"
-    for name, module in modules.items():
-        assert getattr(module, "config", model.config) is model.config
-        assert vars(module).keys() == before[name].keys()
-        assert all(vars(module)[key] is value for key, value in before[name].items())
+    assert len(calls) == len(names)
 
 
 def test_training_mode_draws_no_dropout() -> None:

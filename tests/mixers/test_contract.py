@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from helpers.contract import PADDING
-from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo import timm_cpu
@@ -207,7 +206,6 @@ EXPLAINS: dict[Ability, Callable[[Case], None]] = {
 
 
 @pytest.mark.slow
-@transformers5
 def test_every_row_is_known_by_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a row does not lack, by one none of whose other rows lacks it either.
 

@@ -64,7 +64,7 @@ def matrices(layer: Any, hidden: Tensor, kwargs: Any) -> Tensor:
         )
         form.norm_eps = EPS
         parts = mamba2_formula.mamba2_parts(layer, hidden, form, mask)
-        return mamba2_formula.alpha(parts, COMPONENTS)
+        return oracles.alpha(parts, COMPONENTS)
     # the names of mamba_ssm
     layer.d_state, layer.d_inner = layer.ssm_state_size, layer.intermediate_size
     layer.num_bc_heads = layer.n_groups

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
 from zoo.short_conv import make_model
@@ -181,7 +180,6 @@ def of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@transformers5
 def test_copies_from_the_hub_are_served_at_once(of_the_hub: Any) -> None:
     model = of_the_hub()
     assert explain(model).abs().max() <= 1e-5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import contract
 from helpers.contract import CORE, LEAKS, check, leaf_of, record, record_one
-from helpers.versions import continuing
 from oracles import alpha, mamba1_parts, relative_error
+from oracles.selection import zamba_heads
 from torch import Tensor, nn
 from zoo.attention import attention_model
 from zoo.mamba import padded_batch, randomise, transformers_model
@@ -177,7 +177,7 @@ def test_caches_are_refused(family: str) -> None:
     assert isinstance(caught.value, ValueError)
     mixer = model.backbone.layers[0].mixer
     for args, kwargs in (((cache,), {}), ((), {"cache_params": cache})):
-        layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs, **continuing(6))
+        layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs)
         with pytest.raises(CachedStateError, match="cache"):
             _ = layer.operator
 
@@ -319,31 +319,11 @@ def is_mamba(layer: Layer) -> bool:
     return "Mamba" in type(layer.mixer.module).__name__
 
 
-def heads_of(mixer: Any) -> Iterator[Any]:
-    """The heads of Zamba's mixer, whose input projection alternates between values and gates."""
-    size = mixer.intermediate_size // mixer.n_mamba_heads
-
-    def part(weight: Tensor, bias: Tensor | None = None, at: Any = slice(None)) -> SimpleNamespace:
-        return SimpleNamespace(weight=weight[at], bias=None if bias is None else bias[at])
-
-    for g in range(mixer.n_mamba_heads):
-        mine = torch.arange(g * size, (g + 1) * size)
-        rows = torch.cat([2 * mine, 2 * mine + 1])
-        yield SimpleNamespace(
-            in_proj=part(mixer.in_proj.weight, mixer.in_proj.bias, rows),
-            conv1d=part(mixer.conv1d.weight, mixer.conv1d.bias, mine),
-            x_proj=part(mixer.x_proj_weight[g]),
-            dt_proj=part(mixer.dt_proj_weight[g], mixer.dt_proj_bias[g]),
-            out_proj=part(mixer.out_proj.weight[:, mine]),
-            **{"A_log": mixer.A_log[g], "D": mixer.D[g], "activation": "silu"},
-        )
-
-
 @torch.no_grad()
 def hybrid_matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor] | None:
     if "Mamba" not in type(mixer).__name__:
         return None
-    heads = heads_of(mixer) if type(mixer).__name__ == "ZambaMambaMixer" else [mixer]
+    heads = zamba_heads(mixer) if type(mixer).__name__ == "ZambaMambaMixer" else [mixer]
     found = [matrices(head, hidden, kwargs) for head in heads]
     return {name: torch.cat([each[name] for each in found], 1) for name in ABLATIONS}
 

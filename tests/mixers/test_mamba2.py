@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
-from helpers.contract import CORE, LEAKS, leaf_of, record, record_one
-from oracles import COMPONENTS, PRESETS, mamba3_formula, relative_error
-from oracles.mamba2_formula import Form, Parts, alpha, form_of
+from helpers.contract import CORE, LEAKS, record, record_one
+from oracles import COMPONENTS, PRESETS, Parts, alpha, mamba3_formula, relative_error
+from oracles.mamba2_formula import Form, form_of
 from oracles.mamba2_formula import mamba2_parts as formula
 from torch import Tensor
 from zoo.mamba import padded_batch, randomise
-from zoo.mamba2 import EPS, HYBRIDS, OPTIONS, close_to, first_mixer, make_model, mixer_names
+from zoo.mamba2 import EPS, HYBRIDS, OPTIONS, first_mixer, make_model
 from zoo.mamba2_simple_cpu import Simple
 from zoo.mamba3_cpu import Mamba3
 
@@ -91,7 +91,11 @@ def check(mixer: Any, form: Form, hidden: Tensor, **options: Any) -> tuple[Layer
 
 
 @pytest.mark.parametrize(
-    "options", [{"ngroups": 1, "bias": True, "conv_bias": False}, {"ngroups": 6, "d_conv": 2}]
+    "options",
+    [
+        {"ngroups": 1, "bias": True, "conv_bias": False},
+        {"ngroups": 6, "d_conv": 2, "dt_limit": (0.5, 1.0)},
+    ],
 )
 def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
     mixer, form = make(**options)
@@ -101,16 +105,6 @@ def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
         return {name: alpha(parts, name) for name in ABLATIONS}
 
     contract.holds(mixer, 12, matrices, LEAKS if "bias" in options else {}, tokens=13)
-
-
-def test_limits_of_dt(make: Callable[..., Made]) -> None:
-    mixer, form = make(dt_limit=(0.5, 1.0))
-    with torch.no_grad():
-        mixer.dt_bias.fill_(close_to(0.75))
-        mixer.in_proj.weight[-6:] *= 3
-    layer, _ = check(mixer, form, torch.randn(2, 9, 12))
-    dt = leaf_of(layer, "scan").tensors()["scale"]
-    assert (dt == 0.5).any() and (dt == 1).any() and ((dt > 0.5) & (dt < 1)).any()
 
 
 # --- what only some of them have -------------------------------------------------------------
@@ -167,9 +161,10 @@ def test_other_activations(act: str) -> None:
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     groups = {"zamba2": "mamba_ngroups", "nemotron_h": "n_groups"}
     for family in HYBRIDS:
-        bias, conv_bias, kernel, _ = OPTIONS[family]
+        bias, conv_bias, kernel, limit = OPTIONS[family]
         yield family, {bias: True, kernel: 3} | ({conv_bias: False} if conv_bias else {})
-        yield family, {groups.get(family, "mamba_n_groups"): 6}
+        limits = {limit: (0.5, 1.0)} if limit else {"time_step_min": 0.5}
+        yield family, {groups.get(family, "mamba_n_groups"): 6, **limits}
     for norm, first, channels in ((True, False, 16), (True, True, 24), (False, True, 32)):
         own = {"mamba_rms_norm": norm, "mamba_norm_before_gate": first}
         yield "falcon_h1", {**own, "mamba_d_ssm": channels, "mamba_n_heads": channels // 4}
@@ -188,30 +183,6 @@ def test_contract_of_hybrids(family: str, options: dict[str, Any]) -> None:
 
     ids, leaks = torch.randint(19, (2, 9)), LEAKS if OPTIONS[family][0] in options else {}
     check_adapter(lambda: model, ids, matrices, leaks, CORE)
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_limits_of_dt_in_hybrids(family: str) -> None:
-    name = OPTIONS[family][3]
-    if name is None:
-        options, low, high = {"time_step_min": 0.5, "time_step_max": 0.6}, 0.5, float("inf")
-    else:
-        options, low, high = {name: (0.5, 1.0)}, 0.5, 1.0
-    model = make_model(family, **options)
-    for mixer in map(model.get_submodule, mixer_names(model)):
-        with torch.no_grad():
-            mixer.dt_bias.fill_(close_to(0.75))
-            mixer.in_proj.weight[-6:] *= 4
-    layers = record(model, torch.randint(19, (2, 9)))
-    for layer in (x for x in layers if x.name in mixer_names(model)):
-        contract.check(layer)
-        parts = formula(
-            layer.mixer.module, layer.call.hidden_states, form_of(layer.mixer.module, model.config)
-        )
-        assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
-        dt = leaf_of(layer, "scan").tensors()["scale"]
-        assert (dt == low).any() and ((dt > low) & (dt < high)).any()
-        assert (dt == high).any() if name else (dt > 1).any()
 
 
 def test_zamba2_of_version_4_is_refused_if_padded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.contract import FLOAT32, check, linear, record, record_one
-from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices
+from helpers.contract import FLOAT32, check, record, record_one
+from oracles import (
+    alpha,
+    diagonal_matrices,
+    linear,
+    mamba1_parts,
+    relative_error,
+    scanned_backwards,
+)
 from torch import Tensor, nn
 from zoo.mambapy import MODELS
 
@@ -27,54 +35,35 @@ def blocks(model: nn.Module) -> Iterator[Any]:
 
 
 def one_direction(
-    module: Any, form: str, x: Tensor, act: Callable[[Tensor], Tensor], scan_flips: bool = False
+    module: Any, form: str, hidden: Tensor, act: Any = None, scan_flips: bool = False
 ) -> Tensor:
     """The matrices of the scan, the skip, the activation and the convolution, in float64.
 
     Args:
         module: the block.
-        form: what its parts are called.
-        x: what enters the convolution (B, L, D).
-        act: the activation.
+        form: how the names of its parts end.
+        hidden: what enters it.
+        act: the activation. Default: None, SiLU.
         scan_flips: whether the scan, and it alone, runs from the last token to the first.
     """
-    conv, x_proj, dt_proj, a_log, skip = (
-        getattr(module, form.format(name)) for name in ("conv1d", "x_proj", "dt_proj", "A_log", "D")
-    )
-    shape, taps = (*x.shape, 1), conv.weight.detach().double()  # (D, 1, K)
-    lags = [conv.dilation[0] * lag for lag in reversed(range(taps.shape[-1]))]
-    matrices = conv_matrices(taps, lags, shape)
-    u = torch.einsum("bdij,bjd->bid", matrices, x) + conv.bias.detach().double()
-    ratio = act(u) / u
-    v = act(u).flip(1) if scan_flips else act(u)
-    state = a_log.shape[1]
-    selected = linear(x_proj, v)
-    t, b, c = selected.split([selected.shape[-1] - 2 * state, state, state], -1)
+    names = ("conv1d", "x_proj", "dt_proj", "A_log", "D", "in_proj", "out_proj")
+    own = {name: getattr(module, name + form, getattr(module, name, None)) for name in names}
     if module.dt_layernorm is not None:
-        t, b, c = (
-            s
-            / (s.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-            * norm.weight.detach().double()
-            for s, norm in (
-                (t, module.dt_layernorm),
-                (b, module.B_layernorm),
-                (c, module.C_layernorm),
-            )
-        )
-    dt = F.softplus(linear(dt_proj, t))
-    core = scan_matrices(dt, -a_log.detach().double().exp(), b, c)
-    core = core + torch.diag_embed(skip.detach().double()[:, None].expand(-1, x.shape[1]))
-    if scan_flips:
-        core = core.flip(-1, -2)
-    return core @ diagonal_matrices(ratio[..., None], shape) @ matrices
+        for name, theirs in (("dt", "dt"), ("b", "B"), ("c", "C")):
+            norm = getattr(module, f"{theirs}_layernorm")
+            of_name = SimpleNamespace(weight=norm.weight, variance_epsilon=norm.eps)
+            own[f"{name}_layernorm"] = of_name
+    mixer = SimpleNamespace(**own, activation="silu" if act is None else "its own", act=act)
+    parts = mamba1_parts(mixer, hidden)
+    return alpha(scanned_backwards(parts) if scan_flips else parts, "exact-gate")
 
 
 def gated(z: Tensor, matrices: Tensor) -> Tensor:
     return diagonal_matrices(z[..., None], (*z.shape, 1)) @ matrices
 
 
-def against(layer: Any, alpha: Tensor) -> None:
-    assert relative_error(layer.operator.per_channel().dense(None).double(), alpha) <= FLOAT32
+def against(layer: Any, wanted: Tensor) -> None:
+    assert relative_error(layer.operator.per_channel().dense(None).double(), wanted) <= FLOAT32
     check(layer)
 
 
@@ -87,9 +76,8 @@ def test_mamba(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     model = MODELS["mamba"](monkeypatch, **options)
     block = next(blocks(model))
     hidden = torch.randn(2, 7, 6)
-    x, z = linear(block.in_proj, hidden.double()).chunk(2, -1)
-    alpha = gated(F.silu(z), one_direction(block, "{}", x, F.silu))
-    against(record_one(block, hidden), alpha)
+    z = linear(block.in_proj, hidden.double()).chunk(2, -1)[1]
+    against(record_one(block, hidden), gated(F.silu(z), one_direction(block, "", hidden)))
 
 
 @pytest.mark.parametrize("options", [
@@ -115,9 +103,9 @@ def test_jamba(monkeypatch: pytest.MonkeyPatch) -> None:
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)
     for head in range(4):
         scores = q[:, :, head] @ k[:, :, head // 2].mT / 2**0.5
-        alpha = scores.masked_fill(future, -torch.inf).softmax(-1)
+        wanted = scores.masked_fill(future, -torch.inf).softmax(-1)
         found = layers[1].operator.dense(None)[:, 2 * head].double()  # the first of two channels
-        assert relative_error(found, alpha) <= FLOAT32
+        assert relative_error(found, wanted) <= FLOAT32
 
 
 @pytest.mark.parametrize("options", [
@@ -129,12 +117,12 @@ def test_vision(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     model = MODELS["vision"](monkeypatch, **options)
     block = next(blocks(model))
     hidden = torch.randn(2, 7, 8)
-    x, z = linear(block.in_proj, hidden.double()).chunk(2, -1)
-    alpha = one_direction(block, "{}", x, F.silu)
+    z = linear(block.in_proj, hidden.double()).chunk(2, -1)[1]
+    wanted = one_direction(block, "", hidden)
     if options.get("bidirectional", True):
-        alpha = alpha + one_direction(block, "{}_b", x.flip(1), F.silu).flip(-1, -2)
-        alpha = alpha / 2 if options.get("divide_output", True) else alpha
-    against(record_one(block, hidden), gated(F.silu(z), alpha))
+        wanted = wanted + one_direction(block, "_b", hidden.flip(1)).flip(-1, -2)
+        wanted = wanted / 2 if options.get("divide_output", True) else wanted
+    against(record_one(block, hidden), gated(F.silu(z), wanted))
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -146,15 +134,15 @@ def test_vision(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
 def test_deeptab(options: dict[str, Any], both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["deeptab"](monkeypatch, bidirectional=both, **options)
     block = next(blocks(model))
-    act = options.get("activation", F.silu)
+    own = options.get("activation")
+    act = F.silu if own is None else own
     hidden = torch.randn(2, 7, 8)
-    x, z = linear(block.in_proj_fwd, hidden.double()).chunk(2, -1)
-    alpha = gated(act(z), one_direction(block, "{}_fwd", x, act))
+    z = linear(block.in_proj_fwd, hidden.double()).chunk(2, -1)[1]
+    wanted = gated(act(z), one_direction(block, "_fwd", hidden, own))
     if both:
-        x_b = linear(block.in_proj_bwd, hidden.double()).chunk(2, -1)[0]
-        back = gated(act(z), one_direction(block, "{}_bwd", x_b, act, scan_flips=True))
-        alpha = torch.cat([alpha, back], 1) / 2
-    against(record_one(block, hidden), alpha)
+        back = gated(act(z), one_direction(block, "_bwd", hidden, own, scan_flips=True))
+        wanted = torch.cat([wanted, back], 1) / 2
+    against(record_one(block, hidden), wanted)
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

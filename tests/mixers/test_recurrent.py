@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import contract
-from helpers.contract import causal_taps, check, keep_of, linear, record, record_one
-from helpers.versions import continuing
-from oracles import diagonal_matrices, relative_error, times
+from helpers.contract import check, record, record_one
+from oracles import causal_taps, diagonal_matrices, keep_of, linear, relative_error, times
+from oracles.frozen_mixers import frozen, griffin_scan
 from torch import Tensor
 from zoo.mamba import randomise
 from zoo.recurrent import (
@@ -49,20 +49,7 @@ def griffin_formula(module: Any, hidden: Tensor, kwargs: Any) -> Tensor:
     values = linear(module.linear_x, hidden)
     conv = causal_taps(module.conv_1d, tokens)
     u = torch.einsum("xcij,bjc->bic", conv, values) + module.conv_1d.bias.detach().double()
-    lru, gates = module.rg_lru, []
-    for name in ("input_gate", "recurrent_gate"):
-        weight = getattr(lru, f"{name}_weight").detach().double()
-        shift = getattr(lru, f"{name}_bias").detach().double()
-        parts = [part @ weight[h] + shift[h] for h, part in enumerate(u.chunk(len(weight), -1))]
-        gates.append(torch.sigmoid(torch.cat(parts, -1)))
-    log_decay = -8 * gates[1] * F.softplus(lru.recurrent_param.detach().double())
-    written = torch.where(reset[..., None], 1.0, (1 - torch.exp(2 * log_decay)).sqrt()) * gates[0]
-    core = torch.zeros(batch, values.shape[-1], tokens, tokens, dtype=torch.float64)
-    for i in range(tokens):
-        for j in range(i + 1):
-            kept = ~reset[:, j + 1 : i + 1].any(1)
-            decay = torch.exp(log_decay[:, j + 1 : i + 1].sum(1))
-            core[:, :, i, j] = kept[:, None] * decay * written[:, j]
+    core = griffin_scan(module.rg_lru, u, reset)
     z = linear(module.linear_y, hidden)
     gate = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     return diagonal_matrices(gate[..., None], (*values.shape, 1)) @ core @ conv
@@ -79,14 +66,14 @@ def test_contract_of_griffin(kernel: int, heads: int, start: int) -> None:
     def positions(hidden: Tensor) -> Tensor:
         return torch.arange(start, start + hidden.shape[1])[None]
 
-    own = {"attention_mask": None, "use_cache": False, **continuing(0)}
+    own = {"attention_mask": None, "use_cache": False}
     contract.holds(block, 12, griffin_formula, masked=False, position_ids=positions, **own)
 
 
 def test_resets_separate_packed_sequences() -> None:
     block, hidden = griffin_block().double(), torch.randn(2, 10, 12, dtype=torch.float64)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]])
-    layer = record_one(block, hidden, positions, None, use_cache=False, **continuing(0))
+    layer = record_one(block, hidden, positions, None, use_cache=False)
     check(layer)
     wanted = griffin_formula(block, hidden, {"position_ids": positions})
     assert relative_error(layer.operator.dense(None), wanted) <= 1e-12
@@ -103,7 +90,7 @@ def test_initialised_decays() -> None:
 
 
 def test_runs_before_leave_no_trace() -> None:
-    """A block carries the state of cached runs itself; in version 4 also without a cache."""
+    """A block carries the state of cached runs itself."""
     model = griffin_model()
     ids, later = torch.randint(3, 19, (4, 9)), torch.arange(3, 12)[None]
     with torch.no_grad():
@@ -123,28 +110,10 @@ def test_runs_before_leave_no_trace() -> None:
 # --- RWKV-4 ----------------------------------------------------------------------------------
 
 
-def rwkv_formula(module: Any, hidden: Tensor, _: Any) -> Tensor:
-    hidden = hidden.detach().double()
-    batch, tokens, _ = hidden.shape
-    before = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
-    key, receptance = (
-        linear(getattr(module, name), hidden * mix + before * (1 - mix))
-        for name in ("key", "receptance")
-        for mix in [getattr(module, f"time_mix_{name}").detach().double()]
-    )
-    w = -torch.exp(module.time_decay.detach().double())
-    u = module.time_first.detach().double()
-    scores = torch.full((batch, len(w), tokens, tokens), -torch.inf, dtype=torch.float64)
-    for i in range(tokens):
-        for j in range(i):
-            scores[:, :, i, j] = (i - 1 - j) * w + key[:, j]
-        scores[:, :, i, i] = u + key[:, i]
-    gate = torch.sigmoid(receptance)[..., None]
-    return diagonal_matrices(gate, (*gate.shape[:3], 1)) @ torch.softmax(scores, -1)
-
-
 def test_contract_of_rwkv() -> None:
-    contract.holds(rwkv_mixer(), 7, rwkv_formula)
+    contract.holds(
+        rwkv_mixer(), 7, lambda module, hidden, _: frozen(module, hidden.double(), half=False).exact
+    )
 
 
 def test_large_keys_do_not_overflow() -> None:
@@ -247,8 +216,7 @@ def lfm_mixer(family: str = "lfm2", **options: Any) -> Any:
 
 def lfm_formula(module: Any, hidden: Tensor, kwargs: Any) -> Tensor:
     hidden, mask = hidden.detach().double(), kwargs.get("attention_mask")
-    pairs = mask is not None and mask.dim() == 4  # which version 4 hands on, and passes over
-    keep = keep_of(None if pairs else mask, hidden)
+    keep = keep_of(mask, hidden)
     write, read, x = linear(module.in_proj, hidden * keep[..., None]).chunk(3, -1)
     shape = (*x.shape, 1)
     outer = diagonal_matrices(read[..., None], shape) @ causal_taps(module.conv, hidden.shape[1])

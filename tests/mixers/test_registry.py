@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import check, record
-from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
@@ -144,7 +143,6 @@ def test_supported_architectures() -> None:
     assert supported_architectures(), "the caller's list is not the registry"
 
 
-@transformers5
 def test_registered_names_are_real_and_mamba_ssm_has_no_others(mamba_ssm: Any) -> None:
     """In the newest versions; a class that mixes tokens and is new there is found here."""
     for architecture in supported_architectures():

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.versions import transformers5
 from torch import Tensor
 from zoo.vision_language import (
     FAMILIES,
@@ -27,7 +26,7 @@ FLOAT32 = 1e-5
 #: Of pools of tokens that score alike they pick others where there is padding.
 PICKS = ("glm5_next",)
 
-pytestmark = [transformers5, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 every_seeing = pytest.mark.parametrize("family", SEEING)
 

@@ -14,6 +14,7 @@ from typing import Any
 import oracles
 import torch
 from oracles import token_loops
+from oracles.kernels import decays_between, selective_scan
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -99,15 +100,6 @@ def by_channel(matrices: Tensor, shape: Shape) -> Tensor:
     batch, tokens, heads, per_head = shape
     of_heads = matrices.expand(batch, heads, tokens, tokens)
     return of_heads.repeat_interleave(per_head, 1)
-
-
-def between(decay: Tensor) -> Tensor:
-    """Products of decays (..., L) after token j up to i, in row i and column j <= i."""
-    row, rows = torch.zeros_like(decay), []
-    for i, unit in enumerate(torch.eye(decay.shape[-1], dtype=decay.dtype)):
-        row = row * decay[..., i, None] + unit
-        rows.append(row)
-    return torch.stack(rows, -2)
 
 
 # --- elementary operators ------------------------------------------------------------------------
@@ -233,22 +225,16 @@ def scan(groups: int | None = None, states: int = STATES) -> Kind:
         a[0] = 0
         dt = 0.5 * randn(batch, tokens, heads).exp()
 
-        def matrices(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-            left = between((dt[..., None] * a).exp().permute(0, 2, 3, 1))  # (B, H, N, L, L)
-            b, c = (x[:, :, None] if x.dim() == 3 else x for x in (b, c))
-            b, c = (x.repeat_interleave(heads // x.shape[2], 2) for x in (b, c))
-            return torch.einsum("bihn,bhnij,bjhn->bhij", c, left, dt[..., None] * b)
-
         return Case(
             lambda dt, a, B, C: SelectiveScan(dt, a, B, C),
-            lambda dt, a, B, C: matrices(dt, a, B, C),
+            lambda dt, a, B, C: selective_scan(dt, a, B, C),
             {
                 "dt": dt.where(torch.rand_like(dt) > 0.1, 0),
                 "a": a,
                 "B": randn(batch, *vectors),
                 "C": randn(batch, *vectors),
             },
-            bound=lambda dt, a, B, C: matrices(dt, a, B.abs(), C.abs()),
+            bound=lambda dt, a, B, C: selective_scan(dt, a, B.abs(), C.abs()),
         )
 
     return build
@@ -257,7 +243,7 @@ def scan(groups: int | None = None, states: int = STATES) -> Kind:
 def elementwise(shape: Shape) -> Case:
     return Case(
         lambda decay: ElementwiseRecurrence(decay),
-        lambda decay: between(decay.mT),
+        lambda decay: decays_between(decay.mT),
         {"decay": logs(*shape[:3]).exp()},
     )
 
@@ -617,15 +603,16 @@ def windowed(kind: Kind, more: int = 1) -> Kind:
         places = places.view(-1, 3)
         inner = kind(shape._replace(batch=shape.batch * count, tokens=3))
         padding = randn(*shape._replace(batch=shape.batch * count, tokens=3))
+        padding = padding if inner.coefficients else 0 * padding
         empty = (places < 0).double().repeat(shape.batch, 1)[:, :, None, None]
         held = [(w, i, int(t)) for w, row in enumerate(places) for i, t in enumerate(row) if t >= 0]
 
         def make(**z: Tensor) -> Operator:
             own = inner.make(**z)
             windows = Windows(places.to(own.device))
-            # reorderings have no coefficients, and pass on values of every dtype
-            values = padding.to(own.device, own.dtype if own.tensors() else padding.dtype)
-            return Windowed(own, windows, windows.padding(values))
+            # reorderings have no coefficients, which would tell the dtype of what padding adds
+            told = windows.padding(padding.to(own.device, own.dtype)) if z else None
+            return Windowed(own, windows, told)
 
         def placed(blocks: Tensor) -> Tensor:
             out = torch.zeros(shape.batch, blocks.shape[1], tokens, tokens, dtype=torch.float64)

@@ -11,19 +11,6 @@ from captum_ssm.errors import OptionError
 from captum_ssm.operators import HeadCentering, Shape, ShortConv
 
 
-@pytest.mark.parametrize("kernel", [1, 4, 7])
-@pytest.mark.parametrize("tokens", [1, 5, 12])
-def test_causal_lags_are_a_left_padded_conv1d(kernel: int, tokens: int) -> None:
-    weight = torch.randn(6, 1, kernel, dtype=torch.float64)
-    bias = torch.randn(6, dtype=torch.float64)
-    x = torch.randn(2, tokens, 6, dtype=torch.float64)
-    wanted = F.conv1d(F.pad(x.mT, (kernel - 1, 0)), weight, bias, groups=6).mT
-    by_lag = weight.flip(-1).view(3, 2, kernel)
-    operator = ShortConv(by_lag, Shape(2, tokens, 3, 2), bias.view(1, 1, 3, 2))
-    found = operator.affine(x.view(2, tokens, 3, 2)).flatten(2)
-    assert relative_error(found, wanted) <= 1e-13
-
-
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("size", [(1, 4), (4, 1), (3, 5)])
 def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int]) -> None:

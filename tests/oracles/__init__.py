@@ -7,12 +7,15 @@ h * P + p.  Nothing here calls the package.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from oracles.kernels import recurrence, selective_scan
 
 COMPONENTS = {"conv", "activation", "scan", "skip", "gate", "norm"}
 PRESETS = {"s6": {"scan"}, "unified": COMPONENTS - {"skip"}, "exact": COMPONENTS}
@@ -66,17 +69,9 @@ def map_conv_matrices(
 def scan_matrices(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n], j <= i.
 
-    ``dt`` (B, L, C), ``a`` (C, N), ``b`` and ``c`` (B, L, N).
+    ``dt`` (B, L, C), ``a`` (C, N), ``b`` and ``c`` (B, L, N), or (B, L, C, N).
     """
-    dt, a, b, c = dt.double(), a.double(), b.double(), c.double()
-    batch, tokens, channels = dt.shape
-    out = torch.zeros(batch, channels, tokens, tokens, dtype=torch.float64)
-    for i in range(tokens):
-        for j in range(i + 1):
-            elapsed = dt[:, j + 1 : i + 1].sum(1)  # (B, C)
-            decay = torch.exp(elapsed[:, :, None] * a)  # (B, C, N)
-            out[:, :, i, j] = torch.einsum("bn,bcn,bn->bc", c[:, i], decay, b[:, j]) * dt[:, j]
-    return out
+    return selective_scan(dt.double(), a.double(), b.double(), c.double())
 
 
 def times(matrices: Tensor, v: Tensor) -> Tensor:
@@ -85,36 +80,89 @@ def times(matrices: Tensor, v: Tensor) -> Tensor:
     return out.unflatten(-1, v.shape[-2:])
 
 
-# --- a Mamba-1 mixer -----------------------------------------------------------------------
+# --- pieces of formulas ----------------------------------------------------------------------
+
+
+def linear(projection: Any, x: Tensor, with_adapter: bool = True) -> Tensor:
+    """A projection in float64, LoRA (W + scaling B A) included."""
+    weight = projection.weight.detach().double()
+    if with_adapter and hasattr(projection, "lora_A"):
+        down = projection.lora_A["default"].weight.detach().double()
+        up = projection.lora_B["default"].weight.detach().double()
+        weight = weight + projection.scaling["default"] * up @ down
+    out = x @ weight.T
+    return out if projection.bias is None else out + projection.bias.detach().double()
+
+
+def causal_taps(conv: Any, tokens: int) -> Tensor:
+    """Matrices (1, C, L, L) of a depthwise convolution whose last tap reads token t."""
+    taps = conv.weight.detach().double()[:, 0]
+    apart = getattr(conv, "dilation", (1,))[0]
+    lags = [apart * lag for lag in reversed(range(taps.shape[1]))]
+    return conv_matrices(taps[:, None], lags, (1, tokens, len(taps), 1))
+
+
+def keep_of(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """1 for tokens and 0 for padding, (B, L)."""
+    return torch.ones(hidden.shape[:2]).double() if mask is None else mask.double()
+
+
+# --- a Mamba mixer ---------------------------------------------------------------------------
 
 
 @dataclass
-class Mamba1Parts:
-    """Everything that is frozen at one input, in float64; D channels."""
+class Parts:
+    """Everything that is frozen at one input of a Mamba or a Mamba-2, in float64; D channels."""
 
     values: Tensor  # (B, L, D)
     mask: Tensor  # (B, L) of 0 and 1
     conv: Tensor  # (1, D, L, L)
     conv_bias: Tensor  # (D,)
     ratio: Tensor  # (B, L, D)
+    step: Tensor  # (B, L, D), before softplus
     dt: Tensor  # (B, L, D)
     a: Tensor  # (D, N)
-    b: Tensor  # (B, L, N)
-    c: Tensor  # (B, L, N)
+    b: Tensor  # (B, L, D, N)
+    c: Tensor  # (B, L, D, N)
     skip: Tensor  # (D,)
     gate: Tensor  # (B, L, D)
+    norm: Tensor  # (B, L, D)
     before_projection: Tensor  # (B, L, D), by the recurrence
     output: Tensor  # (B, L, E)
+    backwards: bool = False  # whether the scan runs from the last token to the first
+
+    @cached_property
+    def scan(self) -> Tensor:
+        """Its matrices (B, D, L, L)."""
+        if not self.backwards:
+            return scan_matrices(self.dt, self.a, self.b, self.c)
+        dt, b, c = (x.flip(1) for x in (self.dt, self.b, self.c))
+        return scan_matrices(dt, self.a, b, c).flip(-1, -2)
 
 
+def convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrices and the bias of a causal convolution, and what it makes of x (B, L, D)."""
+    matrices = causal_taps(conv, x.shape[1])
+    bias = torch.zeros(x.shape[-1]).double() if conv.bias is None else conv.bias.detach().double()
+    return matrices, bias, torch.einsum("xdij,bjd->bid", matrices, x) + bias
+
+
+def scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> Tensor:
+    """The recurrence, token by token, of values v (B, L, D)."""
+    decay, written = (dt[..., None] * a).exp(), (dt * v)[..., None] * b
+    states = recurrence(decay.flatten(2), written.flatten(2)[None], transposed=False)[0]
+    return (states.view_as(written) * c).sum(-1)
+
+
+@torch.no_grad()
 def mamba1_parts(
     mixer: Any,
     hidden: Tensor,
     mask: Tensor | None = None,
     *,
     adapters: Collection[str] = ("in_proj", "x_proj", "out_proj"),
-) -> Mamba1Parts:
-    """The mixer's forward pass from its parameters, step by step in float64.
+) -> Parts:
+    """The mixer's forward pass from its parameters in float64.
 
     Args:
         mixer: MambaMixer, FalconMambaMixer, JambaMambaMixer, or mamba_ssm's Mamba.
@@ -122,93 +170,76 @@ def mamba1_parts(
         mask: 1 for tokens, 0 for padding.
         adapters: projections whose LoRA weights, if there are any, count.
     """
-    hidden = hidden.detach().double()
-    batch, tokens, _ = hidden.shape
-    keep = torch.ones(batch, tokens) if mask is None else mask
-    keep = keep.double()
-    in_proj, x_proj, dt_proj, out_proj = (
-        _weights(getattr(mixer, name), name in adapters)
-        for name in ("in_proj", "x_proj", "dt_proj", "out_proj")
-    )
-    of_version_4 = hasattr(mixer, "slow_forward")  # there the mask silences x, not what enters
-    if of_version_4:
-        x, z = F.linear(hidden, *in_proj).chunk(2, dim=-1)
-        x = x * keep[:, :, None]
-    else:
-        x, z = F.linear(hidden * keep[:, :, None], *in_proj).chunk(2, dim=-1)
 
-    taps = mixer.conv1d.weight.detach().double()[:, 0]  # (D, K); the last tap reads token t
-    width = taps.shape[1]
-    lags = [width - 1 - k for k in range(width)]
-    conv = conv_matrices(taps[:, None], lags, (1, tokens, len(taps), 1))
-    conv_bias = torch.zeros(len(taps), dtype=torch.float64)
-    if mixer.conv1d.bias is not None:
-        conv_bias = mixer.conv1d.bias.detach().double()
-    u = torch.einsum("xdij,bjd->bid", conv, x) + conv_bias
-    is_silu = mixer.activation in ("silu", "swish")
-    ratio = torch.sigmoid(u) if is_silu else mixer.act(u) / u
-    v = keep[:, :, None] * ratio * u
+    def project(name: str, x: Tensor) -> Tensor:
+        return linear(getattr(mixer, name), x, name in adapters)
 
-    rank, state = dt_proj[0].shape[1], mixer.A_log.shape[1]
-    t, b, c = F.linear(v, *x_proj).split([rank, state, state], dim=-1)
+    keep = keep_of(mask, hidden)
+    x, z = project("in_proj", hidden.double() * keep[..., None]).chunk(2, dim=-1)
+    conv, conv_bias, u = convolved(mixer.conv1d, x)
+    ratio = torch.sigmoid(u) if mixer.activation in ("silu", "swish") else mixer.act(u) / u
+    v = keep[..., None] * ratio * u
+
+    rank, state = mixer.dt_proj.weight.shape[1], mixer.A_log.shape[1]
+    selected = project("x_proj", v).split([rank, state, state], dim=-1)
     if type(mixer).__name__ == "FalconMambaMixer":
-        t, b, c = (
-            s / (s.pow(2).mean(-1, keepdim=True) + mixer.config.mixer_rms_eps).sqrt()
-            for s in (t, b, c)
-        )
+        norms = [(1.0, mixer.config.mixer_rms_eps)] * 3
     elif hasattr(mixer, "dt_layernorm"):
-        norms = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
-        t, b, c = (
-            s / (s.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
-            for s, norm in zip((t, b, c), norms, strict=True)
-        )
-    dt = torch.log1p(torch.exp(F.linear(t, *dt_proj)))
-    a = -mixer.A_log.detach().double().exp()
-    skip = mixer.D.detach().double()
-    gate = mixer.act(z) if of_version_4 else z * torch.sigmoid(z)
-
-    y = torch.zeros_like(v)
-    h = torch.zeros(batch, *a.shape, dtype=torch.float64)
-    for i in range(tokens):
-        step = dt[:, i, :, None]
-        h = torch.exp(step * a) * h + step * b[:, i, None] * v[:, i, :, None]
-        y[:, i] = gate[:, i] * ((h * c[:, i, None]).sum(-1) + skip * v[:, i])
-    output = F.linear(y, *out_proj)
-    return Mamba1Parts(x, keep, conv, conv_bias, ratio, dt, a, b, c, skip, gate, y, output)
+        each = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
+        norms = [(norm.weight, norm.variance_epsilon) for norm in each]
+    else:
+        norms = []
+    for i, (weight, eps) in enumerate(norms):
+        mean = selected[i].pow(2).mean(-1, keepdim=True)
+        selected = (*selected[:i], selected[i] / (mean + eps).sqrt() * weight, *selected[i + 1 :])
+    t, b, c = selected
+    b, c = (s[:, :, None].expand(-1, -1, x.shape[-1], -1) for s in (b, c))
+    step, a, skip = project("dt_proj", t), -mixer.A_log.double().exp(), mixer.D.double()
+    dt, gate = F.softplus(step), F.silu(z)
+    y = gate * (scanned(dt, a, b, c, v) + skip * v)
+    select = step, dt, a, b, c, skip
+    output = project("out_proj", y)
+    return Parts(x, keep, conv, conv_bias, ratio, *select, gate, torch.ones_like(y), y, output)
 
 
-def alpha(parts: Mamba1Parts, components: str | Collection[str]) -> Tensor:
+def scanned_backwards(parts: Parts) -> Parts:
+    """The same, but for a scan that runs from the last token to the first."""
+    u = torch.einsum("xdij,bjd->bid", parts.conv, parts.values) + parts.conv_bias
+    v = parts.mask[..., None] * parts.ratio * u
+    dt, b, c, flipped = (x.flip(1) for x in (parts.dt, parts.b, parts.c, v))
+    y = parts.gate * (scanned(dt, parts.a, b, c, flipped).flip(1) + parts.skip * v)
+    return replace(parts, before_projection=y, backwards=True)
+
+
+def chosen(components: str | Collection[str]) -> set[str]:
+    """A set of names, or a preset, from which names after ``-`` are removed."""
+    if not isinstance(components, str):
+        return set(components)
+    preset, *removed = components.split("-")
+    return PRESETS[preset] - set(removed)
+
+
+def alpha(parts: Parts, components: str | Collection[str]) -> Tensor:
     """The implicit attention matrices (B, D, L, L) with some components only.
 
-    ``components`` is a set of names, or a preset, from which names after ``-`` are removed.
     Without scan and skip, values pass through unchanged; the padding mask is always there.
     """
-    if isinstance(components, str):
-        preset, *removed = components.split("-")
-        components = PRESETS[preset] - set(removed)
+    components = chosen(components)
     batch, tokens, channels = parts.values.shape
-    shape = (batch, tokens, channels, 1)
     eye = torch.eye(tokens, dtype=torch.float64).expand(batch, channels, tokens, tokens)
+    mask = diagonal_matrices(parts.mask[:, :, None, None], (batch, tokens, channels, 1))
+
+    def diagonal(name: str, weight: Tensor) -> Tensor:
+        shape = (*weight.shape, 1)
+        return diagonal_matrices(weight[..., None], shape) if name in components else eye
+
     core = eye
     if components & {"scan", "skip"}:
         core = torch.zeros_like(eye)
         if "scan" in components:
-            core = core + scan_matrices(parts.dt, parts.a, parts.b, parts.c)
+            core = core + parts.scan
         if "skip" in components:
             core = core + parts.skip[:, None, None] * eye
-    mask = diagonal_matrices(parts.mask[:, :, None, None], shape)
-    ratio = diagonal_matrices(parts.ratio[..., None], shape) if "activation" in components else eye
-    gate = diagonal_matrices(parts.gate[..., None], shape) if "gate" in components else eye
-    conv = parts.conv if "conv" in components else eye
-    return gate @ core @ mask @ ratio @ conv @ mask
-
-
-def _weights(projection: Any, with_adapter: bool) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in float64, LoRA (W + scaling B A) included."""
-    weight = projection.weight.detach().double()
-    if with_adapter and hasattr(projection, "lora_A"):
-        down = projection.lora_A["default"].weight.detach().double()
-        up = projection.lora_B["default"].weight.detach().double()
-        weight = weight + projection.scaling["default"] * up @ down
-    bias = projection.bias
-    return weight, None if bias is None else bias.detach().double()
+    out = core @ mask @ diagonal("activation", parts.ratio)
+    out = (out @ parts.conv if "conv" in components else out) @ mask
+    return diagonal("norm", parts.norm) @ diagonal("gate", parts.gate) @ out

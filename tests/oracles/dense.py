@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.versions import VERSION_4
 from torch import Tensor, nn
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
 from zoo.small import mixers_of
+
+import oracles
 
 S6 = {"scan"}
 UNIFIED = {"conv", "activation", "scan", "gate", "norm"}
@@ -74,8 +75,7 @@ class Run:
             handles.append(block.register_forward_pre_hook(self._keep_stream, with_kwargs=True))
         for mixer in self.mixers:
             handles.append(mixer.register_forward_hook(self._keep, with_kwargs=True))
-        # in version 4 the loop is part of the mixer, and rounds under the package too
-        in_double = next(model.parameters()).dtype == torch.float64 and not VERSION_4
+        in_double = next(model.parameters()).dtype == torch.float64
         try:
             with torch.enable_grad(), scans_in_double() if in_double else nullcontext():
                 output = model(*args, **kwargs)
@@ -115,67 +115,11 @@ class Run:
         return found
 
 
-@torch.no_grad()
 def channel_matrices(
     mixer: Any, hidden: Tensor, components: Collection[str], mask: Tensor | None = None
 ) -> Tensor:
     """alpha of every channel, (B, C, L, L): gate . (scan + skip) . mask . act . conv . mask."""
-    mixer = copy.deepcopy(mixer).double()
-    hidden = hidden.double()
-    batch, tokens, _ = hidden.shape
-    keep = torch.ones(batch, tokens) if mask is None else mask
-    keep = keep.double()
-    weights = mixer.in_proj.weight, mixer.in_proj.bias
-    if hasattr(mixer, "slow_forward"):  # in version 4 the mask silences x, not what enters
-        x, z = F.linear(hidden, *weights).transpose(1, 2).chunk(2, dim=1)
-        x = x * keep[:, None]
-    else:
-        x, z = F.linear(hidden * keep[..., None], *weights).transpose(1, 2).chunk(2, dim=1)
-    channels, state = mixer.A_log.shape
-    eye = torch.eye(tokens).double()
-
-    conv = torch.zeros(channels, tokens, tokens).double()
-    taps = mixer.conv1d.weight[:, 0]  # (C, K), the last one for the token itself
-    for lag in range(taps.shape[1]):
-        for t in range(lag, tokens):
-            conv[:, t, t - lag] = taps[:, -1 - lag]
-    u = torch.einsum("cts,bcs->bct", conv, x)
-    if mixer.conv1d.bias is not None:
-        u = u + mixer.conv1d.bias[:, None]
-    v = F.silu(u) * keep[:, None]
-
-    rank = mixer.dt_proj.weight.shape[1]
-    dt, b, c = mixer.x_proj(v.transpose(1, 2)).split([rank, state, state], dim=-1)
-    if hasattr(mixer, "rms_eps"):
-        dt, b, c = (
-            s / (s.square().mean(-1, keepdim=True) + mixer.rms_eps).sqrt() for s in (dt, b, c)
-        )
-    dt = F.softplus(dt @ mixer.dt_proj.weight.T + mixer.dt_proj.bias)  # (B, L, C)
-    a = -mixer.A_log.exp()
-    scan = torch.zeros(batch, channels, tokens, tokens).double()
-    for i in range(tokens):
-        for j in range(i + 1):
-            decay = (a * dt[:, j + 1 : i + 1].sum(1)[..., None]).exp()  # (B, C, N)
-            entry = (c[:, i, None] * decay * b[:, j, None]).sum(-1)
-            scan[:, :, i, j] = dt[:, j] * entry
-
-    middle = torch.zeros_like(scan)
-    if "scan" in components:
-        middle = middle + scan
-    if "skip" in components:
-        middle = middle + mixer.D[:, None, None] * eye
-    if not {"scan", "skip"} & set(components):
-        middle = middle + eye
-    silence = torch.diag_embed(keep)[:, None]
-    alpha = middle @ silence
-    if "activation" in components:
-        alpha = alpha @ torch.diag_embed(torch.sigmoid(u))
-    if "conv" in components:
-        alpha = alpha @ conv
-    alpha = alpha @ silence
-    if "gate" in components:
-        alpha = torch.diag_embed(F.silu(z)) @ alpha
-    return alpha
+    return oracles.alpha(oracles.mamba1_parts(mixer, hidden, mask), components)
 
 
 def rollout(matrices: list[Tensor]) -> Tensor:

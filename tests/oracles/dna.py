@@ -27,6 +27,15 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
+def filtered(weight: Tensor, x: Tensor) -> Tensor:
+    """A short causal convolution of weight (C, 1, K), whose last tap reads the token itself."""
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for k in range(min(t + 1, weight.shape[-1])):
+            out[t] += weight[:, 0, -1 - k] * x[t - k]
+    return out
+
+
 # --- Caduceus ---------------------------------------------------------------------------------
 
 
@@ -91,13 +100,8 @@ def filters(w: Weights, tokens: int) -> Tensor:
 def hyena_parts(w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The projected stream before the short convolution and behind it, (L, (order + 1) E)."""
     projected = hidden @ w["in_proj.weight"].T + w["in_proj.bias"]
-    taps = w["short_filter.weight"][:, 0]
-    short = torch.zeros_like(projected)
-    for t in range(len(hidden)):
-        short[t] = w["short_filter.bias"]
-        for k in range(min(t + 1, taps.shape[1])):
-            short[t] += taps[:, -1 - k] * projected[t - k]
-    return projected, short
+    short = filtered(w["short_filter.weight"], projected)
+    return projected, short + w["short_filter.bias"]
 
 
 def hyena(w: Weights, hidden: Tensor) -> Tensor:
@@ -141,11 +145,7 @@ def hyenadna(w: Weights, ids: Tensor, depth: int) -> Tensor:
 
 def cascade(w: Weights, u: Tensor) -> Tensor:
     """The gated convolution of a projected stream u (L, 3 E)."""
-    taps, tokens = w["short_filter_weight"][:, 0], len(u)
-    short = torch.zeros_like(u)
-    for t in range(tokens):
-        for k in range(min(t + 1, taps.shape[1])):
-            short[t] += taps[:, -1 - k] * u[t - k]
+    tokens, short = len(u), filtered(w["short_filter_weight"], u)
     x2, x1, v = short[:, 0::3], short[:, 1::3], short[:, 2::3]
     width = v.shape[1]
     if "h" in w:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oracles import conv_matrices, diagonal_matrices, scan_matrices
+from oracles import Parts, alpha, conv_matrices, diagonal_matrices, mamba1_parts
+from oracles.mamba2_formula import Form, mamba2_parts
 
 
 @dataclass
@@ -101,54 +102,26 @@ def _diagonal(weight: Tensor) -> Tensor:
     return diagonal_matrices(weight.detach()[..., None], (*weight.shape, 1))
 
 
+def _scanned(mixer: Any, parts: Parts, x: Tensor, z: Tensor, half: bool, heads: int) -> Frozen:
+    """A Mamba or a Mamba-2 with its parts, of a stream and of what the gate is made of."""
+    constant = _applied(alpha(parts, {"scan", "skip"}), parts.ratio * parts.conv_bias)
+    y = _applied(alpha(parts, "exact-gate-norm"), x) + constant
+    before = gated(y, straight(F.silu, z), half) * parts.norm
+    matrices = alpha(parts, "unified"), alpha(parts, "exact")
+    return Frozen(x, *matrices, before, *_output(mixer.out_proj), heads)
+
+
 def _mamba(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
     x, z = _affine(mixer.in_proj, hidden).chunk(2, -1)
-    channels, tokens = x.shape[-1], x.shape[1]
-    conv, conv_bias = _taps(mixer.conv1d, tokens, channels)
-    u = (_applied(conv, x) + conv_bias).detach()
-    activated = u * torch.sigmoid(u)
-    rank, state = mixer.dt_proj.weight.shape[1], mixer.A_log.shape[1]
-    t, b, c = _affine(mixer.x_proj, activated).split([rank, state, state], -1)
-    dt = F.softplus(_affine(mixer.dt_proj, t))
-    scan = scan_matrices(dt, -mixer.A_log.detach().exp(), b, c)
-    skip = _diagonal(mixer.D.expand_as(u))
-    inner = _diagonal(torch.sigmoid(u)) @ conv
-    constant = _applied(scan + skip, torch.sigmoid(u) * conv_bias)
-    gate = z * torch.sigmoid(z).detach()
-    y = _applied((scan + skip) @ inner, x) + constant
-    outer = _diagonal(gate)
-    matrices = outer @ scan @ inner, outer @ (scan + skip) @ inner
-    return Frozen(x, *matrices, gated(y, gate, half), *_output(mixer.out_proj), channels)
+    return _scanned(mixer, mamba1_parts(mixer, hidden), x, z, half, x.shape[-1])
 
 
 def _mamba2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
-    heads, per_head = mixer.num_heads, mixer.head_dim
-    width, state, groups = heads * per_head, mixer.ssm_state_size, mixer.n_groups
-    mixed = width + 2 * groups * state
-    z, stream, dt = _affine(mixer.in_proj, hidden).split([width, mixed, heads], -1)
-    conv, conv_bias = _taps(mixer.conv1d, stream.shape[1], mixed)
-    u = (_applied(conv, stream) + conv_bias).detach()
-    _, b, c = (u * torch.sigmoid(u)).split([width, groups * state, groups * state], -1)
-    dt = F.softplus(dt.detach() + mixer.dt_bias.detach()).clamp(*mixer.time_step_limit)
-    rate = -mixer.A_log.detach().exp()
-    scan = u.new_zeros(len(u), width, u.shape[1], u.shape[1])
-    for h in range(heads):
-        own = slice(h // (heads // groups) * state, (h // (heads // groups) + 1) * state)
-        a = rate[h].expand(1, state)
-        matrix = scan_matrices(dt[..., h : h + 1], a, b[..., own], c[..., own])
-        scan[:, h * per_head : (h + 1) * per_head] = matrix
-    x, ratio = stream[..., :width], torch.sigmoid(u[..., :width])
-    skip = _diagonal(mixer.D.repeat_interleave(per_head).expand_as(ratio))
-    inner = _diagonal(ratio) @ conv[:, :width]
-    constant = _applied(scan + skip, ratio * conv_bias[:width])
-    gate = z * torch.sigmoid(z).detach()
-    y = gated(_applied((scan + skip) @ inner, x) + constant, gate, half)
-    grouped = y.detach().unflatten(-1, (groups, -1))
-    size = (grouped.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
-    norm = (mixer.norm.weight.detach().view(groups, -1) / size).flatten(2)
-    outer = _diagonal(norm * gate)
-    matrices = outer @ scan @ inner, outer @ (scan + skip) @ inner
-    return Frozen(x, *matrices, y * norm, *_output(mixer.out_proj), heads)
+    heads, groups, width = mixer.num_heads, mixer.n_groups, mixer.num_heads * mixer.head_dim
+    limit, eps = mixer.time_step_limit, mixer.norm.variance_epsilon
+    form = Form(groups, mixer.ssm_state_size, limit, groups, eps)
+    z, x, _ = _affine(mixer.in_proj, hidden).tensor_split([width, 2 * width], -1)
+    return _scanned(mixer, mamba2_parts(mixer, hidden, form), x, z, half, heads)
 
 
 def _rwkv(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
@@ -170,25 +143,31 @@ def _rwkv(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
     return Frozen(values, matrices, matrices, y, *_output(mixer.output), values.shape[-1])
 
 
+def griffin_scan(unit: Any, u: Tensor, reset: Tensor) -> Tensor:
+    """Matrices (B, C, L, L) of an RG-LRU that reads u (B, L, C), with resets (B, L)."""
+    gates = []
+    for name in ("input_gate", "recurrent_gate"):
+        weight = getattr(unit, f"{name}_weight").detach().to(u)
+        shift = getattr(unit, f"{name}_bias").detach().to(u)
+        maps = [part @ weight[h] + shift[h] for h, part in enumerate(u.chunk(len(weight), -1))]
+        gates.append(torch.sigmoid(torch.cat(maps, -1)))
+    log_decay = -8 * gates[1] * F.softplus(unit.recurrent_param.detach().to(u))
+    written = torch.where(reset[..., None], 1.0, (1 - torch.exp(2 * log_decay)).sqrt()) * gates[0]
+    scan = u.new_zeros(len(u), u.shape[-1], u.shape[1], u.shape[1])
+    for i in range(u.shape[1]):
+        for j in range(i + 1):
+            kept = ~reset[:, j + 1 : i + 1].any(1)
+            decay = torch.exp(log_decay[:, j + 1 : i + 1].sum(1))
+            scan[:, :, i, j] = kept[:, None] * decay * written[:, j]
+    return scan
+
+
 def _griffin(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
     x, z = _affine(mixer.linear_x, hidden), _affine(mixer.linear_y, hidden)
     channels, tokens = x.shape[-1], x.shape[1]
     conv, conv_bias = _taps(mixer.conv_1d, tokens, channels)
     u = (_applied(conv, x) + conv_bias).detach()
-    unit, gates = mixer.rg_lru, []
-    for name in ("input_gate", "recurrent_gate"):
-        weight = getattr(unit, f"{name}_weight").detach()
-        shift = getattr(unit, f"{name}_bias").detach()
-        parts = u.chunk(len(weight), -1)
-        maps = [part @ weight[h] + shift[h] for h, part in enumerate(parts)]
-        gates.append(torch.sigmoid(torch.cat(maps, -1)))
-    log_decay = -8 * gates[1] * F.softplus(unit.recurrent_param.detach())
-    written = (1 - torch.exp(2 * log_decay)).sqrt() * gates[0]
-    written[:, 0] = gates[0][:, 0]
-    scan = u.new_zeros(len(u), channels, tokens, tokens)
-    for i in range(tokens):
-        for j in range(i + 1):
-            scan[:, :, i, j] = torch.exp(log_decay[:, j + 1 : i + 1].sum(1)) * written[:, j]
+    scan = griffin_scan(mixer.rg_lru, u, torch.arange(tokens).expand(len(u), -1) == 0)
     gate = straight(lambda v: F.gelu(v, approximate="tanh"), z)
     y = _applied(scan @ conv, x) + _applied(scan, conv_bias.expand_as(u))
     matrices = _diagonal(gate) @ scan @ conv

@@ -88,15 +88,15 @@ def mixer(module: Any, x: Tensor, form: Any, half: bool) -> Tensor:
     """A Mamba-1 mixer, or with a form a Mamba-2 mixer, of inputs x (L, E)."""
     weight = double(module.in_proj.weight)
     if form is None:
-        parts, alpha = oracles.mamba1_parts(module, x[None]), oracles.alpha
+        parts = oracles.mamba1_parts(module, x[None])
         width = parts.values.shape[-1]
         stream, gate = weight[:width], weight[width : 2 * width]
     else:
-        parts, alpha = mamba2_formula.mamba2_parts(module, x[None], form), mamba2_formula.alpha
+        parts = mamba2_formula.mamba2_parts(module, x[None], form)
         width = parts.values.shape[-1]
         gate, stream = weight[:width], weight[width : 2 * width]
     out = double(module.out_proj.weight)
-    mixed = torch.einsum("pd,dij,de->ipje", out, alpha(parts, "exact")[0], stream)
+    mixed = torch.einsum("pd,dij,de->ipje", out, oracles.alpha(parts, "exact")[0], stream)
     if not half:
         return mixed
     bias = 0 if module.in_proj.bias is None else double(module.in_proj.bias)

@@ -16,12 +16,11 @@ from torch import Tensor
 
 def decays_between(decay: Tensor) -> Tensor:
     """The product of decays (..., T) over j < t <= i for j <= i, else 0: (..., T, T)."""
-    tokens = decay.shape[-1]
-    out = torch.zeros(*decay.shape, tokens, dtype=torch.float64)
-    for i in range(tokens):
-        for j in range(i + 1):
-            out[..., i, j] = decay[..., j + 1 : i + 1].double().prod(-1)
-    return out
+    row, rows = torch.zeros_like(decay.double()), []
+    for i, unit in enumerate(torch.eye(decay.shape[-1], dtype=torch.float64)):
+        row = row * decay[..., i, None].double() + unit
+        rows.append(row)
+    return torch.stack(rows, -2)
 
 
 def semiseparable(decay: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

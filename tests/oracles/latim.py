@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from oracles import mamba1_parts, scan_matrices
+from oracles import Parts, mamba1_parts
 from oracles import vim as vim_oracle
 from oracles.mamba2_formula import Form, mamba2_parts
 
@@ -88,46 +87,17 @@ def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
-    parts = mamba1_parts(mixer, hidden, mask)
-    scan = scan_matrices(parts.dt, parts.a, parts.b, parts.c)
+def of_parts(mixer: Any, parts: Parts, activation: str, end: str = "") -> Tensor:
+    width, taps = parts.values.shape[-1], getattr(mixer, f"conv1d{end}").weight.double()
+    matrices = parts.scan + parts.skip[:, None, None] * torch.eye(parts.values.shape[1])
     return torch.stack(
         [
             vectors(
-                scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, scan.shape[-1])),
+                matrices[b],
                 shares(
                     parts.values[b],
-                    mixer.conv1d.weight.double()[:, 0],
+                    taps[:width, 0],
                     parts.conv_bias,
-                    parts.ratio[b],
-                    parts.mask[b],
-                    FUNCTIONS[activation],
-                ),
-                parts.gate[b],
-                mixer.out_proj.weight.double(),
-            )
-            for b in range(len(hidden))
-        ]
-    )
-
-
-@torch.no_grad()
-def mamba2(
-    mixer: Any, hidden: Tensor, form: Form, activation: str, mask: Tensor | None = None
-) -> Tensor:
-    parts = mamba2_parts(mixer, hidden, form, mask)
-    width = parts.values.shape[-1]
-    bias = torch.zeros(width).double()
-    if mixer.conv1d.bias is not None:
-        bias = mixer.conv1d.bias.double()[:width]
-    return torch.stack(
-        [
-            vectors(
-                parts.scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, hidden.shape[1])),
-                shares(
-                    parts.values[b],
-                    mixer.conv1d.weight.double()[:width, 0],
-                    bias,
                     parts.ratio[b],
                     parts.mask[b],
                     FUNCTIONS[activation],
@@ -135,33 +105,28 @@ def mamba2(
                 parts.gate[b] * parts.norm[b],
                 mixer.out_proj.weight.double(),
             )
-            for b in range(len(hidden))
+            for b in range(len(matrices))
         ]
     )
+
+
+def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
+    return of_parts(mixer, mamba1_parts(mixer, hidden, mask), activation)
+
+
+def mamba2(
+    mixer: Any, hidden: Tensor, form: Form, activation: str, mask: Tensor | None = None
+) -> Tensor:
+    return of_parts(mixer, mamba2_parts(mixer, hidden, form, mask), activation)
 
 
 @torch.no_grad()
 def vim(mixer: Any, hidden: Tensor, activation: str) -> Tensor:
     """Both directions of Vision Mamba's v2 mixer, halved."""
     w = vim_oracle.double_weights(mixer)
-    found = []
-    for example in hidden.double():
-        x, z = F.linear(example, w["in_proj.weight"], w.get("in_proj.bias")).chunk(2, -1)
-        gate = z / (1 + torch.exp(-z))
-
-        def one_way(end: str, a_log: str, x: Tensor, gate: Tensor) -> Tensor:
-            u, dt, b, c = vim_oracle.select(w, end, x)
-            matrix = scan_matrices(dt[None], -w[a_log].exp(), b[None], c[None])[0]
-            matrix = matrix + torch.diag_embed(w[f"D{end}"][:, None].expand(-1, len(x)))
-            taps = w[f"conv1d{end}.weight"][:, 0]
-            bias = w.get(f"conv1d{end}.bias", torch.zeros(len(taps)).double())
-            keep = torch.ones(len(x)).double()
-            phi = shares(x, taps, bias, torch.sigmoid(u), keep, FUNCTIONS[activation])
-            return vectors(matrix, phi, 0.5 * gate, w["out_proj.weight"])
-
-        back = one_way("_b", "A_b_log", x.flip(0), gate.flip(0)).flip(0, 1)
-        found.append(one_way("", "A_log", x, gate) + back)
-    return torch.stack(found)
+    ahead = of_parts(mixer, vim_oracle.parts(w, hidden), activation)
+    back = vim_oracle.parts(w, hidden.flip(1), "_b", "A_b_log")
+    return (ahead + of_parts(mixer, back, activation, "_b").flip(1, 2)) / 2
 
 
 def alti(contributions: Tensor, stream: Tensor | None = None) -> Tensor:

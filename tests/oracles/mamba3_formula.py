@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers.contract import linear
 from torch import Tensor
 
-from oracles import diagonal_matrices
+from oracles import diagonal_matrices, linear
 
 
 @dataclass

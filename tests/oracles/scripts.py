@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from oracles.vim import Weights, select, silu
+from oracles import Parts
+from oracles.vim import double_weights, parts
 
 
 def rows(mixer: nn.Module, hidden: Tensor, query: int, script: str) -> Tensor:
@@ -20,21 +21,20 @@ def rows(mixer: nn.Module, hidden: Tensor, query: int, script: str) -> Tensor:
         query: the token asked.
         script: ``"s6"``, that of the hidden-attention paper, or ``"unified"``.
     """
-    w = {name: value.detach().double() for name, value in mixer.state_dict().items()}
-    x, z = (hidden.double() @ w["in_proj.weight"].T).chunk(2, -1)
-    row = direction(w, "", x, z, query, script)
+    w = double_weights(mixer)
+    row = direction(parts(w, hidden[None]), query, script)
     if "A_b_log" in w:
-        back = direction(w, "_b", x.flip(0), z.flip(0), len(x) - 1 - query, script).flip(-1)
+        reverse = parts(w, hidden.flip(0)[None], "_b", "A_b_log")
+        back = direction(reverse, len(hidden) - 1 - query, script).flip(-1)
         row[:, query + 1 :] = back[:, query + 1 :]
     return row
 
 
-def direction(w: Weights, end: str, x: Tensor, z: Tensor, query: int, script: str) -> Tensor:
-    """That of one direction, for x and z (L, D) in the order in which it reads them."""
-    u, dt, b, c = select(w, end, x)
-    a = -w["A_b_log" if end else "A_log"].exp()
+def direction(found: Parts, query: int, script: str) -> Tensor:
+    """That of one direction, in the order in which it reads the tokens."""
+    dt, b, c, a = found.dt[0], found.b[0], found.c[0], found.a
     slip = script == "s6"  # which also keeps its rows in single precision
-    row = torch.zeros(x.shape[1], len(x), dtype=torch.float32 if slip else torch.float64)
+    row = torch.zeros(len(a), len(dt), dtype=torch.float32 if slip else torch.float64)
     for t in range(query if slip else query + 1):
         entry = c[query] * dt[t, :, None] * b[t]
         for k in range(t + 1, query if slip else query + 1):
@@ -42,9 +42,5 @@ def direction(w: Weights, end: str, x: Tensor, z: Tensor, query: int, script: st
         row[:, t] = entry.sum(-1)
     if slip:
         return row.double()
-    row = row * torch.sigmoid(u).T
-    taps = w[f"conv1d{end}.weight"][:, 0]
-    out = torch.zeros_like(row)
-    for lag in range(taps.shape[1]):
-        out[:, : len(x) - lag] += row[:, lag:] * taps[:, -1 - lag, None]
-    return out * silu(z[query])[:, None]
+    out = torch.einsum("dt,dtj->dj", row * found.ratio[0].T, found.conv[0])
+    return out * found.gate[0, query][:, None]

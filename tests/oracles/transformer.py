@@ -92,15 +92,9 @@ def written_out(model, cut):
         probabilities.append(matrix)
         return (matrix @ value).transpose(1, 2), matrix
 
-    def attend_for_torch(query, key, value, attn_mask=None, **_):
-        return attend(None, query, key, value, attn_mask)[0].transpose(1, 2)
-
     code = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(code, "eager_attention_forward"):
-            patch.setattr(code, "eager_attention_forward", attend)
-        else:  # in version 4 BERT knows no interface to attention functions
-            patch.setattr(nn.functional, "scaled_dot_product_attention", attend_for_torch)
+        patch.setattr(code, "eager_attention_forward", attend)
         yield probabilities
 
 

@@ -1,4 +1,4 @@
-"""Vision Mamba written again in float64 from a state dict, with loops over tokens.
+"""Vision Mamba written again in float64 from a state dict.
 
 Nothing here calls the package.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oracles import COMPONENTS, PRESETS, conv_matrices, diagonal_matrices, scan_matrices
+from oracles import Parts, alpha, chosen, mamba1_parts, scanned_backwards
 
 Weights = dict[str, Tensor]
 
@@ -70,56 +71,31 @@ def softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
 # --- one mixer ------------------------------------------------------------------------------
 
 
-def select(w: Weights, end: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u before SiLU and dt (L, D), B and C (L, N), for x (L, D) read from the first token on."""
-    taps = w[f"conv1d{end}.weight"][:, 0]
-    bias = w.get(f"conv1d{end}.bias", torch.zeros(len(taps)).double())
-    u = torch.stack(
-        [
-            bias + sum(taps[:, -1 - k] * x[t - k] for k in range(taps.shape[1]) if t >= k)
-            for t in range(len(x))
-        ]
-    )
-    rank = w[f"dt_proj{end}.weight"].shape[1]
-    state = w["A_log"].shape[1]
-    selected = silu(u) @ w[f"x_proj{end}.weight"].T
-    t, b, c = selected[:, :rank], selected[:, rank : rank + state], selected[:, rank + state :]
-    dt = softplus(t @ w[f"dt_proj{end}.weight"].T + w[f"dt_proj{end}.bias"])
-    return u, dt, b, c
+def parts(w: Weights, hidden: Tensor, end: str = "", a_log: str = "A_log") -> Parts:
+    """One direction at hidden (B, L, E), in the order in which it reads the tokens."""
 
+    def projection(name: str) -> SimpleNamespace:
+        return SimpleNamespace(weight=w[f"{name}.weight"], bias=w.get(f"{name}.bias"))
 
-def scan(u: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, skip: Tensor) -> Tensor:
-    a = -a_log.exp()
-    h, out = torch.zeros_like(a), []
-    for t in range(len(u)):
-        h = torch.exp(dt[t, :, None] * a) * h + dt[t, :, None] * b[t] * u[t, :, None]
-        out.append(h @ c[t] + skip * u[t])
-    return torch.stack(out)
+    own = {name: projection(name + end) for name in ("conv1d", "x_proj", "dt_proj")}
+    both = {name: projection(name) for name in ("in_proj", "out_proj")}
+    rest = {"A_log": w[a_log], "D": w[f"D{end}"], "activation": "silu"}
+    return mamba1_parts(SimpleNamespace(**own, **both, **rest), hidden)
 
 
 def mix(w: Weights, hidden: Tensor, kind: str, halve: bool) -> Tensor:
     """The mixer's output for hidden (L, E), all in float64."""
-    xz = hidden @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
-    x, z = xz[:, : xz.shape[1] // 2], xz[:, xz.shape[1] // 2 :]
-    u, *rest = select(w, "", x)
-    parts = (silu(u), *rest)
-    y = scan(*parts, w["A_log"], w["D"]) * silu(z)
+    hidden = hidden[None]
+    y = parts(w, hidden).before_projection
     if kind == "v1":
-        back = scan(*(p.flip(0) for p in parts), w["A_b_log"], w["D"])
-        y = y + (back * silu(z.flip(0))).flip(0)
+        y = y + scanned_backwards(parts(w, hidden, "", "A_b_log")).before_projection
     if kind == "v2":
-        u, *rest = select(w, "_b", x.flip(0))
-        back = scan(silu(u), *rest, w["A_b_log"], w["D_b"]) * silu(z.flip(0))
-        y = y + back.flip(0)
+        y = y + parts(w, hidden.flip(1), "_b", "A_b_log").before_projection.flip(1)
         y = y / 2 if halve else y
-    return (y @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)) * w.get("gamma", 1)
+    return (y[0] @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)) * w.get("gamma", 1)
 
 
 def double_weights(module: nn.Module) -> Weights:
@@ -191,51 +167,13 @@ def matrices(
     components: str | Collection[str] = "unified",
 ) -> tuple[Tensor, Tensor]:
     """alpha of every channel from the forward and from the backward direction, (B, D, L, L)."""
-    if isinstance(components, str):
-        preset, *removed = components.split("-")
-        components = PRESETS[preset] - set(removed)
-    assert set(components) <= COMPONENTS
-    w = double_weights(module)
-    both = [_matrices(w, h.double(), kind, halve, set(components)) for h in hidden]
-    return torch.cat([f for f, _ in both]), torch.cat([b for _, b in both])
-
-
-def _matrices(
-    w: Weights, hidden: Tensor, kind: str, halve: bool, components: set[str]
-) -> tuple[Tensor, Tensor]:
-    xz = hidden @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
-    x, z = xz[:, : xz.shape[1] // 2], xz[:, xz.shape[1] // 2 :]
-    tokens, channels = x.shape
-    shape = (1, tokens, channels, 1)
-    eye = torch.eye(tokens).double().expand(1, channels, tokens, tokens)
-
-    def one_way(end: str, x: Tensor, a_log: str, flip_scan: bool = False) -> Tensor:
-        """(scan + D) . activation . conv for values in the given order."""
-        u, dt, b, c = select(w, end, x)
-        core = torch.zeros_like(eye)
-        if "scan" in components:
-            parts = [p.flip(0)[None] if flip_scan else p[None] for p in (dt, b, c)]
-            found = scan_matrices(parts[0], -w[a_log].exp(), parts[1], parts[2])
-            core = core + (found.flip(-1, -2) if flip_scan else found)
-        if "skip" in components:
-            core = core + w[f"D{end}"][:, None, None] * eye
-        if not components & {"scan", "skip"}:
-            core = eye * 0 if flip_scan else eye  # v1 has one core, a sum
-        if "activation" in components:
-            core = core @ diagonal_matrices(torch.sigmoid(u)[None, :, :, None], shape)
-        if "conv" in components:
-            taps = w[f"conv1d{end}.weight"]
-            lags = [taps.shape[-1] - 1 - k for k in range(taps.shape[-1])]
-            core = core @ conv_matrices(taps, lags, (1, tokens, channels, 1))
-        return core
-
-    gate = diagonal_matrices(silu(z)[None, :, :, None], shape) if "gate" in components else eye
-    ahead = gate @ one_way("", x, "A_log")
+    w, components = double_weights(module), chosen(components)
+    ahead = alpha(parts(w, hidden), components)
     back = torch.zeros_like(ahead)
-    if kind == "v1":
-        back = gate @ one_way("", x, "A_b_log", flip_scan=True)
+    if kind == "v1" and components & {"scan", "skip"}:  # it has one core, a sum
+        back = alpha(scanned_backwards(parts(w, hidden, "", "A_b_log")), components)
     if kind == "v2":
-        back = gate @ one_way("_b", x.flip(0), "A_b_log").flip(-1, -2)
+        back = alpha(parts(w, hidden.flip(1), "_b", "A_b_log"), components).flip(-1, -2)
         if halve:
             ahead, back = ahead / 2, back / 2
     return ahead, back

@@ -121,7 +121,11 @@ ADAPTERS: dict[str, architectures.Make] = {
     "striped hyena": striped_hyena,
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
-    **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
+    **{
+        f"fla {family}": partial(networks.fla, family=family)
+        for family in fla_cpu.MODELS
+        if family != "GLA"  # which is in the zoo
+    },
     **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
     **{
         name: partial(networks.of_delta, family=name)

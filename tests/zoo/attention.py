@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.versions import VERSION_4, named, renamed
+from helpers.versions import named
 
 from captum_ssm.mixers.registry import adapter_for
+from zoo import delta
 from zoo.mamba import randomise
 
 #: Families whose attention the adapter for transformers serves: model, config, options.
@@ -18,12 +19,6 @@ _BASE: dict[str, Any] = {
     "intermediate_size": 20,
 }
 _GROUPED = {**_BASE, "num_key_value_heads": 2}
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-}
 _IMAGES = {k: v for k, v in _BASE.items() if k != "vocab_size"} | {
     "image_size": 12,
     "patch_size": 4,
@@ -103,14 +98,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeTextConfig",
         {
+            **delta.GROUPED,
+            **delta.EXPERTS,
             **{k: v for k, v in _GROUPED.items() if k != "intermediate_size"},
-            **_DELTA,
             "head_dim": 8,
             "layer_types": ["full_attention", "full_attention"],
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 7,
-            "shared_expert_intermediate_size": 9,
         },
     ),
     "minimax": (
@@ -127,18 +119,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 IMAGES = ("vit", "deit")
-#: Models of attention alone.
-TRANSFORMERS = ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit")
 
 
 def attention_model(family: str, attention: str = "sdpa", **options: Any) -> Any:
     """The family's model with random parameters, running the given attention function."""
     model_class, config_class, small = FAMILIES[family]
-    config = named(config_class)(**renamed(family, small | options))
+    config = named(config_class)(**small | options)
     config._experts_implementation = "eager"  # the others know no float64
     model = randomise(named(model_class)(config))
-    if model._supports_sdpa or not VERSION_4:
-        model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention)
     return model
 
 

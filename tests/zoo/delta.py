@@ -30,7 +30,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GROUPED: dict[str, Any] = {
+GROUPED: dict[str, Any] = {
     "num_key_value_heads": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -38,7 +38,7 @@ _GROUPED: dict[str, Any] = {
     "linear_value_head_dim": 5,
 }
 _WIDE = {"intermediate_size": 16}
-_EXPERTS = {
+EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 7,
@@ -92,25 +92,25 @@ _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "Qwen3NextGatedDeltaNet",
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        {**_GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0},
+        {**GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0},
     ),
     "qwen3_5": (
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextConfig",
-        {**_GROUPED, **_WIDE, "head_dim": 8},
+        {**GROUPED, **_WIDE, "head_dim": 8},
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeGatedDeltaNet",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeTextConfig",
-        {**_GROUPED, **_EXPERTS, "head_dim": 8},
+        {**GROUPED, **EXPERTS, "head_dim": 8},
     ),
     "olmo_hybrid": (
         "OlmoHybridGatedDeltaNet",
         "OlmoHybridForCausalLM",
         "OlmoHybridConfig",
-        {**_GROUPED, **_WIDE, "linear_allow_neg_eigval": True},
+        {**GROUPED, **_WIDE, "linear_allow_neg_eigval": True},
     ),
     "kimi_linear": (
         "KimiLinearDeltaAttention",
@@ -122,7 +122,7 @@ _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "Qwen4ExpTextGatedDeltaNet",
         "Qwen4ExpForCausalLM",
         "Qwen4ExpTextConfig",
-        {**_GROUPED, **_EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
+        {**GROUPED, **EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
     ),
     "bailing_hybrid": (
         "BailingHybridDeltaAttention",

@@ -31,7 +31,6 @@ from zoo.fla_torch import (
     convolution_step,
     elu_p1,
     l2norm,
-    mamba_rms_norm,
     norm,
     one_by_one,
     packed_attention,
@@ -214,7 +213,7 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
     patch.setattr(modules.layernorm, "group_norm", norm)
     patch.setattr(modules.layernorm, "rms_norm", rms_norm)
     patch.setattr(modules.gated, "rms_norm_gated", rms_norm_gated)
-    patch.setattr(modules.mamba_norm, "rmsnorm_fn", mamba_rms_norm)
+    patch.setattr(modules.mamba_norm, "rmsnorm_fn", modules.mamba_norm.rms_norm_ref)
     for name in ("hgrn2", "gsa"):
         patch.setattr(layers[name], "rms_norm_linear", rms_norm_linear)
     patch.setattr(layers["lightnet"], "rms_norm_swish_gate_linear", rms_norm_swish_gate_linear)

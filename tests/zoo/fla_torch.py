@@ -140,24 +140,6 @@ def rms_norm_swish_gate_linear(
     return F.linear(gated, linear_weight, linear_bias)
 
 
-def mamba_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: None,
-    z: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-) -> Tensor:
-    """fla's rmsnorm_fn of Mamba-2 and Mamba-3: in groups of so many channels, with a gate."""
-    gate = 1 if z is None else F.silu(z.float())
-    out = x.float() if norm_before_gate else x.float() * gate
-    out = out.unflatten(-1, (-1, x.shape[-1] if group_size is None else group_size))
-    out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + eps)
-    out = out.flatten(-2) * weight.float()
-    return (out * gate if norm_before_gate else out).to(x.dtype)
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]
 ) -> Tensor:

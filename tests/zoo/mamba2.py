@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from helpers.versions import named, renamed
+from helpers.versions import named
 
 from zoo.mamba import randomise
 
@@ -133,7 +132,7 @@ _CLASSES = (
 def make_model(family: str, **options: Any) -> Any:
     """The family's language model with random parameters."""
     model_class, config_class, small = FAMILIES[family]
-    config = named(config_class)(**renamed(family, small | options))
+    config = named(config_class)(**small | options)
     model = randomise(named(model_class)(config))
     if family == "zamba2":  # not in its configuration
         for name in mixer_names(model):
@@ -149,8 +148,3 @@ def mixer_names(model: Any) -> list[str]:
 
 def first_mixer(model: Any) -> Any:
     return model.get_submodule(mixer_names(model)[0])
-
-
-def close_to(limit: float) -> float:
-    """The bias before softplus at which dt equals a limit."""
-    return math.log(math.expm1(limit))

@@ -19,8 +19,10 @@ from captum_ssm.models import RWKV7, VisionMamba, VMamba
 from zoo import architectures, attention, delta, fla_cpu, mamba2
 from zoo.mamba import randomise
 
-#: Families of flash-linear-attention.
-_FLA = ("GLA", "RetNet", "HGRN", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet")
+#: Families that hold attention, but for those of the zoo.
+_ATTENTION = [family for family in attention.FAMILIES if family not in architectures.ZOO]
+#: Families of flash-linear-attention, but for those of the zoo.
+_FLA = ("RetNet", "HGRN", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet")
 _VIM: dict[str, dict[str, Any]] = {
     "two cls": {"cls_token": "double"},
     "no cls": {"cls_token": "none", "final_pool_type": "mean"},
@@ -98,7 +100,7 @@ Make = Callable[[pytest.MonkeyPatch], architectures.Case]
 NETWORKS: dict[str, Make] = (
     dict(architectures.ZOO)
     | {family: partial(mamba2_family, family=family) for family in mamba2.FAMILIES}
-    | {f"{f} with attention": partial(transformer, family=f) for f in attention.FAMILIES}
+    | {f"{f} with attention": partial(transformer, family=f) for f in _ATTENTION}
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
     | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
     | {f"vmamba {form}": partial(vmamba, **options) for form, options in _VMAMBA.items()}
@@ -118,7 +120,7 @@ MASKED = (
     *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "gpt_neox"),
     *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
     *("llama with attention", "mistral with attention", "kimi_linear"),
-    *("olmo_hybrid", "fla RetNet", "fla HGRN2", "fla GLA", "fla DeltaNet", "fla GatedDeltaNet"),
+    *("olmo_hybrid", "fla RetNet", "fla HGRN2", "gla", "fla DeltaNet", "fla GatedDeltaNet"),
     "fla RWKV7",
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers.versions import named, recurrent_gemma_block, renamed
+from helpers.versions import named
 from torch import Tensor
 
 from zoo.mamba import randomise
@@ -44,11 +44,12 @@ def griffin_config(**options: Any) -> Any:
         "attention_window_size": 5,
         "block_types": ["recurrent", "recurrent", "attention"],
     }
-    return named("RecurrentGemmaConfig")(**renamed("recurrent_gemma", small | options))
+    return named("RecurrentGemmaConfig")(**small | options)
 
 
 def griffin_block(**options: Any) -> Any:
-    return spread(recurrent_gemma_block(griffin_config(**options)), recurrent_param=_decays)
+    block = modeling("recurrent_gemma").RecurrentGemmaRecurrentBlock(griffin_config(**options), 0)
+    return spread(block, recurrent_param=_decays)
 
 
 def griffin_model(**options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from oracles import selection as loops
 from oracles import vim
+from oracles.mamba2_formula import form_of
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttention
@@ -47,7 +48,8 @@ def make_mixer(kind: str, **options: Any) -> tuple[Any, int, loops.Select]:
         mixer = VimMixer(5, d_state=3, bimamba_type=direction, if_divide_out=bool(halved))
         return spread_steps(vim.randomise(mixer)), 5, loops.vim
     model = mamba2.make_model(kind, **options)
-    return spread_steps(mamba2.first_mixer(model)), 12, loops.mamba2
+    mixer = spread_steps(mamba2.first_mixer(model))
+    return mixer, 12, loops.mamba2(form_of(mixer, model.config))
 
 
 MASKED = ["mamba", "falcon_mamba", "jamba", "zamba", "mamba2", "bamba"]
@@ -59,7 +61,7 @@ CHANNELS = [7, 0, -1]
 def explain(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
     """The method on the bare mixer, and the arguments with which to call it."""
     call = {"inputs": hidden}
-    if mask is not None:  # it comes behind a cache and, in some classes of version 4, positions
+    if mask is not None:  # it comes behind a cache
         names = list(inspect.signature(type(mixer).forward).parameters)
         call["additional_forward_args"] = (*(None,) * (names.index("attention_mask") - 2), mask)
     return ImplicitAttention(mixer), call

@@ -6,6 +6,7 @@ from typing import Any
 
 from helpers.versions import named
 
+from zoo.delta import EXPERTS
 from zoo.mamba import randomise
 
 _COMMON: dict[str, Any] = {
@@ -16,13 +17,6 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "layer_types": ["conv", "full_attention", "conv"],
-}
-_EXPERTS: dict[str, Any] = {
-    "num_dense_layers": 1,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 7,
-    "experts_implementation": "eager",  # the others know no float64
 }
 #: Attention in windows, rotations of half a head, and taps that reach seven tokens.
 _GATED: dict[str, Any] = {
@@ -37,7 +31,7 @@ _GATED: dict[str, Any] = {
 #: By model: config class, model class and options.
 _CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {}),
-    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", _EXPERTS),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", {**EXPERTS, "num_dense_layers": 1}),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", _GATED),
 }
 FAMILIES = tuple(_CLASSES)

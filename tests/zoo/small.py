@@ -15,7 +15,6 @@ from transformers.models.mamba.modeling_mamba import MambaBlock, MambaModel
 
 VOCABULARY = 19
 WIDTH = 10
-CHANNELS = 2 * WIDTH
 CLASSES = 5
 
 SMALL = {
@@ -122,7 +121,6 @@ class VisionMamba(nn.Module):
 
 
 GRID = (3, 4)
-IMAGE = (12, 12)  # 3 rows of patches of height 4, 4 columns of patches of width 3
 
 
 def vision(cls: str | None = "middle", grid: tuple[int, int] = GRID, layers: int = 2) -> Any:

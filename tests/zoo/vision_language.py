@@ -14,7 +14,7 @@ from helpers.versions import named
 from torch import Tensor, nn
 
 from zoo.architectures import Case, Make
-from zoo.delta import INDEXED, LATENT_EXPERTS, without_kernels
+from zoo.delta import EXPERTS, GROUPED, INDEXED, LATENT_EXPERTS, without_kernels
 from zoo.mamba import randomise
 
 #: The token in whose place a feature of an image stands, and the size of the vocabulary.
@@ -32,20 +32,10 @@ _TEXT: dict[str, Any] = {
 }
 _QWEN: dict[str, Any] = {
     **_TEXT,
+    **GROUPED,
     "head_dim": 8,
     "rms_norm_eps": 1e-3,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 7,
-    "shared_expert_intermediate_size": 9,
-    "experts_implementation": "eager",  # the others know no float64
 }
 _TOWER: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 10, "patch_size": 2}
 _QWEN_TOWER: dict[str, Any] = {
@@ -87,7 +77,7 @@ _LFM3_TOWER: dict[str, Any] = {
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **EXPERTS}, _QWEN_TOWER),
     "glm5_next": ("Glm5Next", _GLM, _GLM_TOWER),
     "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
     "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from captum_ssm.operators import (
     WKV,
-    ElementwiseRecurrence,
     SelectiveScan,
     Shape,
 )
-from captum_ssm.operators.kernels import pivot_strip, pivot_tree
+from captum_ssm.operators.kernels import pivot_tree
 from captum_ssm.operators.kernels.arithmetic import (
     exponential,
     fading_log_sums,
     fading_log_sums_at_once,
 )
 from captum_ssm.operators.kernels.odd_even import FadingSteps
-from captum_ssm.operators.kernels.pivot_strip import from_pivot, strip_by_pivot
+from captum_ssm.operators.kernels.pivot_strip import from_pivot
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
@@ -166,20 +165,6 @@ def test_sums_and_products_from_a_token(multiply: bool, tokens: int, at: int) ->
     assert torch.equal(steps, kept)
 
 
-@pytest.mark.parametrize("reset", range(8, 20, 3))
-def test_resets_while_a_band_writes(reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a column was sent before the reset is gone, and what it was sent after is not."""
-    monkeypatch.setattr(pivot_strip, "_COLUMNS", 4)
-    decay = torch.full((2, 30, 5), 0.9, dtype=torch.float64)
-    decay[:, reset] = 0
-    operator = ElementwiseRecurrence(decay)
-    left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in (0, 2)}
-    above, columns = left[..., 0], [band.get(lag, 0 * left)[..., 0] for lag in range(3)]
-    wanted = naive.banded_semiseparable(decay, above, columns, 0)[:, 20:]
-    found = strip_by_pivot(operator, left, band, range(20, 30)).whole(30)
-    assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [(63,), (64,), (100, 95), (140,)])
 def test_bands_that_reach_further_back_than_a_pivot_lies(lags: tuple[int, ...]) -> None:
@@ -219,36 +204,6 @@ def test_extreme_steps(step: float, dtype: torch.dtype, tokens: int) -> None:
         assert not operator.dense(None).any()
         assert not operator.apply(torch.randn(operator.shape).to(dtype)).any()
     check_everything(operator, 1e-12 if dtype == torch.float64 else FLOAT32)
-
-
-def long_scan(tokens: int) -> tuple[list[Tensor], Tensor]:
-    """dt, A, B and C that remember a long time, in float32, and the exact matrices."""
-    dt = torch.exp(torch.empty(1, tokens, 3).uniform_(-7, -2))
-    a = -torch.exp(torch.empty(3, 2).uniform_(-2, 1))
-    b, c = torch.randn(1, tokens, 2), torch.randn(1, tokens, 2)
-    time = dt.double().cumsum(1).transpose(1, 2)  # (1, 3, L)
-    elapsed = (time[..., :, None] - time[..., None, :]).tril()
-    alpha = torch.zeros_like(elapsed)
-    for n in range(2):
-        decay = torch.exp(elapsed * a[:, n, None, None].double())
-        alpha += c[:, None, :, None, n].double() * decay * b[:, None, None, :, n].double()
-    return [dt, a, b, c], (alpha * dt.double().transpose(1, 2)[:, :, None]).tril()
-
-
-@pytest.mark.slow
-def test_float32_is_accurate_over_1024_tokens() -> None:
-    coefficients, alpha = long_scan(1024)
-    operator = SelectiveScan(*coefficients)
-    assert operator.dtype == torch.float32
-    assert relative_error(operator.dense(), alpha.mean(1)) <= FLOAT32
-    assert relative_error(operator.rows([1023, 500], None), alpha[:, :, [1023, 500]]) <= FLOAT32
-    v = torch.randn(operator.shape)
-    assert relative_error(operator.apply(v), times(alpha, v)) <= FLOAT32
-    assert relative_error(operator.transpose(v), times(alpha.mT, v)) <= FLOAT32
-    x = torch.randn(1, 1024)
-    mean = alpha.mean(1)
-    assert relative_error(operator.mean_matvec(x), x.double() @ mean[0].T) <= FLOAT32
-    assert relative_error(operator.mean_rmatvec(x), x.double() @ mean[0]) <= FLOAT32
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(1, 3), (65, 0), (130, 3)])

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.pages import addresses, digest, read_page
+from helpers.pages import addresses, digest, read_page, unpacked
 from helpers.pictures import AWKWARD
 from matplotlib.image import imread
 from torch import Tensor
 
 from captum_ssm.errors import OptionError
-from captum_ssm.viz.html.packing import PackedMap, entries_kept, pack
+from captum_ssm.viz.html.packing import entries_kept, pack
 from captum_ssm.viz.html.page import page
 from captum_ssm.viz.html.pictures import Raster, png, raster
 
@@ -96,21 +96,6 @@ def test_maps_over_images() -> None:
         assert nothing.largest == 0.0 and not steps(nothing).any()
 
 
-def parts(packed: PackedMap) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Scales, shares, columns, overview and values, as packing.py says they lie."""
-    size, kept, side = packed.size, packed.kept, packed.overview_side
-    whole = kept == size
-    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, side * side, size * kept]
-    assert len(packed.data) == sum(counts)
-    ends = np.cumsum(counts)
-    kinds = ["<f4", "<f4", "<u2", "i1", "i1"]
-    raw = [packed.data[e - n : e] for e, n in zip(ends, counts, strict=True)]
-    scales, shares, columns, overview, values = map(np.frombuffer, raw, kinds)
-    every = np.tile(np.arange(size), (size, 1))
-    columns = every if whole else columns.reshape(size, kept)
-    return scales, shares, columns, overview.reshape(side, side), values.reshape(size, kept)
-
-
 def random_map(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     rows = torch.randn(size, 1).mul(4).exp()  # of very different sizes
     return (torch.randn(size, size) * rows).tril().to(dtype)
@@ -120,11 +105,12 @@ def test_the_overview_shows_the_strongest_entry_of_each_cell() -> None:
     for size in (128, 129, 300):
         matrix = random_map(size)
         packed = pack(matrix, 8)
-        overview, cell = parts(packed)[3], packed.overview_cell
-        assert packed.overview_side == -(-size // cell) <= 128
+        cell, side = packed.overview_cell, packed.overview_side
+        overview = unpacked(packed.data, size, packed.kept, side)[3]
+        assert side == -(-size // cell) <= 128
         exact = matrix.numpy()
-        for row in range(packed.overview_side):
-            for column in range(0, packed.overview_side, 7):
+        for row in range(side):
+            for column in range(0, side, 7):
                 inside = exact[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
                 strongest = inside.flat[np.abs(inside).argmax()]
                 assert overview[row, column] == np.round(strongest / packed.largest * 127)
