@@ -288,6 +288,8 @@ class _Search:
                 "again, with the same outputs of the mixers before it. Does it drop at random, by "
                 "a dropout that is told training=True, or does forward_func keep a state?"
             )
+        #: Whether no noise changes the output.
+        self.is_constant = False
         #: Whether the output has the tokens of the layers; else it is pooled.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
@@ -370,9 +372,17 @@ class _Search:
         return torch.arange(len(self.keep), device=self.keep.device)[:, None]
 
     def _all_as(self, on: Tensor) -> bool:
-        """Whether noise at some tokens changes every layer at exactly these."""
-        found = torch.stack([x.to(on.device) for x in self._spread(on, on)])
-        return bool(((found == on) | ~self.keep).all())
+        """Whether noise at some tokens changes every layer at exactly these.
+
+        An output that no noise changes, as that of a head of zeros, is no sequence of tokens.
+        """
+        *found, last = (x.to(on.device) for x in self._spread(on, on))
+        as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
+        answers = torch.stack([as_on[:-1].all(), as_on[-1], last.any() | ~on.any()]).tolist()
+        if self.per_token and not answers[2]:
+            self.per_token, self.is_constant = False, True
+            return bool(answers[0])
+        return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
         """Whether everything moves on by one token where the first block's tokens and leaves do.
@@ -531,7 +541,9 @@ class _Search:
             self._link(slots.view_as(self.keep), found)
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
-        if not self.per_token:
+        if self.is_constant:
+            found[-1] = True  # nothing tells
+        elif not self.per_token:
             self._link_pooled(found)
         return found
 
