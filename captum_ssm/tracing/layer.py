@@ -86,7 +86,7 @@ class Layer:
         self._way: Way | None = None
         self._has_joined = self.is_added = False
         self.has_stream = True
-        self._holder: Layer | None = None
+        self._find_holder: weakref.ref[Layer] | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
@@ -225,7 +225,7 @@ class Layer:
         """
         self.stage, self._order, self._stream_order = stage, order, stream_order
         if stage is None and self._holder is not self:
-            self._holder = None  # its tokens may lie in another order
+            self._find_holder = None  # its tokens may lie in another order
 
     @property
     def linear(self) -> LinearMixer:
@@ -273,6 +273,10 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
+    @property
+    def _holder(self) -> Layer | None:
+        return None if self._find_holder is None else self._find_holder()
+
     def join(self, holder: Layer | None, way: Way | None) -> None:
         """Note what the mixer's output was added to.
 
@@ -282,7 +286,8 @@ class Layer:
             way: what was done to the output before, by the mixer's own tokens; None if that is not
                 known.
         """
-        self._holder, self._way, self._has_joined = holder, way, True
+        self._find_holder = None if holder is None else weakref.ref(holder)
+        self._way, self._has_joined = way, True
 
     @property
     def way(self) -> Way:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -55,6 +57,7 @@ class Trace:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
         reads: what each of them read, where tokens are followed.
         checks: whether operators are held to their modules when they are made.
+        is_of_the_run: whether operators are those of mixers as they were in the run.
 
     Example:
         >>> import torch
@@ -70,7 +73,7 @@ class Trace:
     def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
         self.reads: list[Read] = []
-        self._of_the_run = room is not None
+        self.is_of_the_run = room is not None
         self._room = room or 0
         self.checks = check
         self._last: tuple[Layer, LinearMixer] | None = None
@@ -126,7 +129,7 @@ class Trace:
             layer.check_unchanged()
             linear = self._made(layer, running=False)
             known = layer.checked
-            if self._of_the_run and (known is None or accepted(known.strict, layer.tolerance)):
+            if self.is_of_the_run and (known is None or accepted(known.strict, layer.tolerance)):
                 require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
@@ -172,6 +175,15 @@ class Trace:
                 if layer.call.hidden_states.shape[:2] == size:
                     return mask
         return None
+
+
+def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
+    """The linear mixer of a layer, whose trace may be gone."""
+    record = trace()
+    if record is None:
+        record = Trace(0 if is_of_the_run else None)
+        record.layers.append(layer)
+    return record.linearize(layer)
 
 
 def _errors(layer: Layer, linear: LinearMixer) -> Errors:
@@ -377,7 +389,9 @@ class Recorder(Watcher):
         record, block = self.record, call.block
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=output)
-        layer = Layer(record.linearize, mixer, kept, self._begun.get(block) if block else None)
+        # weakly, so that a call's memory is free when it ends, and not when garbage is collected
+        made = functools.partial(_linearized, weakref.ref(record), record.is_of_the_run)
+        layer = Layer(made, mixer, kept, self._begun.get(block) if block else None)
         stream, origin = self._residual.get(block, (None, None)) if block else (None, None)
         if self.streams and stream is not None:
             adds_to_normed = hasattr(block, ADDS_TO_NORMED)

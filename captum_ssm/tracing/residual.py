@@ -175,6 +175,10 @@ class Sums:
                 ways = [s.way for s in (*found, stream) if s is not None and s.way is not None]
                 known = bool(ways) and number not in self._repeated
                 layer.join(holder, ways[-1] if known else None)
+        # for this object and its ways refer to each other
+        self._layers = ()
+        self._ways.forget()
+        self._found.clear()
 
     def _told(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -6,6 +6,8 @@ What a function does for the time of its call is explained as if the model had a
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,7 @@ from captum_ssm.errors import (
     ReconstructionError,
     TargetError,
 )
+from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
 
@@ -307,3 +310,26 @@ def test_a_target_at_padding_names_the_remedy(method: Any) -> None:
     found = method(model).attribute(ids, [(8, 3), (5, 3)], additional_forward_args=(mask,))
     alone = method(model).attribute(ids[1:, :6], target=(5, 3))
     torch.testing.assert_close(found[1:, :6], alone, rtol=1e-4, atol=1e-5)
+
+
+@each_method
+def test_nothing_of_a_run_waits_for_the_collector(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the operators of a large model would fill its memory until garbage is collected."""
+    model, ids, layers = transformers_model("mamba"), tokens(), list[weakref.ref[Layer]]()
+    own = Layer.__init__
+
+    def init(layer: Layer, *args: Any) -> None:
+        layers.append(weakref.ref(layer))
+        own(layer, *args)
+
+    monkeypatch.setattr(Layer, "__init__", init)
+    gc.collect()
+    gc.disable()
+    try:
+        method(model).attribute(ids, target=TARGET)
+        assert layers or method.__name__ in FOLLOW
+        assert not any(layer() for layer in layers)
+    finally:
+        gc.enable()
