@@ -96,8 +96,9 @@ def observe(
         gradients: whether autograd is to record the runs.
         vouched: whether the user named the mixers and vouches for the rest.
     """
-    for mixer in mixers:
-        _require_whole(mixer)
+    if not any(type(module).__name__.startswith("FSDP") for module in model.modules()):
+        for mixer in mixers:  # FSDP gathers weights for the time of a call
+            _require_whole(mixer)
     without_caches(model, stack)
     for name, stranger in () if vouched else strangers(model):
         refuse = functools.partial(_refuse, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -62,7 +63,8 @@ class Beginning:
         self.model, self.ids = model, ids
         self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
         self.looked_up: Tensor | None = None
-        self._table: nn.Module | None = None
+        #: The table of that look-up, and how often it was asked before.
+        self._table: tuple[nn.Module, int] | None = None
         self.entered: dict[int, Tensor] = {}
         self.shifted: dict[nn.Module, list[Any]] = {}
 
@@ -91,17 +93,20 @@ class Beginning:
     def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Change what the explained ids, the first of a text, are first looked up to."""
         given, done = self.ids, False
+        asked: Counter[nn.Module] = Counter()
 
         def look_up(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
             nonlocal done
-            if done or not (self._table is module or self._are_given(args)):
+            this = module, asked[module]
+            asked[module] += 1
+            if done or not (self._are_given(args) if self._table is None else self._table == this):
                 return None
-            done, self._table = True, module
+            done, self._table = True, this
             return change(output)
 
         with ExitStack() as stack:
             if given.dim() == 2 and not given.is_floating_point():
-                for module in [self._table] if self._table else self.model.modules():
+                for module in [self._table[0]] if self._table else self.model.modules():
                     if isinstance(module, nn.Embedding):
                         stack.enter_context(hooked(module.register_forward_hook, look_up))
             yield
@@ -336,6 +341,8 @@ class Replays:
             for mixer in dict.fromkeys(layer.mixer for layer in self.layers):
                 forward = functools.partial(instead, mixer)
                 stack.enter_context(forward_replaced(mixer.module, forward))
+                # torch's encoders pass a module by that has no hook
+                stack.enter_context(hooked(mixer.module.register_forward_pre_hook, _pass))
                 if mixer.module in self._settled:
                     stack.enter_context(at_both_ends(mixer.module, _pass, settled))
             yield entering

@@ -216,33 +216,32 @@ def note_streams(replays: Replays) -> None:
     Args:
         replays: of the run.
     """
-    layers = replays.layers
-    first, n = -1, len(layers)
-    while first < n - 1:
+    layers, first = replays.layers, -1
+    while first < len(layers) - 1:
+        calm, noisy = (_passing(replays, first, noise) for noise in (False, True))
+        met = [bool(changed(x, y).any()) for x, y in zip(noisy, calm, strict=True)]
+        until = next((k for k in range(first + 1, len(met)) if not met[k]), len(met))
+        for k in range(first + 1, min(until, len(layers))):  # layer k is passed by on the way on
+            layers[k].has_stream = k + 1 < until
+        first = max(until - 1, first + 1)
 
-        def leaf(k: int, _: Tensor, noise: bool = False, first: int = first) -> Tensor:
-            own = replays.leaf(k)
-            return (
-                replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
-            )
 
-        def loud(k: int, x: Tensor) -> Tensor:
-            return leaf(k, x, True)
+def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
+    """What layers and the output read, with noise at the leaf of a layer, and no leaves behind it.
 
-        root = (lambda x: replays.noisy(x, True)) if first < 0 else None
-        real, found = replays.run(leaf)[0], replays.run(loud, root)[0]
-        reached = first
-        for k in range(first + 1, n):
-            if not bool(changed(found[k], real[k]).any()):
-                break
-            reached = k
-        for k in range(max(first, 0), reached):
-            layers[k].has_stream = True
-        if reached == first:  # nothing reads it, not even the layer behind it
-            reached += 1
-        if reached < n - 1:
-            layers[reached].has_stream = False
-        first = max(reached, first + 1)
+    Args:
+        replays: of the run.
+        first: the layer; -1 for the root.
+        noise: whether there is any.
+    """
+
+    def leaf(k: int, _: Tensor) -> Tensor:
+        own = replays.leaf(k)
+        return replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
+
+    root = functools.partial(replays.noisy, on=noise) if first < 0 else None
+    entering, output = replays.run(leaf, root)
+    return [*entering, output.reshape(len(output), -1)]
 
 
 class _Search:
@@ -279,19 +278,20 @@ class _Search:
         self.leaves = [replays.leaf(k) for k in range(len(layers))]
         # once without noise: the output, as replays have it, and whether runs are repeatable
         again, self.output = self._silent()
-        moved = torch.stack(
-            [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
-        )
-        if bool(moved.any()):
+        checks = [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
+        *moved, infinite = torch.stack(
+            [*checks, ~output.detach().isfinite().all().to(keep.device)]
+        ).tolist()
+        if any(moved):
             raise TrainingModeError(
-                f"{self.names[int(moved.int().argmax())]} reads something else when the model runs "
+                f"{self.names[moved.index(True)]} reads something else when the model runs "
                 "again, with the same outputs of the mixers before it. Does it drop at random, by "
                 "a dropout that is told training=True, or does forward_func keep a state?"
             )
-        #: Whether no noise changes the output.
-        self.is_constant = False
+        #: Whether no noise changes the output, or it is not finite.
+        self.is_constant = bool(infinite)
         #: Whether the output has the tokens of the layers; else it is pooled.
-        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
+        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape and not infinite
 
     def order(self, k: int) -> Tensor | None:
         """Which of the first layer's tokens each of layer k's is (L,); None: they are the same."""
@@ -456,7 +456,7 @@ class _Search:
         """The error that names the module in which tokens met on their way to layer k."""
         there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         calm = self._inside(k, self._silent)
-        where = f"after {self.names[k - 1].lower()}" if k else "before the first layer"
+        where = f"after {_small(self.names[k - 1])}" if k else "before the first layer"
         for (name, *before), (_, *one), (_, *other) in zip(calm, there, others, strict=False):
             met = [_meet(*each) for each in zip(before, one, other, strict=True)]
             if met == [False, True]:
@@ -541,8 +541,10 @@ class _Search:
             self._link(slots.view_as(self.keep), found)
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
-        if self.is_constant:
-            found[-1] = True  # nothing tells
+        if self.is_constant:  # nothing tells
+            stage = [k for k in range(n) if torch.equal(found[k], found[n - 1])]
+            found[-1] = found[n - 1]
+            found[-1, [k + 1 for k in stage]] = True
         elif not self.per_token:
             self._link_pooled(found)
         return found
@@ -587,12 +589,18 @@ class _Search:
 
             on = torch.full_like(self.keep, of_others)
             root = self._at_root(on)
-            return self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1].flatten(1)
+            found = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
+            return found.reshape(len(found), -1)
 
         neither = output(False, False)
         found[-1, [k + 1 for k in stage]] = changed(output(True, False), neither).any()
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(False, True), neither).any()
+
+
+def _small(name: str) -> str:
+    """A name inside of a sentence."""
+    return name[0].lower() + name[1:]
 
 
 def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
@@ -631,12 +639,17 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
         if not own <= behind and not (is_last and own & behind):
             raise NotAChain(
-                f"{follower} does not read what {name.lower()}, which ran before it, left: the "
+                f"{follower} does not read what {_small(name)}, which ran before it, left: the "
                 f"model has branches of layers, or runs several times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
-            raise NotAChain(f"{follower} reads a part of what {name.lower()} read. {INSTEAD}")
-        if not is_last and behind - here - own:
+            last = max(here - behind)
+            lost = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
+            raise NotAChain(
+                f"{follower} reads what {_small(name)} left beside a part of what that read, "
+                f"without what {lost}. {INSTEAD}"
+            )
+        if behind - here - own:
             raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))

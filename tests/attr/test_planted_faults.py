@@ -24,7 +24,7 @@ from captum_ssm.tracing.verification import combined_errors, output_errors
 pytestmark = pytest.mark.slow
 
 #: Kinds of operators that differ in their coefficients, and those on which all methods are tried.
-FOUND = ("mamba2", "recurrent_gemma", "rwkv7", "minimax", "lfm2", "vim", "xlstm", "fla GLA")
+FOUND = ("mamba2", "recurrent_gemma", "rwkv7", "minimax", "lfm2", "vim", "xlstm", "gla")
 EVERY = ("mamba", "mamba2", "qwen3_next", "llama with attention")
 #: What it moves less, of the largest number that a mixer returns, is no fault for float32: it is
 #: some ten times what rounding moves.

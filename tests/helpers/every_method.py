@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +34,7 @@ from captum_ssm import (
 )
 from captum_ssm.attr import catalogue
 from captum_ssm.tracing import find_mixers
+from captum_ssm.tracing.replays import Replays
 from helpers.marks import slow_but
 from helpers.pages import read_page
 
@@ -195,3 +197,19 @@ def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tenso
         (method,) = (m for m in METHODS if m.__name__ == name)
         found = explained(method, model, inputs, target)
     return [tensor.detach() for tensor in found]
+
+
+@contextmanager
+def without_replays(runs: list[Any]) -> Iterator[None]:
+    """Take off a list what replays of a run add to it, as hooks on the model do."""
+    own = Replays.run
+
+    def run(self: Replays, *args: Any, **kwargs: Any) -> Any:
+        before = len(runs)
+        found = own(self, *args, **kwargs)
+        del runs[before:]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replays, "run", run)
+        yield
