@@ -157,6 +157,7 @@ class _KnockOut(Watcher):
         """Look on at the model's runs until the stack is left."""
         where = type(self.model).__name__
         self.follow = Places(lambda: where)
+        stack.enter_context(self.follow)  # left last: an interrupted mixer has taken it off
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
             before = hooked(
@@ -167,7 +168,6 @@ class _KnockOut(Watcher):
             stack.enter_context(after(self._end, always_call=True))
         observe(self.model, self.mixers, (self,), stack, gradients=False, vouched=self.vouched)
         look_past(self.follow, self.model, stack)
-        stack.enter_context(self.follow)
         stack.callback(self._forget)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

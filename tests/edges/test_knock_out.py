@@ -416,3 +416,15 @@ def test_an_operator_that_is_not_its_module_is_refused() -> None:
         model(ids)
     with torch.no_grad(), knock_out(model, Edges(1, 2, 5), verify=False):
         model(ids)
+
+
+def test_an_interrupted_mixer_leaves_no_mode_behind() -> None:
+    model, ids = mamba_lm(), torch.zeros(1, 5, dtype=torch.long)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model.backbone.layers[1].mixer.in_proj.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), knock_out(model, Edges(targets=[4], sources=[1])):
+        model(ids)
+    assert not torch.overrides._get_current_function_mode_stack()

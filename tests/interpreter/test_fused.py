@@ -57,7 +57,7 @@ class Kernel:
         matrices = matrices.mT if transposed else matrices
         return torch.einsum("bhij,sbjhp->sbihp", matrices.expand(len(v[0]), -1, -1, -1), v.double())
 
-    def holds(self, z: Drawn, v: Tensor, bound: float = 1e-6) -> None:
+    def holds(self, z: Drawn, v: Tensor, bound: float = 3e-6) -> None:
         for transposed in (False, True):
             found = self.run(z, v, transposed)
             assert found.dtype == v.dtype and found.is_contiguous()
