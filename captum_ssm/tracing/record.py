@@ -28,6 +28,7 @@ from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
 from .projection import Projection
+from .replays import WITHIN_TOKENS
 from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import (
     Errors,
@@ -462,15 +463,6 @@ def _stays(origin: Origin | None, number: int) -> bool:
         return all(p.shape == own.shape and not bool(((p != own) & (p >= 0)).any()) for p in places)
 
 
-#: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among what
-#: acts within tokens (unified paper, section 3.3).
-_WITHIN_TOKENS = (
-    "RwkvFeedForward",
-    "RWKV6FeedForward",
-    "RWKV7FeedForward",
-)
-
-
 def look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
     """Let tokens be followed past the parts of blocks that do not count as mixers."""
     passing: list[ExitStack] = []
@@ -485,7 +477,7 @@ def look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
             follow.through(first_tensor(output), args[0])
 
     for module in model.modules():
-        if type(module).__name__ in _WITHIN_TOKENS:
+        if type(module).__name__ in WITHIN_TOKENS:
             stack.enter_context(hooked(module.register_forward_pre_hook, before))
             register = module.register_forward_hook
             stack.enter_context(hooked(register, after, prepend=True, always_call=True))

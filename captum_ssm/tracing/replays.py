@@ -28,7 +28,7 @@ from .observe import observe
 
 #: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among the
 #: parts that act within tokens (unified paper, section 3.3).
-_WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
+WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
 #: A seed that no user takes: noise along a model's own embeddings would be undone by its norms.
 _SEED = 7_340_921_563
 #: So many directions of noise take turns.
@@ -85,7 +85,7 @@ class Beginning:
 
         with self.at_look_up(keep), self.at_entry(None, enter), ExitStack() as stack:
             for module in self.model.modules():
-                if type(module).__name__ in _WITHIN_TOKENS:
+                if type(module).__name__ in WITHIN_TOKENS:
                     stack.enter_context(hooked(module.register_forward_hook, shift, prepend=True))
             yield
 
@@ -383,7 +383,7 @@ class Replays:
 
 #: Changes below so many units in the last place of a token's largest number are rounding: experts
 #: sum the tokens that are routed to them in blocks whose size depends on the others.
-_UNITS = 32
+UNITS = 32
 
 
 def changed(x: Tensor, before: Tensor) -> Tensor:
@@ -395,7 +395,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
         x, before: the sequence now and then.
     """
     x = x.to(before.device)
-    limit = (_UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
+    limit = (UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
     return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
 
 

@@ -31,13 +31,11 @@ from torch import Tensor, nn
 from ..errors import InputError, TrainingModeError
 from .hooks import hooked, swap_first
 from .layer import Layer
-from .replays import Replays, changed
+from .replays import UNITS, Replays, changed
 
 #: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
 #: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
 _FEW = 32
-#: Elements of a tensor that differ by less, in units of its largest number's last place, are alike.
-_UNITS = 32
 
 #: What to do where layers cannot be folded.
 INSTEAD = (
@@ -607,7 +605,7 @@ def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
     """Whether an element of a tensor is changed by noise at some tokens and by noise at others."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
-    limit = _UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
+    limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
     return bool((((one - calm).abs() > limit) & ((other - calm).abs() > limit)).any())
 
 

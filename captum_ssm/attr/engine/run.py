@@ -317,8 +317,9 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
         follow = _followed(request, stack)
-        beginning = Beginning(model, find_mixers(model), request.ids)
+        beginning = None
         if follow is None:
+            beginning = Beginning(model, find_mixers(model), request.ids)
             stack.enter_context(beginning.seen())
         if request.direct:
             arguments: dict[str, Any] = {"layers": layers, "follow": follow}
@@ -356,7 +357,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     with unseen():
         mask = record.mask
     require_real_tokens(mask)
-    if follow is not None:
+    if beginning is None:
         chain = _chained(request, record, origin)
     else:
         chain = _replayed(request, record, beginning, output, mask)
