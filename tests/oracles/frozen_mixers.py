@@ -69,9 +69,9 @@ def gated(stream: Tensor, gate: Tensor, half: bool) -> Tensor:
 
 
 def straight(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of x, 0 at 0, as its frozen ratio times x."""
+    """SiLU or GELU of x as its frozen ratio times x; both grow by a half at 0."""
     fixed = x.detach()
-    return x * (function(fixed) / fixed)
+    return x * torch.where(fixed == 0, 0.5, function(fixed) / fixed)
 
 
 def _affine(projection: Any, x: Tensor) -> Tensor:
