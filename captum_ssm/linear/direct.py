@@ -6,20 +6,21 @@ outputs are the sources of a graph that holds the residual stream, its norms and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call
-from ..tracing import Mixer, find_mixers
+from ..tracing import Layer, Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
+from ..tracing.joins import INPUT, Part, place
 from ..tracing.observe import Arguments, Watcher
-from ..tracing.places import Origin, Places
-from ..tracing.residual import first_floating
+from ..tracing.replays import Replays
 from .mode import Linearising
 from .network import under_rules
 
@@ -31,7 +32,11 @@ class Local:
     Attributes:
         output: its output (B, L, E).
         mixers: the number of the last mixer call that it has read, counted from 1; 0 for none.
-        origin: where its tokens come from; None where nobody asked. Default: None.
+            Before :meth:`DirectPaths.place`, that of the last one that ran before.
+        part: where it is met when the model runs again. Default: as the input itself.
+        given: which of its tokens each of the first layer's is (B, L), -1 for none; None if they
+            are the same. Default: None.
+        is_placed: whether that is known. Default: True.
 
     Example:
         >>> import torch
@@ -42,7 +47,9 @@ class Local:
 
     output: Tensor
     mixers: int
-    origin: Origin | None = None
+    part: Part = INPUT
+    given: Tensor | None = None
+    is_placed: bool = True
 
 
 @dataclass(eq=False)
@@ -51,8 +58,6 @@ class DirectPaths(Watcher):
 
     Attributes:
         mode: the rules and the constants.
-        follow: what follows tokens through the run, and is asked where they come from. Default:
-            None, nobody is.
         entries: the sequences that entered the modules around the first mixer: the residual stream
             is one of them, or comes from the input itself. Default: empty.
         outputs: what each mixer call returned, in their order. Default: empty.
@@ -72,35 +77,65 @@ class DirectPaths(Watcher):
     """
 
     mode: Linearising
-    follow: Places | None = None
     entries: list[Local] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     locals: list[Local] = field(default_factory=list)
+    _placed_root: Local | None = None
+    _calls: Counter[nn.Module] = field(default_factory=Counter)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         if self.outputs:
             return None
+        self._calls[module] += 1
+        part = Part(module, self._calls[module], True, 0)
 
         def cut(x: Tensor) -> Tensor:
             if x.dim() != 3 and not is_block:
                 return x  # an image, or a mask
             leaf = self.mode.leaf(x)
-            self.entries.append(Local(leaf, 0, self._origin(leaf)))
+            self.entries.append(Local(leaf, 0, part))
             return leaf
 
         changed: Arguments = swap_first(given, cut)[0]
         return changed
 
     @property
+    def root(self) -> Local | None:
+        """The input, where it is a sequence of embeddings."""
+        root = self.mode.root
+        if root is None or root.dim() != 3:
+            return None
+        return self._placed_root or Local(root, 0)
+
+    @property
     def beginnings(self) -> list[Local]:
         """Where direct paths may begin: what entered modules, and the input itself."""
-        root, start = self.mode.root, self.mode.start
-        if root is None or start is None or root.dim() != 3:
-            return self.entries
-        return [*self.entries, Local(root, 0, self._origin(start))]
+        root = self.root
+        return self.entries if root is None else [*self.entries, root]
 
-    def _origin(self, x: Tensor) -> Origin | None:
-        return None if self.follow is None else self.follow.origin(x)
+    def place(
+        self,
+        replays: Replays,
+        stages: Sequence[Sequence[Layer]],
+        given: Tensor | None,
+        order: Tensor | None,
+    ) -> None:
+        """Find the tokens of all parts; see :func:`~captum_ssm.tracing.joins.place`.
+
+        Args:
+            replays, stages, given, order: of the run, as there.
+        """
+        parts = [*self.locals, *self.beginnings]
+        found = place(replays, stages, given, order, [each.part for each in parts])
+        placed = [
+            replace(part, is_placed=False)
+            if at is None
+            else replace(part, mixers=at.mixers, given=at.given)
+            for part, at in zip(parts, found, strict=True)
+        ]
+        count = len(self.locals)
+        self.locals, self.entries = placed[:count], placed[count : count + len(self.entries)]
+        self._placed_root = None if self.root is None else placed[-1]
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
         return torch.no_grad(), *self.mode.looking_away()
@@ -116,32 +151,28 @@ class DirectPaths(Watcher):
             part: acts within tokens.
             stack: until it is left.
         """
-        entered: list[tuple[int, int]] = []
+        entered: list[tuple[int, int, int]] = []
+        calls = 0
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered.append((self.mode.bends, self._read(first_floating((*args, *kwargs.values())))))
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal calls
+            calls += 1
+            entered.append((self.mode.bends, len(self.outputs), calls))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            bends, mixers = entered.pop()
+            bends, mixers, call = entered.pop()
             if bends == self.mode.bends or output is None:
                 return None
 
             def keep(x: Tensor) -> Tensor:
                 leaf = self.mode.leaf(x)
-                self.locals.append(Local(leaf, mixers, self._origin(leaf)))
+                self.locals.append(Local(leaf, mixers, Part(part, call, False, mixers)))
                 return leaf.clone()
 
             return swap_first(output, keep)[0]
 
-        stack.enter_context(hooked(part.register_forward_pre_hook, before, with_kwargs=True))
+        stack.enter_context(hooked(part.register_forward_pre_hook, before))
         stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
-
-    def _read(self, x: Tensor | None) -> int:
-        """The number of the last mixer call that a sequence depends on."""
-        origin = None if x is None else self._origin(x)
-        if origin is None or origin.mixed is not None:
-            return len(self.outputs)
-        return max((s for s in origin.sources if s <= len(self.outputs)), default=0)
 
 
 @contextmanager
@@ -150,7 +181,6 @@ def direct_paths(
     inputs: Tensor,
     *,
     layers: Sequence[str | nn.Module] | None = None,
-    follow: Places | None = None,
 ) -> Iterator[DirectPaths]:
     """Let a forward run that is traced inside the ``with`` leave the graph of its direct paths.
 
@@ -162,8 +192,6 @@ def direct_paths(
         inputs: the explained token ids, or a floating input, of which ``mode.root`` is a live copy
             to run the model on.
         layers: names or modules of the mixers to use. Default: None, all.
-        follow: what follows tokens through the run, and is asked where they come from. Default:
-            None, nobody is.
 
     Yields:
         The :class:`DirectPaths`, which have to be shown the run, by
@@ -190,8 +218,8 @@ def direct_paths(
         True
     """
     with ExitStack() as stack:
-        mode = stack.enter_context(under_rules(model, inputs, follow=follow))
-        paths = DirectPaths(mode, follow)
+        mode = stack.enter_context(under_rules(model, inputs))
+        paths = DirectPaths(mode)
         for part in _within_tokens(model, find_mixers(model, layers)):
             paths.cut_if_bent(part, stack)
         yield paths

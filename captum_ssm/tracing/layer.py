@@ -45,13 +45,11 @@ class Layer:
         tolerance: the largest error accepted of its operator, unless the user says otherwise.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
-        residual: the residual stream, (B, L, E): where tokens are followed what the output was
-            added to, by the mixer's own tokens, else what entered the block; None where nobody
-            asked for it, or the mixer stands alone.
         stage: number of the stage that it belongs to; None if the run was not arranged.
+        order: which of the first layer's tokens each of the mixer's is (L,); None if they are the
+            same.
         has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
-            to do unless tokens were followed and showed that it does not.
-        is_added: whether that stream was seen, nothing having mixed its tokens.
+            to do unless replays showed that it does not.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:
@@ -79,14 +77,12 @@ class Layer:
         self._linear: LinearMixer | None = None
         self.checked: Errors | None = None
         self.stage: int | None = None
-        self._order: Tensor | None = None
-        self._stream_order: Tensor | None = None
+        self.order: Tensor | None = None
         self._is_ordered = False
-        self.residual: Tensor | None = None
         self._way: Way | None = None
-        self._has_joined = self.is_added = False
+        self._joined: Tensor | None = None
+        self._has_joined = False
         self.has_stream = True
-        self._find_holder: weakref.ref[Layer] | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
@@ -212,20 +208,17 @@ class Layer:
         """
         if self.map is not None:
             return self.map.in_order(x)
-        return x if self._order is None else x.index_select(1, self._order.argsort().to(x.device))
+        return x if self.order is None else x.index_select(1, self.order.argsort().to(x.device))
 
-    def arrange(self, stage: int | None, order: Tensor | None, stream_order: Tensor | None) -> None:
+    def arrange(self, stage: int | None, order: Tensor | None) -> None:
         """Put the operator's tokens into the order of those of the run's first layer.
 
         Args:
             stage: number of the stage that the layer belongs to; None if that is not known.
             order: which of the first layer's tokens each of the mixer's is (L,); None if they are
                 the same.
-            stream_order: the same for the tokens of the stream that entered its block.
         """
-        self.stage, self._order, self._stream_order = stage, order, stream_order
-        if stage is None and self._holder is not self:
-            self._find_holder = None  # its tokens may lie in another order
+        self.stage, self.order = stage, order
 
     @property
     def linear(self) -> LinearMixer:
@@ -235,10 +228,10 @@ class Layer:
             NonFiniteError: when a coefficient is NaN or infinite.
         """
         if self._linear is None:
-            return _reordered(self._linearized(self), self._order)
+            return _reordered(self._linearized(self), self.order)
         self.check_unchanged()
-        if self._order is not None and not self._is_ordered:
-            self._linear, self._is_ordered = _reordered(self._linear, self._order), True
+        if self.order is not None and not self._is_ordered:
+            self._linear, self._is_ordered = _reordered(self._linear, self.order), True
         return self._linear
 
     def keep(self, linear: LinearMixer) -> None:
@@ -273,21 +266,14 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
-    @property
-    def _holder(self) -> Layer | None:
-        return None if self._find_holder is None else self._find_holder()
-
-    def join(self, holder: Layer | None, way: Way | None) -> None:
-        """Note what the mixer's output was added to.
+    def join(self, stream: Tensor | None, way: Way | None) -> None:
+        """Note what the mixer's output is added to, by the operator's tokens.
 
         Args:
-            holder: of the layers that were added to the same, the one whose :attr:`residual` that
-                is, by its own tokens; None if that was not seen.
-            way: what was done to the output before, by the mixer's own tokens; None if that is not
-                known.
+            stream: it (B, L, E); None if it is no residual stream.
+            way: what is done to the output before; None if that was not seen.
         """
-        self._find_holder = None if holder is None else weakref.ref(holder)
-        self._way, self._has_joined = way, True
+        self._joined, self._way, self._has_joined = stream, way, True
 
     @property
     def way(self) -> Way:
@@ -304,7 +290,7 @@ class Layer:
         if declared != 1 and (self._way is None or seen is not None):
             return [Step(declared)]
         if self._way is None:
-            if self._has_joined or self.is_added:
+            if self._has_joined:
                 raise InputError(
                     f"Layer {self.name!r}: on its way into the residual stream what the mixer "
                     "returns passes more than factors, norms and projections within tokens and one "
@@ -312,7 +298,7 @@ class Layer:
                     "LatimFlow, or LatimALTI with residual=False for the mixers' own maps."
                 )
             return ()
-        return [step.reordered(self.in_order) for step in self._way]
+        return self._way
 
     @property
     def _seen_scale(self) -> float | None:
@@ -325,20 +311,14 @@ class Layer:
 
     @property
     def residual_in_order(self) -> Tensor | None:
-        """:attr:`residual` by the operator's tokens, to which what :attr:`way` leads to is added.
+        """The residual stream by the operator's tokens, to which :attr:`way` leads.
 
-        It is what the output was seen to be added to, else what entered the block.
+        None where nobody asked for it, or there is none.
         """
-        if self._holder is not None:
-            assert self._holder.residual is not None
-            stream, seen = self._holder.in_order(self._holder.residual), self._seen_scale
-            declared = self.linear.branch_scale
-            return stream if declared == 1 or not seen else stream * (declared / seen)
-        if self.residual is not None and self.map is not None and self.map.windows is None:
-            return self.map.in_order(self.residual)
-        if self.residual is None or self._stream_order is None:
-            return self.residual
-        return self.residual.index_select(1, self._stream_order.argsort().to(self.residual.device))
+        declared, seen = self.linear.branch_scale, self._seen_scale
+        if self._joined is None or declared == 1 or not seen:
+            return self._joined
+        return self._joined * (declared / seen)
 
     def verify(self, tolerance: float | None = None) -> None:
         """Raise unless the operator reproduces the module's output.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
-from ..operators.kernels.arithmetic import full_precision, unseen, unseen_by
+from ..operators.kernels.arithmetic import full_precision, unseen_by
 from ..operators.kernels.truths import all_finite, are_noted
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
@@ -25,11 +24,9 @@ from .layer import Layer
 from .memory import bytes_of, free_memory
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
-from .places import Origin, Places
-from .places.chain import Read
+from .places import Places
 from .projection import Projection
 from .replays import WITHIN_TOKENS
-from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import (
     Errors,
     accepted,
@@ -56,7 +53,6 @@ class Trace:
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
-        reads: what each of them read, where tokens are followed.
         checks: whether operators are held to their modules when they are made.
         is_of_the_run: whether operators are those of mixers as they were in the run.
 
@@ -73,7 +69,6 @@ class Trace:
 
     def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
-        self.reads: list[Read] = []
         self.is_of_the_run = room is not None
         self._room = room or 0
         self.checks = check
@@ -217,8 +212,6 @@ def trace(
     graph: Graph = "none",
     operators: bool = True,
     verify: bool = False,
-    streams: bool = False,
-    follow: Places | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
@@ -238,10 +231,6 @@ def trace(
             that moment; else when they are asked for. Default: True.
         verify: hold every operator to what its module returned when it is made;
             :meth:`Layer.verify` raises for those that are not it. Default: False.
-        streams: whether the residual stream entering each mixer's block is kept, as
-            :attr:`Layer.residual`. Default: False.
-        follow: follows tokens, outside of mixers; :attr:`Trace.reads` then says what each mixer
-            read. The caller switches it on. Default: None, nothing does.
         watchers: others who look on at the run. Default: nobody.
 
     Yields:
@@ -267,14 +256,10 @@ def trace(
     record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
+        recorder = Recorder(record, graph, mixers[-1])
         watching, vouched = (recorder, *watchers), layers is not None
         observe(module, mixers, watching, stack, gradients=graph != "none", vouched=vouched)
-        if follow is not None:
-            look_past(follow, module, stack)
         yield record
-    if recorder.sums is not None:
-        recorder.sums.settle(record.reads)
 
 
 def require_layers(record: Trace, model: nn.Module) -> None:
@@ -320,71 +305,27 @@ class Recorder(Watcher):
     Args:
         record: takes the layers in.
         graph: which autograd graph is kept.
-        streams: whether the residual stream entering each block is kept.
-        follow: what follows tokens; None if nobody asks.
         last: the last of the mixers.
-        model: that holds them.
     """
 
-    def __init__(
-        self,
-        record: Trace,
-        graph: Graph,
-        streams: bool,
-        follow: Places | None,
-        last: Mixer,
-        model: nn.Module,
-    ) -> None:
-        self.record, self.graph, self.streams = record, graph, streams
-        self.follow, self.last, self.model = follow, last, model
-        #: How often modules around mixers were entered.
-        self._times: Counter[nn.Module] = Counter()
-        #: What entered blocks: the tensor that begins a graph, and the residual stream.
+    def __init__(self, record: Trace, graph: Graph, last: Mixer) -> None:
+        self.record, self.graph, self.last = record, graph, last
+        #: What entered blocks and begins a graph.
         self._begun: dict[nn.Module, Tensor] = {}
-        self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
-        self.sums = Sums(follow, record.layers) if follow is not None and streams else None
 
     @property
     def verifies(self) -> bool:
         return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        self._times[module] += 1
-        if self.sums is not None:
-            self.sums.enters(module, first_floating((*given[0], *given[1].values())))
-        if not is_block:
-            return None
-        if self.streams or self.follow is not None:
-            self._note_residual(module, *given)
-        if self.graph != "all":
+        if not is_block or self.graph != "all":
             return None
         self._begun.pop(module, None)
         given, stream = swap_first(given, in_graph)
         if stream is not None:
             self._begun[module] = stream
         return given
-
-    def _note_residual(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._residual.pop(block, None)
-        entering = first_floating((*args, *kwargs.values()))
-        with nullcontext() if self.sums is None else self.sums.ignoring():
-            stream = residual_stream(block, args, kwargs) if self.streams else entering
-        if stream is None:
-            return
-        origin = None
-        if self.follow is not None:
-            if not self.follow.has_begun and stream.dim() == 3:
-                self.follow.begin(stream)  # an image has no tokens before
-            origin = self.follow.origin(stream)
-        # a copy: the block may add to its stream in place
-        kept = stream.detach().clone() if self.streams else stream.new_empty(0)
-        self._residual[block] = kept, origin
-
-    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return () if self.follow is None else (unseen_by(self.follow),)
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         record, block = self.record, call.block
@@ -393,40 +334,12 @@ class Recorder(Watcher):
         # weakly, so that a call's memory is free when it ends, and not when garbage is collected
         made = functools.partial(_linearized, weakref.ref(record), record.is_of_the_run)
         layer = Layer(made, mixer, kept, self._begun.get(block) if block else None)
-        stream, origin = self._residual.get(block, (None, None)) if block else (None, None)
-        if self.streams and stream is not None:
-            adds_to_normed = hasattr(block, ADDS_TO_NORMED)
-            layer.residual = kept.hidden_states if adds_to_normed else stream
-        if self.follow is not None:
-            hidden, begins = call.hidden_states, not self.follow.has_begun
-            if begins:
-                self.follow.begin(hidden)
-            entering = self.follow.origin(hidden)
-            record.reads.append(Read(entering, origin, self._run_of(mixer), begins))
-            if self.sums is not None:
-                self.sums.read(entering)
-        with ExitStack() as stack:
-            for context in self.while_mixing():
-                stack.enter_context(context)
-            record.recorded(layer)
+        record.recorded(layer)
         self._pending.append(layer)
-        if self.follow is not None:  # through the hooks of others, which may move tokens
-            self.follow.declare(first_tensor(call.output), len(record.layers))
-
-    def _run_of(self, mixer: Mixer) -> tuple[nn.Module, int] | None:
-        """The outermost module around a mixer that was entered, and how often it was."""
-        entered = [module for module in mixer.around if self._times[module]]
-        if not entered:
-            return None
-        outer = self.model if self._times[self.model] else entered[-1]
-        return outer, self._times[outer]
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
-        number = self.record.layers.index(layer) + 1
-        followed = first_tensor(output)
-        stays = self.follow is None or _stays(self.follow.origin(followed), number)
         if graph == "tail" and is_last:
             torch.set_grad_enabled(True)  # undone when the trace ends
         joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
@@ -436,31 +349,7 @@ class Recorder(Watcher):
             output, _ = swap_first(output, swap)
         kept = in_batch(first_tensor(output)) if joins else left.detach()
         layer.leave(kept, layer.hook_factor(left))
-        if self.follow is not None:
-            if stays:
-                self.follow.declare(first_tensor(output), number)
-            elif joins:
-                self.follow.through(first_tensor(output), followed)
-            if self.sums is not None:
-                self.sums.left(number)
         return output if joins else None
-
-
-def _stays(origin: Origin | None, number: int) -> bool:
-    """Whether hooks have left a mixer's output, or what is in its place, at the mixer's tokens.
-
-    Args:
-        origin: of what left the mixer; None for what comes from nothing that is followed.
-        number: of the mixer among the sources.
-    """
-    if origin is None or not (origin.blend or origin.sources):
-        return True
-    places = None if origin.blend else origin.tokens(number)
-    if not places:
-        return False
-    own = torch.arange(math.prod(origin.sizes[number]), device="cpu").view(origin.sizes[number])
-    with unseen():
-        return all(p.shape == own.shape and not bool(((p != own) & (p >= 0)).any()) for p in places)
 
 
 def look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, first_tensor, in_batch
+from ..operators.kernels.arithmetic import unseen
 from .changes import lasting
 from .find import Mixer
 from .hooks import at_both_ends, hooked, swap_first
@@ -73,11 +74,13 @@ class Beginning:
         """Note all of it in the run inside the ``with``."""
 
         def keep(x: Tensor) -> Tensor:
-            self.looked_up = x.detach()
+            with unseen():
+                self.looked_up = x.detach()
             return x
 
         def enter(x: Tensor) -> Tensor:
-            self.entered.setdefault(x.shape[1], x.detach().clone())
+            with unseen():
+                self.entered.setdefault(x.shape[1], x.detach().clone())
             return x
 
         def shift(module: nn.Module, args: Any, output: Any) -> None:

@@ -124,7 +124,7 @@ def arrange(
         if state is not None:
             _found[model] = found
     for layer, (stage, order, has_stream) in zip(replays.layers, found.layers, strict=True):
-        layer.arrange(stage, order, None)
+        layer.arrange(stage, order)
         layer.has_stream = has_stream
     return found.chain
 

@@ -14,17 +14,18 @@ from zoo import attention, mamba2
 from zoo.mamba import padded_batch, transformers_model
 from zoo.small import mamba_lm, mixers_of, token_ids
 
-from captum_ssm import LatimALTI, trace
+from captum_ssm import LatimALTI
+from captum_ssm.attr.engine.run import Request, traced
 
 pytestmark = pytest.mark.slow
 
 EXACT = 1e-11  # of rows divided by sums of differences
 
 
-def streams_of(model: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
-    with torch.no_grad(), trace(model, streams=True) as t:
-        model(*args, **kwargs)
-    return [layer.residual for layer in t.layers]
+def streams_of(model: Any, inputs: Tensor) -> list[Tensor | None]:
+    with torch.no_grad():
+        run = traced(Request(model, model, None, inputs, (), streams=True))
+    return list(run.streams.values())
 
 
 @pytest.mark.parametrize("residual", [True, False])

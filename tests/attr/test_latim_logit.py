@@ -14,7 +14,8 @@ from zoo import attention, mamba2
 from zoo.mamba import transformers_model
 from zoo.small import mamba_lm, mixers_of, token_ids
 
-from captum_ssm import LatimALTI, LatimLogit, trace
+from captum_ssm import LatimALTI, LatimLogit
+from captum_ssm.attr.engine.run import Request, traced
 from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError
 
@@ -115,10 +116,10 @@ def test_a_part_within_tokens_is_traced_back_from_its_own_token() -> None:
 def test_projection_by_its_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows sum to 1, and for a lone mixer they are <T_i(x_j), y_i> / |y_i|^2."""
     case = a_model(name, monkeypatch)
-    with torch.no_grad(), trace(case.model, streams=True) as t:
-        case.model(case.inputs)
-    kept = {layer: layer.residual for layer in t.layers}
-    layer = next(lay for lay in t.layers if lay.joins == "residual")
+    with torch.no_grad():
+        run = traced(Request(case.model, case.model, None, case.inputs, (), streams=True))
+    kept = run.streams
+    layer = next(lay for lay in run.layers if lay.joins == "residual")
     batch, tokens = layer.operator.shape[:2]
     mixing = ProjectionShares([layer], kept)
     rows = mixing.rmatvec(torch.eye(tokens)[:, None].expand(-1, batch, -1))  # (i, B, j)

@@ -26,16 +26,14 @@ from ...tracing import (
     runnable,
     trace,
 )
-from ...tracing.chance import refusals
-from ...tracing.hooks import Running
-from ...tracing.places import Origin, Places
-from ...tracing.places import chain as followed
+from ...tracing.joins import join
 from ...tracing.replays import Beginning, Replays
 from ...tracing.structure import Chain, NotAChain, arrange, note_streams
 from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model, explained_ids
 from ..call.layout import TokenLayout
 from ..call.targets import logits_of, select
+from .fold import stages
 
 #: Elements of the tensors kept from one question to the next (1 GiB in float32).
 _KEPT_ELEMENTS = 2**28
@@ -316,33 +314,21 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
-        follow = _followed(request, stack)
-        beginning = None
-        if follow is None:
-            beginning = Beginning(model, find_mixers(model), request.ids)
-            stack.enter_context(beginning.seen())
+        beginning = Beginning(model, find_mixers(model), request.ids)
+        stack.enter_context(beginning.seen())
         if request.direct:
-            arguments: dict[str, Any] = {"layers": layers, "follow": follow}
-            paths = stack.enter_context(direct_paths(model, request.ids, **arguments))
-        if follow is not None:  # left after the trace, which takes it off for the time of mixers
-            stack.enter_context(follow)
+            paths = stack.enter_context(direct_paths(model, request.ids, layers=layers))
         record = stack.enter_context(
             trace(
                 model,
                 layers=layers,
                 graph=request.graph,
                 verify=request.verify,
-                streams=request.streams,
-                follow=follow,
                 watchers=() if paths is None else (paths,),
             )
         )
         start = request.inputs if paths is None else paths.mode.begun(request.inputs)
-        source = start if start.is_floating_point() else request.ids
-        if follow is not None and source.dim() in (2, 3):  # an image's begin with its first block
-            follow.begin(source)
         output = request.output(start)
-        origin = None if follow is None else follow.origin(output)
     require_layers(record, model)
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the model's last mixer, where the tail begins, did not run, or not as the last one
@@ -357,64 +343,39 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     with unseen():
         mask = record.mask
     require_real_tokens(mask)
-    if beginning is None:
-        chain = _chained(request, record, origin)
-    else:
-        chain = _replayed(request, record, beginning, output, mask)
+    chain = _replayed(request, record, beginning, output, mask, paths)
     return Run(request, record, output, mask, chain, shared, paths=paths)
 
 
-def _followed(request: Request, stack: ExitStack) -> Places | None:
-    """What follows tokens through a run, to be switched on for it.
-
-    A user who chose the mixers vouches for the rest: then it is followed what their outputs are
-    joined with, and nothing more.
-    """
-    chosen = request.layers is not None
-    if not (request.streams or request.direct):
-        return None
-    running = Running(request.model)
-    running.watch(stack)
-    follow = Places(running.name)
-    if not chosen:
-        follow.tell.update(refusals(request.model))
-    return follow
-
-
 def _replayed(
-    request: Request, record: Trace, beginning: Beginning, output: Tensor, mask: Tensor | None
+    request: Request,
+    record: Trace,
+    beginning: Beginning,
+    output: Tensor,
+    mask: Tensor | None,
+    paths: DirectPaths | None,
 ) -> Chain | None:
     """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
-    layers, chosen = record.layers, request.layers is not None
-    if chosen and not request.folds:
+    layers, chosen, chain = record.layers, request.layers is not None, None
+    if chosen and not request.folds and not request.streams:
         return None
     replays = Replays(layers, beginning, request.output, request.inputs, vouched=chosen)
     if not chosen and not any(layer.map is not None for layer in layers):
         try:
-            return arrange(replays, output, mask, is_model=request.is_model)
+            chain = arrange(replays, output, mask, is_model=request.is_model)
         except NotAChain:
             if request.folds:
                 raise
+    if chain is None:
         for layer in layers:  # each by itself, in the order in which it reads the tokens
-            layer.arrange(None, None, None)
-    if request.folds:
-        note_streams(replays)
-    return None
-
-
-def _chained(request: Request, record: Trace, output: Origin | None) -> Chain | None:
-    """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
-    layers, reads = record.layers, record.reads
-    if request.layers is None and not any(layer.map is not None for layer in layers):
-        try:
-            return followed.arrange(layers, reads, output)
-        except NotAChain:
-            if request.folds:
-                raise
-        for layer in layers:  # each by itself, in the order in which it reads the tokens
-            layer.arrange(None, None, None)
-    followed.note_streams(layers, reads, output)
-    return None
+            layer.arrange(None, None)
+        if request.folds or request.streams:
+            note_streams(replays)
+    if request.streams:
+        join(replays, stages(layers), None if chain is None else chain.output)
+    if paths is not None and chain is not None:
+        paths.place(replays, stages(layers), chain.given, chain.output)
+    return chain
 
 
 def same(a: Any, b: Any) -> bool:

@@ -13,7 +13,6 @@ from ...errors import InputError
 from ...linear import Local
 from ...operators.kernels.truths import are_noted, may_hold_any, reached
 from ...tracing import Layer
-from ...tracing.places.chain import Chain as Followed
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.result import NamedTokens, Names
@@ -223,11 +222,13 @@ def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
         return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
-    chain = run.chain
-    found = chain.put(by_token, part.origin) if isinstance(chain, Followed) else by_token
-    if found.shape[1] != tokens:
+    found = by_token
+    if part.given is not None:
+        given = part.given.to(by_token.device)
+        found = by_token.gather(1, given.clamp_min(0)) * (given >= 0)
+    if found.shape[1] != tokens or not part.is_placed:
         raise InputError(
-            f"A part of the model adds to the output by {found.shape[1]} tokens, but layer "
+            f"A part of the model adds to the output by {by_token.shape[1]} tokens, but layer "
             f"{layers[0].name!r} reads {tokens}, so that it cannot be traced back to them. Use "
             "LatimFlow, which needs no tracing back."
         )
