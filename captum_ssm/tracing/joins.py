@@ -9,6 +9,7 @@ stream where it was found, and nothing may differ from there on: nothing else re
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,7 +203,8 @@ class _Search:
     def _loud(self, k: int) -> Tensor:
         """A layer's leaf with noise, laid out as its module returns it."""
         leaf = self.replays.leaf(k)
-        sizes = [seen.value.abs().max() for seen in self.real.values() if seen.ran == k]
+        around = [seen.value for seen in self.real.values() if seen.ran == k]
+        sizes = [x.abs().max() for x in around if x.numel() == leaf.numel()]
         loud = _LOUD * max([leaf.abs().max(), *(size.to(leaf.device) for size in sizes)])
         generator = torch.Generator("cpu").manual_seed(_SEED + k)
         noise = torch.randn(leaf.shape[1:], generator=generator, device="cpu").to(leaf)
@@ -395,7 +397,11 @@ class _Search:
             for place, other in self.real.items()
             if not place[2] and other.ran == seen.ran and other.value.shape == seen.value.shape
         ]
-        for steps, _ in each.branches[k][:0:-1]:
+        ways = [branch.steps for branch in each.branches[k][:0:-1]]
+        for one, other in itertools.combinations(each.branches[k][1:], 2):
+            if one.change.shape == other.change.shape:  # a projection and its adapter
+                ways.append(_summed([one.steps, other.steps], [1, 1]) or ())
+        for steps in ways:
             z = along(steps, self.leaves[k].to(x))
             if z.shape[-1] not in (width, 2 * width):
                 continue
@@ -548,12 +554,18 @@ def _floating(value: Any) -> Iterator[Tensor]:
 def _limit(x: Tensor, times: int = 1) -> Tensor:
     """What of a tensor is rounding; of norms and products so many times that, but of half numbers.
 
+    Models in float64 have parts that round to float32.
+
     Args:
         x: the tensor.
         times: how many times.
     """
     units = 64 * times if x.dtype.itemsize > 2 else 4
-    return units * torch.finfo(x.dtype).eps * x.abs().max()
+    return units * _eps(x) * x.abs().max()
+
+
+def _eps(x: Tensor) -> float:
+    return max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _fit(branches: Sequence[_Branch], change: Tensor, x: Tensor) -> Way | None:
@@ -574,7 +586,7 @@ def _fit(branches: Sequence[_Branch], change: Tensor, x: Tensor) -> Way | None:
             continue
         own = own.to(change)
         scale = float((own * change).sum() / own.square().sum())
-        if math.isclose(scale, 1, abs_tol=max(1e-5, torch.finfo(x.dtype).eps)):
+        if math.isclose(scale, 1, abs_tol=max(1e-5, _eps(x))):
             scale = 1.0
         if bool((change - scale * own).abs().max() <= limit):
             return [*steps, *([] if scale == 1 else [Step(scale)])]
@@ -587,26 +599,34 @@ def _fit(branches: Sequence[_Branch], change: Tensor, x: Tensor) -> Way | None:
 def _sum_of(branches: Sequence[_Branch], change: Tensor, limit: Tensor) -> Way | None:
     """The step to a sum of branches that are linear, such as a projection and its adapter."""
     some = [branch for branch in branches if branch.change.shape == change.shape]
-    maps = [_composed(branch.steps, change) for branch in some]
-    if len(some) < 2 or any(each is None for each in maps):
+    if len(some) < 2:
         return None
-    owns = torch.stack([branch.change.flatten() for branch in some], 1).to(change)
-    weights = torch.linalg.lstsq(owns.double(), change.flatten()[:, None].double()).solution
-    if not bool((owns @ weights.to(owns) - change.flatten()[:, None]).abs().max() <= limit):
+    owns = torch.stack([branch.change.flatten() for branch in some], 1).to(change).double()
+    flat = change.flatten()[:, None].double()
+    weights = torch.linalg.lstsq(owns, flat).solution
+    if not bool((owns @ weights - flat).abs().max() <= limit):
         return None
-    known = [(float(w), *each) for w, each in zip(weights, maps, strict=True) if each is not None]
-    matrix = sum(w * own for w, own, _ in known)
-    return [Step(matrix=matrix, bias=sum(w * bias for w, _, bias in known))]  # type: ignore[arg-type]
+    return _summed([branch.steps for branch in some], weights.flatten().tolist())
 
 
-def _composed(way: Way, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A way as a matrix and a bias, where it is the same at all tokens."""
-    if not all(step.is_alike for step in way):
+def _summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
+    """A weighted sum of ways that are linear behind the steps that all of them begin with."""
+    shared = 0
+    while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
+        shared += 1
+    rests = [way[shared:] for way in ways]
+    if not all(step.is_alike for rest in rests for step in rest):
         return None
-    width = next((len(step.matrix) for step in way if step.matrix is not None), like.shape[-1])
-    eye = torch.eye(width, dtype=like.dtype, device=like.device)
-    bias = along(way, torch.zeros_like(eye[:1]))
-    return along(way, eye) - bias, bias[0]
+    found = [step.matrix for rest in rests for step in rest if step.matrix is not None]
+    if not found:
+        return None
+    eye = torch.eye(len(found[0]), dtype=found[0].dtype, device=found[0].device)
+    bias = sum(
+        w * along(rest, torch.zeros_like(eye[:1])) for w, rest in zip(weights, rests, strict=True)
+    )
+    matrix = sum(w * along(rest, eye) for w, rest in zip(weights, rests, strict=True))
+    assert isinstance(matrix, Tensor) and isinstance(bias, Tensor)
+    return [*ways[0][:shared], Step(matrix=matrix - bias, bias=bias[0])]
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
