@@ -347,24 +347,18 @@ class Linearising(TorchFunctionMode):
             is_known = self._found and not self._by_value
             if is_known or not tags.recognize(ids):
                 return self._of_others(out, ids, table)
-        places, (batch, length) = tags.places(ids), tags.ids.shape
-        is_given, is_told = places > NONE, places != UNTOLD
-        if not bool(is_given.any()):
-            return self._of_others(out, ids, table, computed=not bool(is_told.all()))
-        if ids.dim() != 2 or len(ids) != batch or not bool(is_told.all()):
+        places = tags.places(ids)
+        if not bool((places > NONE).any()):
+            return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
+        given, by_value = tags.by_example(places), bool((places >= tags.ids.numel()).any())
+        if self._found and by_value and not self._by_value:
+            return out
+        by_chance = self._found and self._by_value and not by_value
+        if given is None or (by_chance and self.again):
             raise _unknown_look_up(self.where(), "embedding")
-        by_value = bool((places >= batch * length).any())
-        given = places % (batch * length) - length * torch.arange(batch, device="cpu")[:, None]
-        if bool((is_given & ((given < 0) | (given >= length))).any()):  # of other examples
-            raise _unknown_look_up(self.where(), "embedding")
-        if self._found and by_value != self._by_value:
-            if by_value:
-                return out
-            if self.again:
-                raise _unknown_look_up(self.where(), "embedding")
-            self._found = False  # what was equal was so by chance
+        self._found = self._found and not by_chance
         self._by_value = by_value
-        return self._of_given(out, given.where(is_given, NONE), table)
+        return self._of_given(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
         """What an embedding returns that looks up others than the explained ids.

@@ -86,7 +86,24 @@ class Tags:
             places = tags.div(self._step, rounding_mode="floor") - 1
             is_told = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
             is_same = first.flatten()[places.clamp_min(0) % count] == own
-            return places.where(is_same, NONE).where(is_told, UNTOLD)
+            return places.where(is_told & (is_same | (places == NONE)), UNTOLD)
+
+    def by_example(self, places: Tensor) -> Tensor | None:
+        """Places as numbers of tokens in their own examples (B, L'), :data:`NONE` for none.
+
+        Args:
+            places: as :meth:`places` returns them.
+
+        Returns:
+            None where some are not told, or lie in other examples, or in no rows.
+        """
+        (batch, length), is_given = self.ids.shape, places > NONE
+        if places.dim() != 2 or len(places) != batch or bool((places == UNTOLD).any()):
+            return None
+        own = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
+        if bool((is_given & ((own < 0) | (own >= length))).any()):
+            return None
+        return own.where(is_given, NONE)
 
     def recognize(self, x: Tensor) -> bool:
         """Follow ids (B, L') if the explained ones are the first of them, and say whether.
@@ -211,7 +228,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _swapped(value: Any, new: dict[int, Tensor]) -> Any:
     """A value with others in place of its tensors, by their ids."""
     if isinstance(value, Tensor):
-        return new[id(value)]
+        return new.get(id(value), value)  # the call may have put it there
     if isinstance(value, dict):
         return {key: _swapped(item, new) for key, item in value.items()}
     if type(value) in (tuple, list):
