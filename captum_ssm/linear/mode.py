@@ -14,12 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
-from ..tracing.places import Places
-from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
 from .shares import Labels, Rule
+from .tags import NONE, UNTOLD, Tags
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -71,8 +70,6 @@ class Linearising(TorchFunctionMode):
             shares. A product of factors that are alike is shared either way.
         where: returns the name of the module that is running.
         constants: whether biases and other constants are kept. Default: True.
-        follow: follows the ids, and is asked which of them are looked up. Default: None, they are
-            known by their values alone.
         by_role: whether backward passes are to tell roles apart. Default: False.
     """
 
@@ -82,7 +79,6 @@ class Linearising(TorchFunctionMode):
         rule: Rule,
         where: Callable[[], str],
         constants: bool = True,
-        follow: Places | None = None,
         by_role: bool = False,
     ) -> None:
         super().__init__()
@@ -99,17 +95,19 @@ class Linearising(TorchFunctionMode):
         self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self.given: Tensor | None = None
         self._ids = ids
-        self._follow = follow
+        self._tags = None if ids is None else Tags(ids)
         self._found = False
         self._by_value = False
         self._tables: dict[int, LookUp] = {}
+        #: Tables, by their memory, in which ids were looked up that were computed of the explained.
+        self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
         self._one_hot = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """What to be in for functions to be left as they are."""
-        return unseen_by(self), unseen_by(self._follow)
+        return (unseen_by(self),)
 
     @property
     def divides(self) -> bool:
@@ -316,7 +314,7 @@ class Linearising(TorchFunctionMode):
     ) -> Any:
         """Return a function's result for constants, unless it looks up the explained ids."""
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
         if name in _OUT_OF_SHAPE and self._are_given(*given) and out.is_floating_point():
             raise _unknown_look_up(self.where(), name)
         if name == "one_hot" and self._are_given(*given):
@@ -329,12 +327,11 @@ class Linearising(TorchFunctionMode):
         return out
 
     def _are_given(self, *ids: Tensor) -> bool:
-        """Whether the explained ids are among ``ids``."""
-        follow = self._follow
-        if follow is None or self._ids is None:
-            return False
-        origins = (follow.origin(x) for x in ids if not x.is_floating_point())
-        return any(origin is not None and 0 in origin.numbers for origin in origins)
+        """Whether some of the explained ids are among ``ids``."""
+        tags = self._tags
+        return tags is not None and any(
+            tags.follow(x) and bool((tags.places(x) > NONE).any()) for x in ids
+        )
 
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
@@ -342,27 +339,44 @@ class Linearising(TorchFunctionMode):
         Until they are looked up the network begins at the first ids of all, which may be those of
         a prompt that the function holds; see :attr:`knows_root`.
         """
-        explained = self._ids
-        if explained is None:
+        tags = self._tags
+        if tags is None:
             return out
-        origin = None if self._follow is None else self._follow.origin(ids)
-        places = None if origin is None else origin.tokens(0)
-        if origin is not None and places:
-            assert self._follow is not None
-            by_value = ids in self._follow.recognized
-            if self._found and by_value and not self._by_value:
-                return out  # positions, say, that are equal to the ids by chance
-            self._by_value = by_value
-            return self._of_given(out, within_examples(places[0], origin.sizes[0]), table)
+        if not tags.follow(ids):
+            # those of positions, say, may be equal by chance
+            is_known = self._found and not self._by_value
+            if is_known or not tags.recognize(ids):
+                return self._of_others(out, ids, table)
+        places = tags.places(ids)
+        if not bool((places > NONE).any()):
+            return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
+        given, by_value = tags.by_example(places), bool((places >= tags.ids.numel()).any())
+        if self._found and by_value and not self._by_value:
+            return out
+        by_chance = self._found and self._by_value and not by_value
+        if given is None or (by_chance and self.again):
+            raise _unknown_look_up(self.where(), "embedding")
+        self._found = self._found and not by_chance
+        self._by_value = by_value
+        return self._of_given(out, given, table)
+
+    def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
+        """What an embedding returns that looks up others than the explained ids.
+
+        Args:
+            out: it.
+            ids: what is looked up.
+            table: the table.
+            computed: whether they were computed of the explained ones. Default: False.
+        """
+        assert self._ids is not None
         if self._found:
-            if origin is not None and not places:
-                raise _unknown_look_up(self.where(), "embedding")
-            if table.data_ptr() in self._tables and ids.shape == explained.shape:
+            if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):
                 raise _other_tokens()
             return out
-        if ids is explained or torch.equal(ids, explained.to(ids.device)):
-            return self._begun(out, None, table)
-        first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
+        if computed:
+            self._computed[table.data_ptr()] = table
+        first = self.root is None and ids.dim() == 2 and len(ids) == len(self._ids)
         return self.begin(out) if first else out
 
     def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
@@ -373,6 +387,8 @@ class Linearising(TorchFunctionMode):
             given: which of the explained ids each is (B, L'); None if they are the same.
             table: the table.
         """
+        if table.data_ptr() in self._computed:
+            raise _other_tokens()
         if self._found:
             leaf = self.leaf(out.detach().clone())
             self.again.append(LookUp(leaf, given, table.detach()))

@@ -371,15 +371,11 @@ def under_rules(
 
     Args:
         model, inputs, rule, by_role, constants: as for :func:`linearised`.
-        follow: what follows tokens through the run already. Default: None, ids are followed up to
-            where they are looked up.
+        follow: what follows the tokens of direct paths. Default: None; the rules do not ask it.
     """
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs
-    own = None
-    if ids is not None and ids.dim() == 2 and follow is None:
-        own = follow = Places(running.name, ids_only=True)
-    mode = Linearising(ids, rule, running.name, constants, follow, by_role)
+    mode = Linearising(ids, rule, running.name, constants, by_role)
     mode.tell.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
@@ -389,7 +385,4 @@ def under_rules(
         stack.enter_context(checkpoints_off(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
-        if own is not None and ids is not None:
-            own.begin(ids)
-            stack.enter_context(own)
         yield mode

@@ -116,13 +116,7 @@ class Beginning:
 
     def _are_given(self, args: tuple[Any, ...]) -> bool:
         """Whether a table is given the explained ids, with others behind them or none."""
-        ids, given = args[0] if args else None, self.ids
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(given):
-            return False
-        own = ids[:, : given.shape[1]]
-        return same_memory(own, given) or (
-            own.shape == given.shape and torch.equal(own, given.to(own))
-        )
+        return bool(args) and isinstance(args[0], Tensor) and begins_with(args[0], self.ids)
 
     @contextmanager
     def at_entry(
@@ -153,6 +147,19 @@ class Beginning:
                 register = module.register_forward_pre_hook
                 stack.enter_context(hooked(register, enter, with_kwargs=True))
             yield
+
+
+def begins_with(ids: Tensor, given: Tensor) -> bool:
+    """Whether ids are given ones (B, L), with others behind them or none.
+
+    Args:
+        ids: any tensor.
+        given: the given ones.
+    """
+    if ids.dim() != 2 or len(ids) != len(given):
+        return False
+    own = ids[:, : given.shape[1]]
+    return same_memory(own, given) or (own.shape == given.shape and torch.equal(own, given.to(own)))
 
 
 class Replays:

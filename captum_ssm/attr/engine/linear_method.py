@@ -369,6 +369,9 @@ def linear_run(
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
     """A network whose run has left a linear graph, and its output, out of sight of the rules."""
+    if not request.inputs.is_floating_point():  # ids are told by their place in their own memory
+        own = request.inputs.clone(memory_format=torch.contiguous_format)
+        request = replace(request, inputs=own)
     with linearised(
         request.model,
         request.ids,

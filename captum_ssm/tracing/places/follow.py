@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...operators.kernels.arithmetic import unseen
 from .calls import (
@@ -102,12 +101,10 @@ class Places(TorchFunctionMode):
 
     Args:
         where: returns the name of the module that is running.
-        ids_only: whether ids alone are followed, and no numbers. Default: False.
 
     Attributes:
         tell: what is told of functions before they are called, of their names and arguments, by
             these names; what that returns, if anything, is told of their results. Empty at first.
-        recognized: ids that are followed because they equal the explained ones.
 
     Example:
         >>> import torch
@@ -120,12 +117,10 @@ class Places(TorchFunctionMode):
         ([[-1, 0, 1, 2]], False)
     """
 
-    def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
+    def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
         self.where = where
         self.tell: dict[str, Tell] = {}
-        self.recognized = WeakIdKeyDictionary()
-        self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
         self._records: dict[int, _Record] = {}
@@ -226,8 +221,6 @@ class Places(TorchFunctionMode):
             told(out)
         if not self._sizes:
             return out
-        if self._ids_only and not any(map(is_ids, tensors((out,)))):
-            return out
         if name in ("__get__", "__set__"):
             attribute = func.__self__.__name__  # type: ignore[attr-defined]
             if name == "__set__" and attribute != "data":
@@ -265,7 +258,6 @@ class Places(TorchFunctionMode):
                     order = torch.full(x.shape, -1, dtype=torch.int32, device="cpu")
                     order[:, :length] = self._identity(batch, length)
                     self.declare(x, 0, order, (batch, length))
-                    self.recognized[x] = True
 
     def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
         """The followed tensors among ``values``, however nested, by their ids."""

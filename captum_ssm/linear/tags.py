@@ -1,0 +1,236 @@
+"""Places that ride on token ids, so that a look-up tells which of the explained ids it is of.
+
+Each function that is given the ids, or what was made of them, works once more on tagged copies of
+its whole numbers: each explained id with a multiple of a large prime, by its place.  A function
+that moves ids moves their tags with them, whatever its name.  One that computes with them leaves
+numbers that are no id with a tag.
+
+Copies are on the host: they are small, and a tagged id that is used as an index is out of bounds,
+after which a GPU would do no more work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators.kernels.arithmetic import unseen
+from ..tracing.layer import same_memory
+from ..tracing.replays import begins_with
+
+#: In place of a place: for none of the explained ids, and for what may have been made of some.
+NONE, UNTOLD = -1, -2
+
+#: Room for ids below their tags, and the least prime for tags that fit into 32 bits with them.
+_IDS, _LEAST = 2**24, 2**10
+
+
+class Tags:
+    """Follows the explained ids through the functions of a run.
+
+    Args:
+        ids: the explained ids (B, L).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear.tags import Tags
+        >>> ids = torch.tensor([[4, 0, 7]])
+        >>> tags = Tags(ids)
+        >>> tags.places(tags.call(torch.flip, (ids, [1]), {}))
+        tensor([[2, 1, 0]])
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids.contiguous()  # examples that share memory have no places of their own
+        self._version, self._began = _version(self.ids), _where(self.ids)
+        #: The ids as they were before any function was given them.
+        self._first: Tensor | None = None
+        #: By where memory begins: a tensor that keeps it, and all that it holds, tagged.
+        self._memories: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    @functools.cached_property
+    def _step(self) -> int:
+        """The prime: no smaller modulus than itself, such as a hash table's, takes tags away."""
+        each = 2 * self.ids.numel() + 1
+        step = (2**31 - _IDS) // each
+        step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys
+        while pow(2, step - 1, step) != 1:
+            step -= 1
+        return step
+
+    def follow(self, x: Tensor) -> bool:
+        """Whether whole numbers are the explained ids, or may have been made of them."""
+        where = _where(x)
+        return where is not None and (where == self._began or where in self._memories)
+
+    def places(self, x: Tensor) -> Tensor:
+        """Which of the explained ids each of a tensor's numbers is, on the host.
+
+        Args:
+            x: whole numbers that are followed.
+
+        Returns:
+            Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`.  Those of ids
+            that were recognized come behind all others, from B * L on.
+        """
+        count = self.ids.numel()
+        if same_memory(x, self.ids) and _version(x) == self._version is not None:
+            return torch.arange(count, device="cpu").view(x.shape)
+        with unseen():
+            own, first = _on_host(x), self._explained
+            tags = self._tagged(x, own) - own
+            places = tags.div(self._step, rounding_mode="floor") - 1
+            is_told = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
+            is_same = first.flatten()[places.clamp_min(0) % count] == own
+            return places.where(is_told & (is_same | (places == NONE)), UNTOLD)
+
+    def by_example(self, places: Tensor) -> Tensor | None:
+        """Places as numbers of tokens in their own examples (B, L'), :data:`NONE` for none.
+
+        Args:
+            places: as :meth:`places` returns them.
+
+        Returns:
+            None where some are not told, or lie in other examples, or in no rows.
+        """
+        (batch, length), is_given = self.ids.shape, places > NONE
+        if places.dim() != 2 or len(places) != batch or bool((places == UNTOLD).any()):
+            return None
+        own = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
+        if bool((is_given & ((own < 0) | (own >= length))).any()):
+            return None
+        return own.where(is_given, NONE)
+
+    def recognize(self, x: Tensor) -> bool:
+        """Follow ids (B, L') if the explained ones are the first of them, and say whether.
+
+        Args:
+            x: ids that are not followed.
+        """
+        with unseen():
+            if not begins_with(x, self.ids):
+                return False
+            tagged, length = _on_host(x), self.ids.shape[1]
+            tagged[:, :length] += self._step * self._numbers(1 + self.ids.numel())
+            self._keep(x, tagged)
+        return True
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function; where it is given what is followed, follow its results."""
+        given = {id(x): x for x in _tensors((args, kwargs))}
+        ids = {key: x for key, x in given.items() if _where(x) is not None}
+        if not any(map(self.follow, ids.values())):
+            return func(*args, **kwargs)
+        with unseen():  # it may write to what it is given
+            self._first = self.ids.detach().clone() if self._first is None else self._first
+            before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
+        out = func(*args, **kwargs)
+        results = list(_tensors(args[:1] if out is None else (out,)))
+        if not results or any(_where(x) is None for x in results):  # numbers, or truths
+            return out
+        with unseen():
+            tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
+            new = {key: tagged.get(key, x.cpu()) for key, x in given.items()}
+            again = _again(func, _swapped(args, new), _swapped(kwargs, new), len(results))
+            pairs = [*zip(results, again, strict=True), *((ids[k], x) for k, x in tagged.items())]
+            for x, copy in pairs:
+                if not (self.follow(x) or (copy is not None and torch.equal(_on_host(x), copy))):
+                    self._keep(x, copy)
+        return out
+
+    @property
+    def _explained(self) -> Tensor:
+        return _on_host(self.ids if self._first is None else self._first)
+
+    def _numbers(self, first: int) -> Tensor:
+        count = self.ids.numel()
+        return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
+
+    def _tagged(self, x: Tensor, own: Tensor) -> Tensor:
+        """Whole numbers with tags, in memory that is laid out as theirs if they are followed.
+
+        Args:
+            x: the numbers.
+            own: a copy of them.
+        """
+        where = _where(x)
+        if where == self._began and where not in self._memories:
+            self._keep(self.ids, self._explained + self._step * self._numbers(1))
+        if where not in self._memories:
+            return own
+        like, cells = self._memories[where]
+        return _in(cells, x) if like.element_size() == x.element_size() else own + 1
+
+    def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
+        """Follow a tensor, and all others in its memory.
+
+        Args:
+            x: the tensor.
+            tagged: the same with tags. Default: None, which are not known.
+        """
+        size = x.untyped_storage().nbytes() // x.element_size()
+        cells = _on_host(x.detach().as_strided((size,), (1,), 0))
+        if tagged is None or tagged.shape != x.shape:
+            cells += 1  # which is no tag
+        else:
+            _in(cells, x).copy_(tagged)
+        self._memories[_where(x)] = x, cells
+
+
+def _again(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
+    """What a function makes of tagged copies; as many times None where that is not known."""
+    try:
+        out = func(*args, **kwargs)
+    except Exception:  # a tagged id is no index
+        return [None] * count
+    found = [x.cpu().long() for x in _tensors(args[:1] if out is None else (out,))]
+    return list(found) if len(found) == count else [None] * count
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.int64, copy=True)
+
+
+def _in(cells: Tensor, x: Tensor) -> Tensor:
+    """The part of a whole memory that a tensor is."""
+    return cells.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _where(x: Tensor) -> Any:
+    """Where the memory of whole numbers begins; None for other tensors."""
+    if x.is_floating_point() or x.is_complex() or x.is_quantized or x.dtype == torch.bool:
+        return None
+    if x.layout != torch.strided or not x.numel():
+        return None
+    try:
+        return x.device, x.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # it has no memory of its own
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _swapped(value: Any, new: dict[int, Tensor]) -> Any:
+    """A value with others in place of its tensors, by their ids."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)  # the call may have put it there
+    if isinstance(value, dict):
+        return {key: _swapped(item, new) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_swapped(item, new) for item in value)
+    return value
