@@ -174,8 +174,12 @@ class _KnockOut(Watcher):
         """That of the model, where positions are named."""
         return tuple(state_of(self.model)) if self._names_positions else ()
 
+    @property
+    def looks_away(self) -> bool:
+        return _looks_away.get()
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _looks_away.get():
+        if self.looks_away:
             return
         if self._depth == 0:
             self._calls.clear()
@@ -200,7 +204,7 @@ class _KnockOut(Watcher):
             _looks_away.reset(token)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _looks_away.get():
+        if self.looks_away:
             return
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and output is not None:  # else the call failed
@@ -220,7 +224,7 @@ class _KnockOut(Watcher):
         self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        if _looks_away.get():
+        if self.looks_away:
             return None
         number = self._calls[mixer.module]
         self._calls[mixer.module] += 1
