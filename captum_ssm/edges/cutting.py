@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,7 +47,10 @@ def knock_out(
     texts with ``use_cache=False``, and every step is free of these messages.
 
     Positions count the tokens that the model is given, wherever a layer reads them; for images, the
-    tokens that its first mixer reads.
+    tokens that its first mixer reads.  Where edges name sources or targets, the model is asked
+    which tokens a layer reads.  It runs once more for that, and then some ten times without its
+    mixers, with noise at some of the tokens; hooks of your own see these runs.  A call with the
+    arguments of the latest one asks nothing.  Every step of a text that is generated does.
 
     Args:
         model: a module, wrapped or not, or whatever runs one; see
@@ -68,6 +71,7 @@ def knock_out(
         QueryError: for positions that the tokens do not have, or edges that no message can take,
             for the layer reads earlier tokens alone.
         InputError: when tokens cannot be followed to a layer, or the other run differs in size.
+        TrainingModeError: where edges name sources or targets and a module is random.
         GradientModeError: when a gradient is taken through messages that were cut.
         ReconstructionError: when ``verify`` finds an operator that is not its module.
 
@@ -128,9 +132,10 @@ class _KnockOut(Watcher):
             for mixer in one.chosen(self.mixers):
                 self.of.setdefault(mixer.module, []).append(one)
         acting = (*_active.get(), self)
-        named = (e for one in acting for module in self.of for e in one.of.get(module, ()))
-        #: Whether edges that it acts for name positions, which are those of the tokens given.
-        self._names_positions = any(e.sources is not None or e.targets is not None for e in named)
+        asked = [m for m in self.mixers if any(_names_positions(k.of, m.module) for k in acting)]
+        #: What is called for mixers of which it has to know which given tokens they read.
+        self._asked = {outer for m in asked for outer in (m.module, *m.around)}
+        #: The model's state before it was watched, and since.
         self._states: tuple[Any, Any] = (), ()
         self._given: Given | None = None
         self._depth = 0
@@ -171,8 +176,8 @@ class _KnockOut(Watcher):
         self._states = unwatched, self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """That of the model, where positions are named."""
-        return tuple(state_of(self.model)) if self._names_positions else ()
+        """That of the model, where it counts."""
+        return tuple(state_of(self.model)) if self._asked else ()
 
     @property
     def looks_away(self) -> bool:
@@ -184,7 +189,7 @@ class _KnockOut(Watcher):
         if self._depth == 0:
             self._calls.clear()
             self._given = None
-            if self._names_positions:
+            if module in self._asked:
                 self._given = self._find_tokens(module, (args, kwargs))
         self._depth += 1
 
@@ -264,6 +269,11 @@ class _KnockOut(Watcher):
 _looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=False)
 #: The knock-outs of this thread, or asynchronous task, the innermost last.
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
+
+
+def _names_positions(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
+    """Whether edges of a mixer name sources or targets."""
+    return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
 def _names_layers(edges: Edges) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -84,14 +85,18 @@ def given_tokens(
         devices = {x.device for x in module.parameters() if x.is_cuda}
         with torch.no_grad(), torch.random.fork_rng(devices):
             found = _found(module, given, mixers, vouched)
+        if torch.is_autocast_enabled():
+            torch.clear_autocast_cache()  # of weights without their gradients
         known = _Known(call, [_kept(x) for x in values], found)
         _latest[module] = known
     return known.given
 
 
 def _kept(value: Any) -> Any:
-    """An argument as it is now; objects that may change are like none."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """An argument as it is now; one that may change meanwhile is like none."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value if type(value) in _PLAIN else object()
 
 
 def _alike(known: Any, value: Any) -> bool:
@@ -105,9 +110,13 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
+        def other(x: Any) -> Any:
+            if hasattr(x, "get_seq_length"):  # a cache, which the run writes to
+                return copy.deepcopy(x)
+            return start if x is first else x
+
         args, kwargs = given
-        values = [start if x is first else x for x in args]
-        module(*values, **{name: start if x is first else x for name, x in kwargs.items()})
+        module(*map(other, args), **{name: other(x) for name, x in kwargs.items()})
         return start
 
     recording, beginning = _Recording(), Beginning(module, mixers, start)
@@ -127,29 +136,26 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
         if replays.root is not None:
             found = _in_the_first(found)
         start = layers[0].call.hidden_states
-    batch, tokens = start.shape[:2]
+    tokens = start.shape[1]
     calls, places = Counter[str](), dict[tuple[str, int], Tensor | None]()
     for layer, own in zip(layers, found, strict=True):
         # what is looked up may be longer than the text that was given
         own = None if own is None else own.where(own < tokens, -1)
         places[layer.name, calls[layer.name]] = own
         calls[layer.name] += 1
-    return Given((batch, tokens), places)
+    return Given((len(start), tokens), places)
 
 
 def _in_the_first(found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Tokens of another sequence as those of the first mixer's, -1 for others."""
-    first = found[0]
-    assert first is not None
-    count = max(int(x.max()) for x in found if x is not None) + 1
-    where = torch.full((len(first), count + 1), -1, device="cpu")
-    where.scatter_(
-        1,
-        first.where(first >= 0, count),
-        torch.arange(first.shape[1], device="cpu").expand_as(first),
-    )
-    where[:, count] = -1
-    return [x if x is None else where.gather(1, x.where(x >= 0, count)) for x in found]
+    own = found[0]
+    assert own is not None
+    others = max(int(x.max()) for x in found if x is not None) + 1
+    number = torch.arange(own.shape[1], device="cpu").expand_as(own)
+    where = torch.full((len(own), others + 1), -1, device="cpu")
+    where.scatter_(1, own.where(own >= 0, others), number)
+    where[:, others] = -1
+    return [x if x is None else where.gather(1, x.where(x >= 0, others)) for x in found]
 
 
 def _sequence(given: Arguments) -> Tensor | None:
