@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracles.messages import run_without
 from torch import Tensor, nn
+from transformers import DynamicCache
 from zoo.small import mamba_lm
 from zoo.wrapped import Residual, mixer
 
@@ -295,6 +296,47 @@ def test_being_asked_leaves_nothing_behind() -> None:
     model.append = nn.Dropout(0.5)
     with pytest.raises(TrainingModeError, match="append"):
         cut(model.train(), ids, Edges(1, 1, 4))
+
+
+def test_what_models_write_to() -> None:
+    """A stream in the mixers' own memory, and a cache of the caller's."""
+
+    class InPlace(nn.Module):
+        in_place = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, 8)
+            self.mixers = nn.ModuleList([mixer("mamba"), mixer("mamba")])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x: Tensor = self.table(ids)
+            for one in self.mixers:
+                x = one(x).add_(x) if self.in_place else one(x) + x
+            return x
+
+    written, ids = InPlace().double().eval(), tokens()
+    expected, _ = run_without(written, ids, {1: zeroed((2, 6), (4, 1))})
+    written.in_place = True
+    assert oracles.relative_error(cut(written, ids, Edges(1, 1, 4)), expected) <= 1e-6
+
+    class Cached(Between):
+        def __init__(self) -> None:
+            super().__init__(same)
+            self.attention = mixer("llama")
+
+        def forward(self, ids: Tensor, cache: Any = None) -> Tensor:
+            x: Tensor = self.blocks[0](self.table(ids))
+            turn = torch.ones(1, ids.shape[1], self.attention.head_dim).to(x)
+            options = {"position_embeddings": (turn, 0 * turn), "past_key_values": cache}
+            out: Tensor = x + self.attention(x, attention_mask=None, **options)[0]
+            return out
+
+    model, cache = Cached().double().eval(), DynamicCache()
+    with torch.no_grad(), knock_out(model, Edges("blocks.0.mixer", 1, 4)):
+        found = model(ids, cache)
+    assert cache.get_seq_length() == ids.shape[1]
+    assert oracles.relative_error(found, cut(model, ids, Edges("blocks.0.mixer", 1, 4))) <= 1e-12
 
 
 def test_weights_have_their_gradients_under_autocast() -> None:
