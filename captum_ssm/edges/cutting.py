@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,16 +15,14 @@ from torch import Tensor, nn
 
 from ..attr.call import checks
 from ..errors import InputError, NoMixerError, OptionError, QueryError
-from ..mixers.base import Call, first_tensor
-from ..operators.kernels.arithmetic import unseen_by
+from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers, find_model
 from ..tracing.find import registered_mixers
 from ..tracing.hooks import hooked
-from ..tracing.observe import Watcher, observe
-from ..tracing.places import Places
-from ..tracing.places.origin import within_examples
-from ..tracing.record import look_past
+from ..tracing.observe import Arguments, Watcher, observe
+from ..tracing.structure import state_of
 from .cut import Cut, Donor, Kind, Replacement, read_replacement
+from .given import Given, given_tokens
 from .pairs import KINDS, Edges
 
 #: What edges are named by.
@@ -49,7 +47,10 @@ def knock_out(
     texts with ``use_cache=False``, and every step is free of these messages.
 
     Positions count the tokens that the model is given, wherever a layer reads them; for images, the
-    tokens that its first mixer reads.
+    tokens that its first mixer reads.  Where edges name sources or targets, the model is asked
+    which tokens a layer reads.  It runs once more for that, and then some ten times without its
+    mixers, with noise at some of the tokens; hooks of your own see these runs.  A call with the
+    arguments of the latest one asks nothing.  Every step of a text that is generated does.
 
     Args:
         model: a module, wrapped or not, or whatever runs one; see
@@ -70,6 +71,7 @@ def knock_out(
         QueryError: for positions that the tokens do not have, or edges that no message can take,
             for the layer reads earlier tokens alone.
         InputError: when tokens cannot be followed to a layer, or the other run differs in size.
+        TrainingModeError: where edges name sources or targets and a module is random.
         GradientModeError: when a gradient is taken through messages that were cut.
         ReconstructionError: when ``verify`` finds an operator that is not its module.
 
@@ -129,8 +131,13 @@ class _KnockOut(Watcher):
         for one in self.edges:
             for mixer in one.chosen(self.mixers):
                 self.of.setdefault(mixer.module, []).append(one)
-        self.follow: Places | None = None
-        self._entered: list[Tensor] = []
+        acting = (*_active.get(), self)
+        asked = [m for m in self.mixers if any(_names_positions(k.of, m.module) for k in acting)]
+        #: What is called for mixers of which it has to know which given tokens they read.
+        self._asked = {outer for m in asked for outer in (m.module, *m.around)}
+        #: The model's state before it was watched, and since.
+        self._states: tuple[Any, Any] = (), ()
+        self._given: Given | None = None
         self._depth = 0
         self._calls: Counter[nn.Module] = Counter()
         self._listening = False
@@ -155,9 +162,7 @@ class _KnockOut(Watcher):
 
     def watch(self, stack: ExitStack) -> None:
         """Look on at the model's runs until the stack is left."""
-        where = type(self.model).__name__
-        self.follow = Places(lambda: where)
-        stack.enter_context(self.follow)  # left last: an interrupted mixer has taken it off
+        unwatched = self._state()
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
             before = hooked(
@@ -167,20 +172,45 @@ class _KnockOut(Watcher):
             after = functools.partial(hooked, module.register_forward_hook)
             stack.enter_context(after(self._end, always_call=True))
         observe(self.model, self.mixers, (self,), stack, gradients=False, vouched=self.vouched)
-        look_past(self.follow, self.model, stack)
         stack.callback(self._forget)
+        self._states = unwatched, self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        """That of the model, where it counts."""
+        return tuple(state_of(self.model)) if self._asked else ()
+
+    @property
+    def looks_away(self) -> bool:
+        return _looks_away.get()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.looks_away:
+            return
         if self._depth == 0:
             self._calls.clear()
-            first = _sequence(args, kwargs)
-            assert self.follow is not None
-            self.follow.restart()
-            if first is not None:
-                self.follow.begin(first)
+            self._given = None
+            if module in self._asked:
+                self._given = self._find_tokens(module, (args, kwargs))
         self._depth += 1
 
+    def _find_tokens(self, module: nn.Module, given: Arguments) -> Given:
+        unwatched, watched = self._states
+        state = self._state()
+        token = _looks_away.set(True)
+        try:
+            return given_tokens(
+                module,
+                given,
+                self.mixers,
+                vouched=self.vouched,
+                state=unwatched if state == watched else state,
+            )
+        finally:
+            _looks_away.reset(token)
+
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.looks_away:
+            return
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and output is not None:  # else the call failed
             missed = [e for es in self.of.values() for e in es if e not in self._met]
@@ -196,73 +226,54 @@ class _KnockOut(Watcher):
         self._met.update(edges)
 
     def _forget(self) -> None:
-        self._depth, self.follow = 0, None
-        self._entered.clear()
-
-    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return () if self.follow is None else (unseen_by(self.follow),)
+        self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        assert self.follow is not None
-        hidden, number = call.hidden_states, self._calls[mixer.module]
-        if not self.follow.has_begun and hidden.dim() == 3:
-            self.follow.begin(hidden)
-        self._entered.append(hidden)
+        if self.looks_away:
+            return None
+        number = self._calls[mixer.module]
         self._calls[mixer.module] += 1
         acting = [one for one in _active.get() if mixer.module in one.of]
-        with ExitStack() as stack:
-            for context in self.while_mixing():
-                stack.enter_context(context)
-            if self._listening:
-                if mixer.module in self.of:
-                    cut = Cut(mixer, call, number, [self])
-                    self.sent[mixer.module, number] = cut.sent(self)
-                    self.read[mixer.module, number] = hidden.detach()
-            elif acting and acting[-1] is self:  # the innermost one acts for all
-                return Cut(mixer, call, number, acting).changed()
+        if self._listening:
+            if mixer.module in self.of:
+                self.sent[mixer.module, number] = Cut(mixer, call, number, [self]).sent(self)
+                self.read[mixer.module, number] = call.hidden_states.detach()
+        elif acting and acting[-1] is self:  # the innermost one acts for all
+            return Cut(mixer, call, number, acting).changed()
         return None
 
-    def left(self, mixer: Mixer, output: Any) -> None:
-        assert self.follow is not None
-        hidden = self._entered.pop()
-        origin = self.follow.origin(hidden)
-        places = None if origin is None or origin.mixed is not None else origin.tokens(0)
-        left = first_tensor(output)
-        if origin is not None and places and places[0].shape == left.shape[:2]:
-            self.follow.declare(left, 0, places[0], origin.sizes[0])
-
-    def given_tokens(self, layer: str, hidden: Tensor) -> tuple[tuple[int, int], Tensor]:
+    def given_tokens(
+        self, layer: str, number: int, hidden: Tensor
+    ) -> tuple[tuple[int, int], Tensor]:
         """The size (B, L) of what the model was given, and which of it each token is (B, L').
 
         Args:
-            layer: what to call the layer in an error.
+            layer: the name of the mixer.
+            number: of its call.
             hidden: what it reads.
 
         Returns:
             That; -1 is a token from elsewhere.
         """
-        assert self.follow is not None
-        origin = self.follow.origin(hidden)
-        if origin is not None and origin.mixed is None:
-            places = origin.tokens(0)
-            if places and all(torch.equal(other, places[0]) for other in places[1:]):
-                batch, tokens = origin.sizes[0]
-                found = within_examples(places[0], origin.sizes[0])
-                if (
-                    len(found) == batch
-                    and bool((found < tokens).all())
-                    and bool((found >= -1).all())
-                ):
-                    return (batch, tokens), found.cpu()
-        raise InputError(
-            f"Layer {layer!r}: the tokens that the model was given cannot be followed to what the "
-            "layer reads, so that positions mean nothing there. Leave sources and targets out to "
-            "cut all of it, or pass the model the tokens that its layers read."
-        )
+        places = None if self._given is None else self._given.places.get((layer, number))
+        if self._given is None or places is None or places.shape != hidden.shape[:2]:
+            raise InputError(
+                f"Layer {layer!r}: the tokens that the model was given cannot be followed to what "
+                "the layer reads, so that positions mean nothing there. Leave sources and targets "
+                "out to cut all of it, or pass the model the tokens that its layers read."
+            )
+        return self._given.size, places
 
 
+#: Whether the model is run for what mixers read, so that nothing is cut.
+_looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=False)
 #: The knock-outs of this thread, or asynchronous task, the innermost last.
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
+
+
+def _names_positions(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
+    """Whether edges of a mixer name sources or targets."""
+    return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
 def _names_layers(edges: Edges) -> bool:
@@ -270,12 +281,3 @@ def _names_layers(edges: Edges) -> bool:
     given = edges.layers
     several = given if isinstance(given, list | tuple) else [given]
     return bool(several) and all(isinstance(one, str | nn.Module) for one in several)
-
-
-def _sequence(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The ids (B, L) or embeddings (B, L, E) among a model's arguments."""
-    named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
-    for x in (*named, *args, *kwargs.values()):
-        if isinstance(x, Tensor) and x.dim() == (3 if x.is_floating_point() else 2):
-            return x
-    return None

@@ -18,6 +18,8 @@ it is told from a stream.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -111,7 +113,7 @@ def arrange(
         TrainingModeError: where a run cannot be repeated.
     """
     model = replays.beginning.model
-    state = (*_state_of(model), *_kind(replays, output)) if is_model else None
+    state = (*state_of(model), *_kind(replays, output)) if is_model else None
     found = _found.get(model)
     if found is None or found.state != state or not _same_mask(found.mask, mask):
         try:
@@ -154,8 +156,12 @@ def _repeats(parts: Sequence[object]) -> bool:
     return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
 
 
-def _state_of(model: nn.Module) -> Iterator[Any]:
-    """What tells whether a model was changed: its modules, their weights and attributes."""
+def state_of(model: nn.Module) -> Iterator[Any]:
+    """What tells whether a model was changed: its modules, their weights and attributes.
+
+    Args:
+        model: the model.
+    """
     for module in model.modules():
         yield _Same(module)
         for name, value in vars(module).items():
@@ -651,3 +657,73 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
             raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
+
+
+def tokens_read(replays: Replays) -> list[Tensor | None]:
+    """Find for each layer by itself which of the first tokens it reads at each of its places.
+
+    There is noise at half of some sets of tokens for each token, another half each, so that a place
+    of two tokens changes in more of them.  Nothing is asked of how layers follow each other.
+
+    Args:
+        replays: of the run. The first tokens are the root's, or the first layer's without one.
+
+    Returns:
+        The token (B, L') at every place of every layer, or -1 for one that comes from elsewhere;
+        None for a layer that reads mixed tokens, those of other examples, or none of the first.
+
+    Raises:
+        InputError: when a layer reads another number of tokens in a replay.
+    """
+    entering = [layer.call.hidden_states for layer in replays.layers]
+    first = entering[0] if replays.root is None else replays.root
+    sets = _halves(first.shape[0] * first.shape[1])
+    changes = [_arrived(replays, entering, on.view(first.shape[:2])) for on in sets.T]
+    return [
+        _told(torch.stack(found, -1), sets, first.shape[1]) for found in zip(*changes, strict=True)
+    ]
+
+
+def _halves(tokens: int) -> Tensor:
+    """For each token another half of as few sets as there have to be, (tokens, sets)."""
+    count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
+    chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
+    index = torch.tensor(list(chosen), device="cpu")
+    return torch.zeros(tokens, count, dtype=torch.bool, device="cpu").scatter_(1, index, True)
+
+
+def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
+    """Where noise at some of the first tokens (B, L) changes each layer, each passing it on."""
+    found: list[Tensor] = []
+
+    def leaf(k: int, x: Tensor) -> Tensor:
+        if x.shape != entering[k].shape:
+            name = replays.layers[k].name
+            raise InputError(f"Layer {name!r} reads another number of tokens when it runs again.")
+        there = on.to(x.device) if replays.root is None and k == 0 else changed(x, entering[k])
+        found.append(there.cpu())
+        own = replays.leaf(k)
+        return replays.noisy(own, there if there.shape == own.shape[:-1] else bool(there.any()), k)
+
+    replays.run(leaf, lambda x: replays.noisy(x, on))
+    return found
+
+
+def _told(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
+    """The tokens (B, L') at places that changed where there was noise at some sets.
+
+    Args:
+        changes: True where a place changed (B, L', sets).
+        sets: True where a token of any example was noisy (B L, sets).
+        tokens: how many an example has, L.
+    """
+    values = 2 ** torch.arange(sets.shape[1], device="cpu")
+    numbers, place = (sets * values).sum(1).sort()
+    here = (changes * values).sum(-1)
+    at = torch.searchsorted(numbers, here).clamp_max(len(numbers) - 1)
+    found, is_one = place[at], numbers[at] == here
+    rows = torch.arange(len(here), device="cpu").view(-1, *[1] * (here.dim() - 1))
+    apart = is_one & (found // tokens == rows)
+    if bool((~apart & (here > 0)).any()) or not bool(apart.any()):
+        return None
+    return torch.where(apart, found % tokens, -1)
