@@ -29,7 +29,6 @@ from ..tracing.gradients import checkpoints_off, recordable
 from ..tracing.hooks import Running
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
-from ..tracing.places import Places
 from ..tracing.record import none_ran
 from ..tracing.verification import (
     accepted,
@@ -365,13 +364,11 @@ def under_rules(
     rule: Rule = "frozen",
     by_role: bool = False,
     constants: bool = True,
-    follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
         model, inputs, rule, by_role, constants: as for :func:`linearised`.
-        follow: what follows the tokens of direct paths. Default: None; the rules do not ask it.
     """
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
-from ..operators.kernels.arithmetic import full_precision, unseen_by
+from ..operators.kernels.arithmetic import full_precision
 from ..operators.kernels.truths import all_finite, are_noted
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
-from .hooks import detached, hooked, swap_first
+from .hooks import detached, swap_first
 from .layer import Layer
 from .memory import bytes_of, free_memory
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
-from .places import Places
 from .projection import Projection
-from .replays import WITHIN_TOKENS
 from .verification import (
     Errors,
     accepted,
@@ -350,26 +348,6 @@ class Recorder(Watcher):
         kept = in_batch(first_tensor(output)) if joins else left.detach()
         layer.leave(kept, layer.hook_factor(left))
         return output if joins else None
-
-
-def look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
-    """Let tokens be followed past the parts of blocks that do not count as mixers."""
-    passing: list[ExitStack] = []
-
-    def before(*_: Any) -> None:
-        passing.append(ExitStack())
-        passing[-1].enter_context(unseen_by(follow))
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        passing.pop().close()
-        if output is not None:  # else the call failed
-            follow.through(first_tensor(output), args[0])
-
-    for module in model.modules():
-        if type(module).__name__ in WITHIN_TOKENS:
-            stack.enter_context(hooked(module.register_forward_pre_hook, before))
-            register = module.register_forward_hook
-            stack.enter_context(hooked(register, after, prepend=True, always_call=True))
 
 
 def _device_of(model: nn.Module) -> torch.device:
