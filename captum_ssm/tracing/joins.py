@@ -9,6 +9,7 @@ stream where it was found, and nothing may differ from there on: nothing else re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -497,6 +498,8 @@ class _Search:
         """Find a norm of a stream and of what layers add to it, as fused kernels leave it."""
         ways = {k: each.branches[k][-1].steps for k in each.members}
         some = [along(way, self.leaves[k]) for k, way in ways.items()]
+        if any(x.shape != some[0].shape for x in some):
+            return
         added = sum(some[1:], some[0])
         reading = next(self._readings(added, max(each.members)))
         near = [
@@ -523,7 +526,7 @@ class _Search:
             if value.shape[:2] == (batch, tokens):
                 for order in self.orders:
                     back = order.argsort().to(value.device)
-                    yield lambda x, back=back: x.index_select(1, back)
+                    yield functools.partial(torch.index_select, dim=1, index=back)
         elif value.dim() == 2 and len(value) == batch * tokens:
             yield lambda x: x.reshape(batch, tokens, -1)
         elif value.dim() == 4 and len(value) == batch and value.shape[2:].numel() == tokens:
