@@ -25,8 +25,6 @@ NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 #: They look ids up as well, in results that do not tell which token is which.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
-#: They look ids up that are one-hot.
-_PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "einsum"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +101,6 @@ class Linearising(TorchFunctionMode):
         self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
-        self._one_hot = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """What to be in for functions to be left as they are."""
@@ -313,17 +310,11 @@ class Linearising(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return a function's result for constants, unless it looks up the explained ids."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
-        if name in _OUT_OF_SHAPE and self._are_given(*given) and out.is_floating_point():
+        is_look_up = name == "one_hot" or (name in _OUT_OF_SHAPE and out.is_floating_point())
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if is_look_up and self._are_given(*given):
             raise _unknown_look_up(self.where(), name)
-        if name == "one_hot" and self._are_given(*given):
-            self._one_hot[out] = True
-        elif any(x in self._one_hot for x in given):
-            if name in _PRODUCTS:
-                raise _unknown_look_up(self.where(), f"one_hot and {name}")
-            if isinstance(out, Tensor) and out.shape == given[0].shape:  # in another dtype
-                self._one_hot[out] = True
         return out
 
     def _are_given(self, *ids: Tensor) -> bool:
@@ -343,7 +334,7 @@ class Linearising(TorchFunctionMode):
         if tags is None:
             return out
         if not tags.follow(ids):
-            # those of positions, say, may be equal by chance
+            # others are compared only until the ids are found: a device would be waited for
             is_known = self._found and not self._by_value
             if is_known or not tags.recognize(ids):
                 return self._of_others(out, ids, table)
@@ -352,11 +343,13 @@ class Linearising(TorchFunctionMode):
             return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
         given, by_value = tags.by_example(places), bool((places >= tags.ids.numel()).any())
         if self._found and by_value and not self._by_value:
-            return out
+            return out  # positions, say, that are equal to the ids by chance
         by_chance = self._found and self._by_value and not by_value
         if given is None or (by_chance and self.again):
             raise _unknown_look_up(self.where(), "embedding")
-        self._found = self._found and not by_chance
+        if by_chance:
+            self._found = False
+            self._tables.clear()
         self._by_value = by_value
         return self._of_given(out, given, table)
 
