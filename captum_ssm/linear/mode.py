@@ -18,7 +18,7 @@ from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
 from .shares import Labels, Rule
-from .tags import NONE, UNTOLD, Tags
+from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -95,7 +95,7 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
         self._found = False
-        self._by_value = False
+        self._kind = FOLLOWED
         self._tables: dict[int, LookUp] = {}
         #: Tables, by their memory, in which ids were looked up that were computed of the explained.
         self._computed: dict[int, Tensor] = {}
@@ -335,22 +335,23 @@ class Linearising(TorchFunctionMode):
             return out
         if not tags.follow(ids):
             # others are compared only until the ids are found: a device would be waited for
-            is_known = self._found and not self._by_value
+            is_known = self._found and self._kind == FOLLOWED
             if is_known or not tags.recognize(ids):
                 return self._of_others(out, ids, table)
         places = tags.places(ids)
         if not bool((places > NONE).any()):
             return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
-        given, by_value = tags.by_example(places), bool((places >= tags.ids.numel()).any())
-        if self._found and by_value and not self._by_value:
+        given, kind = tags.by_example(places), int(places.max()) // tags.ids.numel()
+        before = self._kind if self._found else kind
+        if (before, kind) == (FOLLOWED, RECOGNIZED):
             return out  # positions, say, that are equal to the ids by chance
-        by_chance = self._found and self._by_value and not by_value
-        if given is None or (by_chance and self.again):
+        by_chance = (before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
+        if given is None or not (kind == before or by_chance):
             raise _unknown_look_up(self.where(), "embedding")
         if by_chance:
             self._found = False
             self._tables.clear()
-        self._by_value = by_value
+        self._kind = kind
         return self._of_given(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:

@@ -171,6 +171,18 @@ def test_ids_that_tests_of_values_replace(other: int) -> None:
         assert relative_error(found, expected) <= 1e-9
 
 
+def test_ids_that_come_out_equal_are_known_by_their_values() -> None:
+    model, ids = mamba(), draw()
+    expected = LatimFlow(model).attribute(ids, target=TARGET)
+    for changed in (
+        lambda x: x.clamp(max=18),
+        lambda x: x % 19,
+        lambda x: torch.tensor(x.tolist()),
+    ):
+        flow = LatimFlow(lambda x, changed=changed: model(changed(x)).logits, model)
+        assert relative_error(flow.attribute(ids, target=TARGET), expected) <= 1e-9
+
+
 COMPUTED: dict[str, Change] = {
     "subtracted": lambda x: 18 - x,
     "next ones": lambda x: (x + 1) % 19,
@@ -262,6 +274,13 @@ def test_other_look_ups_add_constants(positions: Change, behind: bool) -> None:
         assert relative_error(found.tokens, (gradient * first).sum(-1)) <= 1e-9
         assert found.sizes == ()
         assert not LatimFlow(model).attribute(ids, target=TARGET, baselines=ids).any()
+
+
+@EITHER_WAY
+def test_given_and_equal_ids_in_two_tables_are_refused(behind: bool) -> None:
+    model = summed(lambda own, x: own.second(x.clamp(max=18)), behind)
+    with pytest.raises(InputError, match="Pass embeddings"):
+        LatimFlow(model).attribute(draw(), target=TARGET)
 
 
 class Around(nn.Module):
