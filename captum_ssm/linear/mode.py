@@ -18,15 +18,13 @@ from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
 from .shares import Labels, Rule
-from .tags import NONE, UNTOLD, Tags
+from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
 #: They look ids up as well, in results that do not tell which token is which.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
-#: They look ids up that are one-hot.
-_PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "einsum"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +95,12 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
         self._found = False
-        self._by_value = False
+        self._kind = FOLLOWED
         self._tables: dict[int, LookUp] = {}
         #: Tables, by their memory, in which ids were looked up that were computed of the explained.
         self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
-        self._one_hot = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """What to be in for functions to be left as they are."""
@@ -313,17 +310,11 @@ class Linearising(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return a function's result for constants, unless it looks up the explained ids."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
-        if name in _OUT_OF_SHAPE and self._are_given(*given) and out.is_floating_point():
+        is_look_up = name == "one_hot" or (name in _OUT_OF_SHAPE and out.is_floating_point())
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if is_look_up and self._are_given(*given):
             raise _unknown_look_up(self.where(), name)
-        if name == "one_hot" and self._are_given(*given):
-            self._one_hot[out] = True
-        elif any(x in self._one_hot for x in given):
-            if name in _PRODUCTS:
-                raise _unknown_look_up(self.where(), f"one_hot and {name}")
-            if isinstance(out, Tensor) and out.shape == given[0].shape:  # in another dtype
-                self._one_hot[out] = True
         return out
 
     def _are_given(self, *ids: Tensor) -> bool:
@@ -343,21 +334,24 @@ class Linearising(TorchFunctionMode):
         if tags is None:
             return out
         if not tags.follow(ids):
-            # those of positions, say, may be equal by chance
-            is_known = self._found and not self._by_value
+            # others are compared only until the ids are found: a device would be waited for
+            is_known = self._found and self._kind == FOLLOWED
             if is_known or not tags.recognize(ids):
                 return self._of_others(out, ids, table)
         places = tags.places(ids)
         if not bool((places > NONE).any()):
             return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
-        given, by_value = tags.by_example(places), bool((places >= tags.ids.numel()).any())
-        if self._found and by_value and not self._by_value:
-            return out
-        by_chance = self._found and self._by_value and not by_value
-        if given is None or (by_chance and self.again):
+        given, kind = tags.by_example(places), int(places.max()) // tags.ids.numel()
+        before = self._kind if self._found else kind
+        if (before, kind) == (FOLLOWED, RECOGNIZED):
+            return out  # positions, say, that are equal to the ids by chance
+        by_chance = (before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
+        if given is None or not (kind == before or by_chance):
             raise _unknown_look_up(self.where(), "embedding")
-        self._found = self._found and not by_chance
-        self._by_value = by_value
+        if by_chance:
+            self._found = False
+            self._tables.clear()
+        self._kind = kind
         return self._of_given(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:

@@ -25,6 +25,9 @@ from ..tracing.replays import begins_with
 #: In place of a place: for none of the explained ids, and for what may have been made of some.
 NONE, UNTOLD = -1, -2
 
+#: By how many times B * L places are larger, for how they are known.
+FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
+
 #: Room for ids below their tags, and the least prime for tags that fit into 32 bits with them.
 _IDS, _LEAST = 2**24, 2**10
 
@@ -75,18 +78,21 @@ class Tags:
 
         Returns:
             Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`.  Those of ids
-            that were recognized come behind all others, from B * L on.
+            that were recognized are larger by B * L, and those of ids that were computed, but
+            came out equal to the explained ones, by 2 * B * L.
         """
         count = self.ids.numel()
         if same_memory(x, self.ids) and _version(x) == self._version is not None:
-            return torch.arange(count, device="cpu").view(x.shape)
+            return self._numbers(0)
         with unseen():
             own, first = _on_host(x), self._explained
             tags = self._tagged(x, own) - own
             places = tags.div(self._step, rounding_mode="floor") - 1
             is_told = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
             is_same = first.flatten()[places.clamp_min(0) % count] == own
-            return places.where(is_told & (is_same | (places == NONE)), UNTOLD)
+            places = places.where(is_told & (is_same | (places == NONE)), UNTOLD)
+            is_equal = bool((places == UNTOLD).any()) and torch.equal(own, first)
+            return self._numbers(COMPUTED * count) if is_equal else places
 
     def by_example(self, places: Tensor) -> Tensor | None:
         """Places as numbers of tokens in their own examples (B, L'), :data:`NONE` for none.
@@ -115,7 +121,7 @@ class Tags:
             if not begins_with(x, self.ids):
                 return False
             tagged, length = _on_host(x), self.ids.shape[1]
-            tagged[:, :length] += self._step * self._numbers(1 + self.ids.numel())
+            tagged[:, :length] += self._step * self._numbers(1 + RECOGNIZED * self.ids.numel())
             self._keep(x, tagged)
         return True
 

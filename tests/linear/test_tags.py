@@ -60,6 +60,12 @@ def in_a_new_order(x: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter(1, places, x)
 
 
+def before_they_are_cleared(x: Tensor) -> Tensor:
+    moved = x.flip(1)
+    x.zero_()
+    return moved
+
+
 MOVES: dict[str, Change] = {
     "as they are": lambda x: x,
     "copied": lambda x: x.clone(),
@@ -84,6 +90,8 @@ MOVES: dict[str, Change] = {
     "written": written_into,
     "written by views": rows_written_into,
     "replaced": first_replaced,
+    "cleared": before_they_are_cleared,
+    "added to zeros": lambda x: torch.zeros_like(x).add_(x.flip(1)),
     "put out": lambda x: torch.cat([x, x], 1, out=torch.empty(len(x), 18, dtype=torch.long)),
     "made anew": lambda x: x.new_tensor(x.flip(1)) if x.is_leaf else x,
     "one after the other": lambda x: F.pad(x[:, 1:].flip(1).int().long(), (1, 0), value=4).clone(),
@@ -163,6 +171,18 @@ def test_ids_that_tests_of_values_replace(other: int) -> None:
         assert relative_error(found, expected) <= 1e-9
 
 
+def test_ids_that_come_out_equal_are_known_by_their_values() -> None:
+    model, ids = mamba(), draw()
+    expected = LatimFlow(model).attribute(ids, target=TARGET)
+    for changed in (
+        lambda x: x.clamp(max=18),
+        lambda x: x % 19,
+        lambda x: torch.tensor(x.tolist()),
+    ):
+        flow = LatimFlow(lambda x, changed=changed: model(changed(x)).logits, model)
+        assert relative_error(flow.attribute(ids, target=TARGET), expected) <= 1e-9
+
+
 COMPUTED: dict[str, Change] = {
     "subtracted": lambda x: 18 - x,
     "next ones": lambda x: (x + 1) % 19,
@@ -174,6 +194,8 @@ COMPUTED: dict[str, Change] = {
     "clamped": lambda x: x.clamp(max=9),
     "sorted": lambda x: x.sort(1).values,
     "by another table": lambda x: torch.arange(20).flip(0)[x],
+    "without duplicates": lambda x: x[:1].unique()[None].expand(len(x), -1),
+    "low words": lambda x: x.view(torch.int32)[:, ::2].flip(1),
     "floating": lambda x: x.float().flip(1).long(),
     "constant": lambda x: x * 0 + 2,
     "of a list": lambda x: torch.tensor(x.flip(1).tolist()),
@@ -184,6 +206,11 @@ COMPUTED: dict[str, Change] = {
 }
 
 
+#: Of these each token is still told to be no given one, where they stand beside given ones.
+BESIDE = ("subtracted", "next ones", "doubled", "by a small modulus", "by low bits", "clamped",
+          "sorted", "by another table", "without duplicates")  # fmt: skip
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", COMPUTED)
 def test_ids_that_are_computed_are_refused(name: str, batch: int) -> None:
@@ -191,8 +218,13 @@ def test_ids_that_are_computed_are_refused(name: str, batch: int) -> None:
         return
     model, changed = mamba(), COMPUTED[name]
     flow = LatimFlow(lambda x: model(changed(x)).logits, model)
-    with pytest.raises(InputError, match=r"nor which token is which|nothing tells which token"):
+    said = r"nor which token is which|nothing tells which token"
+    with pytest.raises(InputError, match=said):
         flow.attribute(draw(batch), target=TARGET)
+    if name in BESIDE:
+        flow = LatimFlow(lambda x: model(torch.cat([x, changed(x)], 1)).logits, model)
+        with pytest.raises(InputError, match=said):
+            flow.attribute(draw(batch), target=TARGET)
 
 
 class Summed(nn.Module):
@@ -241,6 +273,42 @@ def test_other_look_ups_add_constants(positions: Change, behind: bool) -> None:
         found = LatimFlow(model).decompose(ids, target=TARGET)
         assert relative_error(found.tokens, (gradient * first).sum(-1)) <= 1e-9
         assert found.sizes == ()
+        assert not LatimFlow(model).attribute(ids, target=TARGET, baselines=ids).any()
+
+
+@EITHER_WAY
+def test_given_and_equal_ids_in_two_tables_are_refused(behind: bool) -> None:
+    model = summed(lambda own, x: own.second(x.clamp(max=18)), behind)
+    with pytest.raises(InputError, match="Pass embeddings"):
+        LatimFlow(model).attribute(draw(), target=TARGET)
+
+
+class Around(nn.Module):
+    """Positions that are looked up before the ids, in one table or two, and behind them."""
+
+    def __init__(self, first: nn.Embedding, before: int) -> None:
+        super().__init__()
+        self.first = first
+        self.more = nn.ModuleList(nn.Embedding(64, 5).double() for _ in range(3))
+        self.before = before
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1])[None]
+        more = [table(positions) for table in self.more[: self.before]]
+        found: Tensor = self.first(ids)
+        return sum([*more, self.more[2](positions)], found)
+
+
+def test_ids_that_are_equal_by_chance_to_what_is_looked_up_before() -> None:
+    model, ids = mamba(), torch.arange(8)[None]
+    first = model.backbone.embeddings
+    model.backbone.embeddings = Around(first, 1)
+    found = LatimFlow(model).decompose(ids, target=TARGET)
+    assert found.sizes == () and found.biases["backbone.embeddings"].any()
+    model.backbone.embeddings = Around(first, 2)
+    with pytest.raises(InputError, match="Pass embeddings"):
+        LatimFlow(model).attribute(ids, target=TARGET)
+    assert LatimFlow(model).attribute(ids.flip(1), target=TARGET).all()
 
 
 @EITHER_WAY
@@ -250,6 +318,7 @@ def test_other_look_ups_add_constants(positions: Change, behind: bool) -> None:
         lambda own, x: own.second(x.flatten()).view(*x.shape, -1),
         lambda own, x: own.second(x.flip(1).flatten()).view(*x.shape, -1),
         lambda own, x: own.second(x.sort(1).values),
+        lambda own, x: F.conv1d(F.one_hot(x, 64).mT.double(), own.second.weight.T[..., None]).mT,
         lambda own, x: own.first(18 - x),
         lambda own, x: F.pad(own.first(18 - x[:, 1:]), (0, 0, 1, 0)),
         lambda own, x: own.second.weight.gather(0, x.view(-1, 1).expand(-1, 5)).view(*x.shape, 5),
@@ -269,3 +338,16 @@ def test_more_ids_than_have_tags_of_32_bits() -> None:
     assert torch.equal(found, torch.arange(2**20).view(2, -1).flip(1))
     short = tags.call(torch.flip, (tags.call(Tensor.int, (ids,), {}), [1]), {})
     assert bool((tags.places(short) == UNTOLD).any())
+
+
+def test_memory_that_a_function_writes_to() -> None:
+    def write(given: Tensor, into: Tensor) -> None:
+        into[:, 1:].copy_(given.flip(1))
+
+    ids, into = draw(1), torch.zeros(1, 10, dtype=torch.long)
+    tags = Tags(ids)
+    tags.call(write, (ids, into), {})
+    assert tags.places(into).tolist() == [[-1, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
+    shared = ids.expand(2, -1)  # whose places no memory tells apart
+    tags = Tags(shared)
+    assert not tags.follow(tags.call(torch.flip, (shared, [1]), {}))
