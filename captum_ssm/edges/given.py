@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.engine.run import same
-from ..mixers.base import Call
+from ..mixers.base import Call, first_tensor, in_batch
 from ..tracing import Layer, Mixer, Trace, require_deterministic
 from ..tracing.hooks import detached, swap_first
 from ..tracing.observe import Arguments, Watcher, observe
@@ -126,6 +126,7 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
     if not layers or (first is None and layers[0].map is not None):
         return Given((0, 0), {})
     replays = Replays(layers, beginning, call, start, vouched=vouched)
+    replays.settle_every_hook()  # a mixer may mix, and so may a hook in its place
     if first is not None and replays.root is not None and replays.root.shape[1] != first.shape[1]:
         replays.root = start  # others were looked up behind the text, or some of it again
     found = tokens_read(replays)
@@ -170,9 +171,17 @@ class _Recording(Watcher):
 
     def __init__(self) -> None:
         self.record = Trace()
+        self._pending: list[Layer] = []
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=swap_first(output, torch.clone)[0])
         layer = Layer(self.record.linearize, mixer, kept, None)
         self.record.layers.append(layer)
+        self._pending.append(layer)
+
+    def left(self, mixer: Mixer, output: Any) -> None:
+        layer, left = self._pending.pop(), in_batch(first_tensor(output)).detach()
+        factor = layer.hook_factor(left)
+        if factor is not None:
+            layer.leave(left.clone(), factor)

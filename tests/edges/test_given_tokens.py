@@ -369,9 +369,14 @@ def test_outer_and_inner_ones_and_other_runs() -> None:
     with torch.no_grad():
         with knock_out(model, Edges(0)), knock_out(model, outer):
             found = model(ids)
-        hook = model.blocks[0].mixer.register_forward_hook(lambda m, args, out: 0 * out)
+        silenced = model.blocks[0].mixer.register_forward_hook(lambda m, args, out: 0 * out)
         assert oracles.relative_error(found, cut(model, ids, outer)) <= 1e-12
-        hook.remove()
+        silenced.remove()
+        # a hook that mixes in a mixer's place
+        own = model.blocks[0].mixer.register_forward_hook(lambda m, args, out: args[0].cumsum(1))
+        expected, _ = run_without(model, ids, {1: zeroed((2, 6), (4, 1))})
+        assert oracles.relative_error(cut(model, ids, outer), expected) <= 1e-6
+        own.remove()
         with knock_out(model, outer), knock_out(model, Edges(1)):
             assert oracles.relative_error(model(ids), cut(model, ids, Edges(1))) <= 1e-12
         with knock_out(model, outer, replace=other):
