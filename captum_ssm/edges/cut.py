@@ -92,9 +92,7 @@ class KnockOut(Protocol):
     def meets(self, edges: Iterable[Edges]) -> None:
         """Note edges that a mixer of their kind has run for."""
 
-    def given_tokens(
-        self, layer: str, number: int, hidden: Tensor
-    ) -> tuple[tuple[int, int], Tensor]:
+    def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
         """The size (B, L) of what the model was given, and which of it each token is (B, L')."""
 
 
@@ -186,7 +184,7 @@ class Cut:
         asks = [e for s in self.edges.values() for e in s]
         if all(e.sources is None and e.targets is None for e in asks):
             return (self.hidden.shape[0], self.hidden.shape[1]), None
-        size, given = self.inner.given_tokens(self.mixer.name, self.number, self.hidden)
+        size, given = self.inner.given_tokens(self.mixer.name, self.number)
         same = given.shape == size and torch.equal(given, torch.arange(size[1]).expand(size))
         return size, None if same else given
 

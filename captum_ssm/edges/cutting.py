@@ -242,21 +242,18 @@ class _KnockOut(Watcher):
             return Cut(mixer, call, number, acting).changed()
         return None
 
-    def given_tokens(
-        self, layer: str, number: int, hidden: Tensor
-    ) -> tuple[tuple[int, int], Tensor]:
+    def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
         """The size (B, L) of what the model was given, and which of it each token is (B, L').
 
         Args:
             layer: the name of the mixer.
             number: of its call.
-            hidden: what it reads.
 
         Returns:
             That; -1 is a token from elsewhere.
         """
         places = None if self._given is None else self._given.places.get((layer, number))
-        if self._given is None or places is None or places.shape != hidden.shape[:2]:
+        if self._given is None or places is None:
             raise InputError(
                 f"Layer {layer!r}: the tokens that the model was given cannot be followed to what "
                 "the layer reads, so that positions mean nothing there. Leave sources and targets "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.engine.run import same
-from ..mixers.base import Call
+from ..mixers.base import Call, first_tensor, in_batch
 from ..tracing import Layer, Mixer, Trace, require_deterministic
 from ..tracing.hooks import detached, swap_first
 from ..tracing.observe import Arguments, Watcher, observe
@@ -85,8 +85,6 @@ def given_tokens(
         devices = {x.device for x in module.parameters() if x.is_cuda}
         with torch.no_grad(), torch.random.fork_rng(devices):
             found = _found(module, given, mixers, vouched)
-        if torch.is_autocast_enabled():
-            torch.clear_autocast_cache()  # of weights without their gradients
         known = _Known(call, [_kept(x) for x in values], found)
         _latest[module] = known
     return known.given
@@ -128,6 +126,9 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
     if not layers or (first is None and layers[0].map is not None):
         return Given((0, 0), {})
     replays = Replays(layers, beginning, call, start, vouched=vouched)
+    replays.settle_every_hook()  # a mixer may mix, and so may a hook in its place
+    if first is not None and replays.root is not None and replays.root.shape[1] != first.shape[1]:
+        replays.root = start  # others were looked up behind the text, or some of it again
     found = tokens_read(replays)
     if first is None:  # those of the first mixer
         if replays.root is not None and found[0] is None:
@@ -136,14 +137,11 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
         if replays.root is not None:
             found = _in_the_first(found)
         start = layers[0].call.hidden_states
-    tokens = start.shape[1]
     calls, places = Counter[str](), dict[tuple[str, int], Tensor | None]()
     for layer, own in zip(layers, found, strict=True):
-        # what is looked up may be longer than the text that was given
-        own = None if own is None else own.where(own < tokens, -1)
         places[layer.name, calls[layer.name]] = own
         calls[layer.name] += 1
-    return Given((len(start), tokens), places)
+    return Given((len(start), start.shape[1]), places)
 
 
 def _in_the_first(found: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -173,9 +171,17 @@ class _Recording(Watcher):
 
     def __init__(self) -> None:
         self.record = Trace()
+        self._pending: list[Layer] = []
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=swap_first(output, torch.clone)[0])
         layer = Layer(self.record.linearize, mixer, kept, None)
         self.record.layers.append(layer)
+        self._pending.append(layer)
+
+    def left(self, mixer: Mixer, output: Any) -> None:
+        layer, left = self._pending.pop(), in_batch(first_tensor(output)).detach()
+        factor = layer.hook_factor(left)
+        if factor is not None:
+            layer.leave(left.clone(), factor)

@@ -226,6 +226,10 @@ class Replays:
                     moving.add(module)
         self._settled = hooked_ones - moving
 
+    def settle_every_hook(self) -> None:
+        """Take for leaves what hooks of others make of outputs, whatever they do."""
+        self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
+
     def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
         """What leaves mixers behind all hooks, with noise at some tokens of what they return."""
         found = list[tuple[Any, Tensor]]()

@@ -131,7 +131,7 @@ class _Held(Outputs):
         held = now.project(self._plain.linear[mixer.module].operator.affine(now.values))
         if self._cut_at is None:
             return held
-        is_later = self._cut_at < len(self.outputs)
+        is_later = self._cut_at < self._plain.mixers.index(mixer)
         return torch.where(is_later[:, None, None], held, call.output_tensor)
 
 
