@@ -126,12 +126,13 @@ class DirectPaths(Watcher):
             replays, stages, given, order: of the run, as there.
         """
         parts = [*self.locals, *self.beginnings]
-        found = place(replays, stages, given, order, [each.part for each in parts])
+        at = [each.part for each in parts]
+        found = place(replays, stages, given, order, at, self.mode.given)
         placed = [
             replace(part, is_placed=False)
-            if at is None
-            else replace(part, mixers=at.mixers, given=at.given)
-            for part, at in zip(parts, found, strict=True)
+            if there is None
+            else replace(part, mixers=there.mixers, given=there.given)
+            for part, there in zip(parts, found, strict=True)
         ]
         count = len(self.locals)
         self.locals, self.entries = placed[:count], placed[count : count + len(self.entries)]

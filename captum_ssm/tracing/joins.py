@@ -726,6 +726,7 @@ def place(
     given: Tensor | None,
     order: Tensor | None,
     parts: Sequence[Part],
+    looked_up: Tensor | None,
 ) -> list[Place | None]:
     """Find the tokens of parts that act within tokens, and the layers that they read.
 
@@ -737,15 +738,17 @@ def place(
         order: which of the first layer's tokens each of the output's is (L,); None if they are the
             same.
         parts: the parts.
+        looked_up: which of the explained ids each token of the input is (B, L'), -1 for none; None
+            if they are the same.
 
     Returns:
         For each part its place; None for one of which it is not told.
     """
     layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
-    looked_up, shifted = replays.beginning.looked_up, replays.beginning.shifted
+    embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
     # one that reads the token before returns in replays what it returned
     parts = [p._replace(enters=True) if p.module in shifted else p for p in parts]
-    replays.root = replays.start if looked_up is None else looked_up
+    replays.root = replays.start if embeddings is None else embeddings
     batch, tokens = replays.leaf(0).shape[:2]
     own = torch.arange(tokens, device="cpu").expand(batch, -1)
     known = [None, order, *(layer.order for layer in layers)]
@@ -784,7 +787,10 @@ def place(
     def moved(at: int, x: Tensor | None) -> Tensor | None:
         """Where a part is not what it was (B, L')."""
         if parts[at].module is None:
-            return begun[-1]
+            if embeddings is not None or looked_up is None:
+                return begun[-1]
+            own = looked_up.cpu()  # noise is at the ids, of which these are made
+            return begun[-1].gather(1, own.clamp_min(0)) & (own >= 0)
         before = calm[at]
         if x is None or before is None or x.shape != before.shape:
             return None
