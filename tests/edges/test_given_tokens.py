@@ -20,7 +20,7 @@ from captum_ssm import Edges, knock_out
 from captum_ssm.errors import InputError, QueryError, TrainingModeError
 
 
-def block(kind: str = "mamba") -> nn.Module:
+def block(kind: str = "mamba") -> Any:
     return Residual(kind, "rms", False, "one", "none", "behind")
 
 
@@ -40,7 +40,7 @@ class Between(nn.Module):
         return x
 
 
-def made(*before: Callable[[Tensor], Tensor]) -> Between:
+def made(*before: Callable[[Tensor], Tensor]) -> Any:
     return Between(*before).double().eval()
 
 
@@ -116,7 +116,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "the last token": lambda x: x + x[:, -1:],
     "one token": lambda x: torch.cat([x[:, :3], x[:, 3:4] + x[:, 2:3], x[:, 4:]], 1),
     "the token before": lambda x: x + torch.nn.functional.pad(x, (0, 0, 1, -1)),
-    "half as many": lambda x: x.unflatten(1, (-1, 2)).mean(2),
+    "half as many": lambda x: (x[:, ::2] + x[:, 1::2]) / 2,
     "all examples": lambda x: x + x.mean(0),
     "another example": lambda x: x.roll(1, 0),
 }
@@ -187,7 +187,7 @@ def test_every_layer_by_itself() -> None:
     assert oracles.relative_error(found, x + one + other.flip(1)) <= 1e-6
 
 
-def _by_hand(model: Between, ids: Tensor, layer: int, target: int, source: int, n: int) -> Tensor:
+def _by_hand(model: Any, ids: Tensor, layer: int, target: int, source: int, n: int) -> Tensor:
     """The layer alone, given what it reads, and the rest of the model behind it."""
     with torch.no_grad():
         x: Tensor = model.table(ids)
