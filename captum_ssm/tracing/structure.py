@@ -355,16 +355,21 @@ class _Search:
         return None if same else given.cpu()
 
     def _subsets(self) -> Iterator[Tensor]:
-        """Yield sets of tokens (B, L), another one in every example, that tell tokens apart.
+        """Yield sets of tokens (B, L) that tell every token from every other, of its batch.
 
-        Half of them at random, several times where some are padded and cannot be rolled; of few
-        those with each bit in their number, too.
+        Of few tokens each is in another half of the sets, so that none is in all sets of another
+        one.  Of more a random half and its complement see what reaches several tokens, three times
+        where some are padded and cannot be rolled.
         """
-        tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
-        for _ in range(1 if few or self.all_real else 3):
+        tokens, device = self.keep.shape[1], self.keep.device
+        if tokens <= _FEW:
+            for on in _halves(self.keep.numel()).T:
+                yield on.view(self.keep.shape).to(device)
+            return
+        for _ in range(1 if self.all_real else 3):
             drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
-            yield drawn.argsort(1).to(self.keep.device) < tokens // 2
-        yield from self._with_bits(tokens) if few else ()
+            on = drawn.argsort(1).to(device) < tokens // 2
+            yield from (on, ~on)
 
     def _with_bits(self, tokens: int) -> Iterator[Tensor]:
         """Yield the tokens (B, L) with each bit in their number, other tokens in each example."""
