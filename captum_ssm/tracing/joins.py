@@ -194,7 +194,7 @@ class _Search:
             branches = {}
             for k in members:
                 own = self.layers[k].in_order(self._loud(k))
-                branches[k] = [_Branch((), (own - self.leaves[k])[self.slots[k]])]
+                branches[k] = [_Branch((), _change(own, self.leaves[k], self.slots[k]))]
             until = members[0] + 1 if members is not writers else stage[-1] + 1
             out.append(_Join(members, branches, until + self._after(stage)))
         return out
@@ -344,7 +344,7 @@ class _Search:
         for k in each.members:
             on = self.slots[k].to(x.device)
             if on.shape == x.shape[:2]:
-                way = _fit(each.branches[k], (now - x)[on], x)
+                way = _fit(each.branches[k], _change(now, x, on), x)
                 if way is not None:
                     found[k] = way
         return found
@@ -412,7 +412,7 @@ class _Search:
                     if bool((part * gate - x).abs().max() <= _limit(x)):
                         pick = torch.eye(z.shape[-1]).to(x)[:, start : start + width]
                         some = [] if z.shape[-1] == width else [Step(matrix=pick)]
-                        change = (now - x)[self.slots[k].to(x.device)]
+                        change = _change(now, x, self.slots[k])
                         each.branches[k].append(_Branch([*steps, *some, Step(gate)], change))
                         return True
         return False
@@ -437,7 +437,7 @@ class _Search:
             return
         for i, (k, way) in enumerate(known.items()):  # a constant counts once
             mine = steps if i == 0 else [step._replace(bias=None) for step in steps]
-            change = (now - out)[self.slots[k].to(out.device)]
+            change = _change(now, out, self.slots[k])
             each.branches[k].append(_Branch([*way, *mine], change))
 
     def _hop_together(
@@ -449,8 +449,9 @@ class _Search:
             return
         for k in each.members:
             width = self.leaves[k].shape[-1]
-            part, on = slice(start, start + width), self.slots[k].to(x.device)
-            way = _fit(each.branches[k], (now - x)[on][..., part], x[..., part])
+            part = slice(start, start + width)
+            change = _change(now, x, self.slots[k])[..., part]
+            way = _fit(each.branches[k], change, x[..., part])
             if way is None:
                 return
             parts[k], start = (part, way), start + width
@@ -460,7 +461,7 @@ class _Search:
             return
         for i, (k, (part, way)) in enumerate(parts.items()):
             step = Step(matrix=steps[0].matrix[part], bias=None if i else steps[0].bias)
-            change = (after - out)[self.slots[k].to(out.device)]
+            change = _change(after, out, self.slots[k])
             each.branches[k].append(_Branch([*way, step], change))
 
     def _find_by_value(self, each: _Join) -> None:
@@ -481,7 +482,7 @@ class _Search:
                 x = reading(value)
                 if x.shape != y.shape:
                     continue
-                moved = (reading(self.noisy[key].value) - x)[on.to(x.device)]
+                moved = _change(reading(self.noisy[key].value), x, on)
                 for place, seen in self.real.items():
                     if seen.ran != k or not place[2] or seen.value.shape != value.shape:
                         continue
@@ -630,6 +631,13 @@ def _summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
     matrix = sum(w * along(rest, eye) for w, rest in zip(weights, rests, strict=True))
     assert isinstance(matrix, Tensor) and isinstance(bias, Tensor)
     return [*ways[0][:shared], Step(matrix=matrix - bias, bias=bias[0])]
+
+
+def _change(now: Tensor, before: Tensor, on: Tensor) -> Tensor:
+    """The change of a tensor at some tokens (B, L), as exact as half numbers allow."""
+    on = on.to(before.device)
+    exact = torch.promote_types(before.dtype, torch.float32)
+    return now[on].to(exact) - before[on].to(exact)
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

@@ -177,13 +177,16 @@ def test_one_forward_and_one_backward():
     function, runs = counted(model := mamba_lm())
     gradient = TransformerAttribution(function, model, form="gradient")
     methods = [*(m(function, model) for m in SHARING), MambaAttribution(function, model), gradient]
-    compare(function, methods, token_ids(2, 6), (-1, 3))
+    with without_replays(runs):
+        compare(function, methods, token_ids(2, 6), (-1, 3))
     assert (len(runs), Counted.passes) == (1, 1)
 
 
 def test_what_runs_under_rules_of_its_own_runs_by_itself():
     function, runs = counted(model := mamba_lm())
-    compare(function, [*SHARING, LatimFlow, MambaLRP], token_ids(2, 6), (-1, 3), model=model)
+    methods = [*SHARING, LatimFlow, MambaLRP]
+    with without_replays(runs):
+        compare(function, methods, token_ids(2, 6), (-1, 3), model=model)
     assert len(runs) == 5  # each of the two, and once to compare the number
     runs.clear()
     lrp = TransformerAttribution(function, model, form="lrp")
@@ -197,7 +200,8 @@ def test_no_graph_where_nobody_takes_gradients():
     model.backbone.layers[0].mixer.register_forward_hook(
         lambda module, args, output: recording.append(torch.is_grad_enabled())
     )
-    compare(model, [ImplicitAttention, LatimNorm, LatimFlow], ids, (-1, 3))
+    with without_replays(recording):
+        compare(model, [ImplicitAttention, LatimNorm, LatimFlow], ids, (-1, 3))
     assert len(recording) == 2 and not recording[0]  # the second run is LatimFlow's own
     recording.clear()
     with torch.no_grad(), without_replays(recording):
@@ -208,9 +212,10 @@ def test_no_graph_where_nobody_takes_gradients():
 def test_nothing_is_left_behind():
     function, runs = counted(model := mamba_lm())
     before = copy.deepcopy(model.state_dict())
-    compare(function, SHARING, token_ids(2, 6), (-1, 3), model=model)
-    with pytest.raises(TargetError):
-        compare(function, SHARING, token_ids(2, 6), (-1, 99), model=model)
+    with without_replays(runs):
+        compare(function, SHARING, token_ids(2, 6), (-1, 3), model=model)
+        with pytest.raises(TargetError):
+            compare(function, SHARING, token_ids(2, 6), (-1, 99), model=model)
     gc.collect()
     assert len(runs) == 2 and all(run() is None for run in runs)
     assert context() == {}
@@ -231,5 +236,6 @@ def test_batches_in_parts_hold_one_run_at_a_time():
         runs.append(weakref.ref(out))
         return Counted.apply(out)
 
-    compare(function, SHARING, token_ids(4, 5), (-1, 3), model=model, internal_batch_size=1)
+    with without_replays(runs):
+        compare(function, SHARING, token_ids(4, 5), (-1, 3), model=model, internal_batch_size=1)
     assert len(runs) == 4 and not any(alive)

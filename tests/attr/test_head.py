@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.every_method import without_replays
 from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo.mamba import padded_batch, transformers_model
@@ -79,12 +80,13 @@ def test_decompositions_are_those_of_all_logits(
 def test_so_are_contributions_to_logits(
     target: Any, contrast: Any, count: int, model: Any, positions: list[int]
 ) -> None:
-    expected, found = (
-        LatimLogit(function, model).attribute(
-            IDS, target, contrast=contrast, mixing="projection", verify=verify
+    with without_replays(positions):
+        expected, found = (
+            LatimLogit(function, model).attribute(
+                IDS, target, contrast=contrast, mixing="projection", verify=verify
+            )
+            for function, verify in ((whole(model), False), (model, True))
         )
-        for function, verify in ((whole(model), False), (model, True))
-    )
     assert positions == [TOKENS, count]
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 

@@ -211,7 +211,7 @@ def test_a_hook_that_moves_tokens_is_followed_or_refused(method: Any) -> None:
             found = method(model).decompose(ids, TARGET)
             torch.testing.assert_close(found.output, model(ids).logits[:, -1, 3])
             assert found.delta.abs().max() < 1e-5
-        elif method.__name__ == "LatimLogit" and move == "shift":
+        elif method.__name__ == "LatimLogit" and where == 1:
             no_delta(method, model, model, ids)  # of the last mixer it reads gradients alone
         else:
             with pytest.raises(InputError, match=complaint):
