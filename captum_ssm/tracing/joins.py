@@ -101,6 +101,7 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
         order: which of the first layer's tokens each of the output's is (L,); None if they are the
             same.
     """
+    replays.settle_every_hook()  # vectors have what a hook makes of them, or are refused
     with torch.no_grad():
         _Search(replays, stages, order).find()
 

@@ -284,6 +284,17 @@ def test_mixers_that_join_the_stream_in_turn(kind: str) -> None:
             x = module(x)
 
 
+@pytest.mark.parametrize("method", [LatimNorm, LatimALTI, LatimLogit])
+def test_a_hook_counts_once_in_every_call(method: Any) -> None:
+    """What is known of the model from the first call on changes nothing."""
+    model, x = model_of(*[lambda block, out, x: out] * 2)
+    model[0].mixer.register_forward_hook(lambda module, args, out: out * 0.3)
+    expected = method(model_of(lambda b, out, x: 0.3 * out, lambda b, out, x: out)[0])
+    wanted = expected.attribute(x, TARGET)
+    for _ in range(2):
+        assert relative_error(method(model).attribute(x, TARGET), wanted) <= CLOSE
+
+
 # --- no stream at all ----------------------------------------------------------------------------
 
 
