@@ -550,12 +550,12 @@ class _Search:
             self._link(slots.view_as(self.keep), found)
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
-        if self.is_constant:  # nothing tells
+        if not self.per_token and not self.is_constant:
+            self._link_pooled(found)
+        if self.is_constant or not bool(found[-1].any()):  # nothing tells
             stage = [k for k in range(n) if torch.equal(found[k], found[n - 1])]
             found[-1] = found[n - 1]
             found[-1, [k + 1 for k in stage]] = True
-        elif not self.per_token:
-            self._link_pooled(found)
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
