@@ -18,6 +18,8 @@ it is told from a stream.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -349,16 +351,21 @@ class _Search:
         return None if same else given.cpu()
 
     def _subsets(self) -> Iterator[Tensor]:
-        """Yield sets of tokens (B, L), another one in every example, that tell tokens apart.
+        """Yield sets of tokens (B, L) that tell every token from every other, of its batch.
 
-        Half of them at random, several times where some are padded and cannot be rolled; of few
-        those with each bit in their number, too.
+        Of few tokens each is in another half of the sets, so that none is in all sets of another
+        one.  Of more a random half and its complement see what reaches several tokens, three times
+        where some are padded and cannot be rolled.
         """
-        tokens, few = self.keep.shape[1], self.keep.shape[1] <= _FEW
-        for _ in range(1 if few or self.all_real else 3):
+        tokens, device = self.keep.shape[1], self.keep.device
+        if tokens <= _FEW:
+            for on in _halves(self.keep.numel()).T:
+                yield on.view(self.keep.shape).to(device)
+            return
+        for _ in range(1 if self.all_real else 3):
             drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
-            yield drawn.argsort(1).to(self.keep.device) < tokens // 2
-        yield from self._with_bits(tokens) if few else ()
+            on = drawn.argsort(1).to(device) < tokens // 2
+            yield from (on, ~on)
 
     def _with_bits(self, tokens: int) -> Iterator[Tensor]:
         """Yield the tokens (B, L) with each bit in their number, other tokens in each example."""
@@ -651,3 +658,11 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
             raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
+
+
+def _halves(tokens: int) -> Tensor:
+    """For each token another half of as few sets as there have to be, (tokens, sets)."""
+    count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
+    chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
+    index = torch.tensor(list(chosen), device="cpu")
+    return torch.zeros(tokens, count, dtype=torch.bool, device="cpu").scatter_(1, index, True)
