@@ -30,16 +30,16 @@ Between = Callable[[Tensor], Tensor]
 class Net(nn.Module):
     """Two mixers on a residual stream, with a function between them."""
 
-    def __init__(self, between: Between) -> None:
+    def __init__(self, between: Between, before: Between = lambda x: x) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(11, 8).double()
         self.a, self.b = wrapped.mixer("mamba"), wrapped.mixer("mamba")
         self.head = nn.Linear(8, 11).double()
-        self.between = between
+        self.between, self.before = between, before
 
     def forward(self, ids: Tensor) -> Any:
-        x = self.embed(ids)
+        x = self.before(self.embed(ids))
         x = self.between(x + self.a(x))
         return self.head(x + self.b(x))
 
@@ -116,6 +116,38 @@ def test_parts_that_mix_tokens_are_refused(between: Between, batch: int, tokens:
         batch = 2
     with pytest.raises(InputError, match="has mixed"):
         rollout(between, batch, tokens)
+
+
+def one_of_another(x: Tensor) -> Tensor:
+    return x.index_add(1, torch.tensor([3]), x[:, [2]])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "sizes"),
+    [
+        (lambda x: x + x[:, :1], range(4, 40)),
+        (lambda x: x + x[:, -1:], range(4, 40)),
+        (one_of_another, range(4, 33)),
+    ],
+    ids=["the first token is in all", "the last token is in all", "one token is in another"],
+)
+def test_few_tokens_that_reach_others_are_enough(before: Any, sizes: range, batch: int) -> None:
+    """Whatever the number of a token, there is noise at it alone of any two."""
+    with wrapped.never_rounded():
+        method = ImplicitAttentionRollout(Net(lambda x: x, before).eval())
+        for tokens in sizes:
+            with pytest.raises(InputError, match="has mixed"):
+                method.attribute(torch.randint(11, (batch, tokens)), query=-1)
+
+
+def test_a_first_token_that_is_replaced_has_no_relevance() -> None:
+    with wrapped.never_rounded():
+        net, x = Net(lambda x: x).eval(), torch.randn(1, 3, 8).double()
+        net.embed = nn.Identity()
+        forward = lambda x: net(torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))  # noqa: E731
+        found = ImplicitAttention(forward, net).attribute(x, query=-1, per_token=True)
+        assert found[0, 0] == 0 < found[0, 1:].abs().min()
 
 
 def test_tokens_that_are_there_twice_are_refused() -> None:
