@@ -82,7 +82,8 @@ def given_tokens(
         or not all(map(_alike, known.values, values))
     ):
         require_deterministic(module)
-        devices = {x.device for x in module.parameters() if x.is_cuda}
+        on_gpu = torch.cuda.is_available()
+        devices = {x.device for x in module.parameters() if x.is_cuda and on_gpu}
         with torch.no_grad(), torch.random.fork_rng(devices):
             found = _found(module, given, mixers, vouched)
         known = _Known(call, [_kept(x) for x in values], found)

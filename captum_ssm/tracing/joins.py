@@ -361,11 +361,11 @@ class _Search:
         first = self.layers[min(members)]
         block, inside = first.call.block, False
         before = [first.in_order(first.call.hidden_states)]
-        before = [x for x in before if x.shape == rest.shape]
+        before = [x.to(rest.device) for x in before if x.shape == rest.shape]
         left: list[Tensor] = []
         for key, seen in self.real.items():
             if min(members) <= seen.ran <= ran and seen.value.numel() == rest.numel():
-                x = reading(seen.value)
+                x = reading(seen.value).to(rest.device)
                 if x.shape != rest.shape:
                     continue
                 if seen.ran == min(members) and key[2]:
@@ -395,7 +395,7 @@ class _Search:
             return False
         width, (k,) = x.shape[-1], each.members
         gates = [
-            reading(other.value)
+            reading(other.value).to(x.device)
             for place, other in self.real.items()
             if not place[2] and other.ran == seen.ran and other.value.shape == seen.value.shape
         ]
@@ -487,10 +487,10 @@ class _Search:
                 for place, seen in self.real.items():
                     if seen.ran != k or not place[2] or seen.value.shape != value.shape:
                         continue
-                    rest = reading(seen.value)
-                    gate = (x - rest) / y
+                    rest = reading(seen.value).to(x.device)
+                    gate = (x - rest) / y.to(x.device)
                     held = (moved - gate[on.to(x.device)] * change).abs().max() <= _limit(moved, 64)
-                    way: Way | None = [Step(gate)] if bool(held) else _norm_of(y, x - rest, None)
+                    way: Way | None = [Step(gate)] if bool(held) else _norm_of(y.to(x.device), x - rest, None)
                     if way is not None and not _is_constant(x - rest, x):
                         each.found = _Found({k: way}, rest, key, reading)
                         return True
