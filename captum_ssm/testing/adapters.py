@@ -446,6 +446,9 @@ def _offload(subject: _Subject) -> None:
     model = copy.deepcopy(subject.model)
     model = accelerate.cpu_offload(model, torch.device("cpu"), preload_module_classes=blocks)
     assert any(x.is_meta for x in model.parameters()), "no weight was offloaded"
+    with torch.no_grad():
+        wanted, found = (logits_of(_run(x, subject.wide)) for x in (subject.model, model))
+    _close("the offloaded model returns something else", found, wanted)
     _explains_the_same(subject, model)
 
 

@@ -35,8 +35,8 @@ from .hooks import hooked, swap_first
 from .layer import Layer
 from .replays import UNITS, Replays, changed
 
-#: Up to so many tokens, their numbers tell every order from every other.  Of more, a random half
-#: tells all orders that move many tokens, and tokens that are rolled on tell those that move few.
+#: Up to so many tokens, a few sets tell each from every other.  Of more, a random half and its
+#: complement tell orders that move many tokens, and tokens that are rolled on those that move few.
 _FEW = 32
 
 #: What to do where layers cannot be folded.
