@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..mixers.base import Call
 from ..tracing import Layer, Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
-from ..tracing.joins import INPUT, Part, place
 from ..tracing.observe import Arguments, Watcher
+from ..tracing.parts import INPUT, Part, place
 from ..tracing.replays import Replays
 from .mode import Linearising
 from .network import under_rules
@@ -120,7 +120,7 @@ class DirectPaths(Watcher):
         given: Tensor | None,
         order: Tensor | None,
     ) -> None:
-        """Find the tokens of all parts; see :func:`~captum_ssm.tracing.joins.place`.
+        """Find the tokens of all parts; see :func:`~captum_ssm.tracing.parts.place`.
 
         Args:
             replays, stages, given, order: of the run, as there.

@@ -1,0 +1,205 @@
+"""The tokens of tensors beside the mixers, and the layers that they read, asked of replays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .hooks import hooked, swap_first
+from .layer import Layer
+from .replays import Replays, changed
+
+#: So many draws of tokens tell the orders apart in which parts may read them.
+_SUBSETS = 3
+_SEED = 2_718_281
+
+
+class Part(NamedTuple):
+    """A tensor of a run: what entered or left a module, or the input itself.
+
+    Attributes:
+        module: the module; None of the input.
+        call: the number of its call, from 1.
+        enters: whether the tensor entered it.
+        ran: how many mixers had run.
+    """
+
+    module: nn.Module | None
+    call: int
+    enters: bool
+    ran: int
+
+
+#: The input itself.
+INPUT = Part(None, 0, False, 0)
+
+
+class Place(NamedTuple):
+    """How a part belongs to the layers.
+
+    Attributes:
+        given: which of its tokens each of the first layer's is (B, L), -1 for none; None if they
+            are the same.
+        mixers: the number of the last mixer that it reads, from 1; 0 for none.
+    """
+
+    given: Tensor | None
+    mixers: int
+
+
+def place(
+    replays: Replays,
+    stages: Sequence[Sequence[Layer]],
+    given: Tensor | None,
+    order: Tensor | None,
+    parts: Sequence[Part],
+    looked_up: Tensor | None,
+) -> list[Place | None]:
+    """Find the tokens of parts that act within tokens, and the layers that they read.
+
+    Args:
+        replays: of the run, whose layers are arranged.
+        stages: the layers that act on one residual stream together.
+        given: which token of the input each of the first layer's is (B, L); None if they are the
+            same.
+        order: which of the first layer's tokens each of the output's is (L,); None if they are the
+            same.
+        parts: the parts.
+        looked_up: which of the explained ids each token of the input is (B, L'), -1 for none; None
+            if they are the same.
+
+    Returns:
+        For each part its place; None for one of which it is not told.
+    """
+    layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
+    embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
+    # one that reads the token before returns in replays what it returned
+    parts = [p._replace(enters=True) if p.module in shifted else p for p in parts]
+    replays.root = replays.start if embeddings is None else embeddings
+    batch, tokens = replays.leaf(0).shape[:2]
+    own = torch.arange(tokens, device="cpu").expand(batch, -1)
+    known = [None, order, *(layer.order for layer in layers)]
+    orders = [own[0] if each is None else each.cpu() for each in known]
+    readings = [x.argsort().expand(batch, -1) for x in orders]
+    readings += [x.flip(0).argsort().expand(batch, -1) for x in orders]
+    if given is not None:
+        readings.append(given.cpu())
+    kept: list[Tensor] = []
+    for each in readings:
+        if not any(torch.equal(each, one) for one in kept):
+            kept.append(each)
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+
+    def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """What the first layer and the parts read, with noise at tokens of layers (B, L)."""
+
+        def leaf(k: int, _: Tensor) -> Tensor:
+            at, turn = on.get(k), layers[k].order
+            if at is None:
+                return replays.leaf(k).clone()
+            at = at if turn is None else at.index_select(1, turn.to(at.device))
+            return replays.noisy(replays.leaf(k), at, k)
+
+        def begin(x: Tensor) -> Tensor:
+            begun.append(torch.rand(x.shape[:2], generator=generator, device="cpu") < 0.5)
+            return replays.noisy(x, begun[-1])
+
+        with _first_tensors(parts) as found, torch.no_grad():
+            entering, _ = replays.run(leaf, begin if root else None)
+        return entering[0], [found.get(p[:3]) for p in parts]
+
+    begun: list[Tensor] = []
+    first, calm = run({}, False)
+
+    def moved(at: int, x: Tensor | None) -> Tensor | None:
+        """Where a part is not what it was (B, L')."""
+        if parts[at].module is None:
+            if embeddings is not None or looked_up is None:
+                return begun[-1]
+            own = looked_up.cpu()  # noise is at the ids, of which these are made
+            return begun[-1].gather(1, own.clamp_min(0)) & (own >= 0)
+        before = calm[at]
+        if x is None or before is None or x.shape != before.shape:
+            return None
+        if x.dim() < 2 or x.shape[:-1].numel() % batch:
+            return None
+        return changed(*(y.reshape(batch, -1, y.shape[-1]) for y in (x, before))).cpu()
+
+    fitting = [[*kept] for _ in parts]
+    for _ in range(_SUBSETS):
+        on = torch.rand((batch, tokens), generator=generator, device="cpu") < 0.5
+        entered, now = run(dict.fromkeys(range(len(layers)), on), True)
+        arrived = changed(entered, first).cpu()
+        for at, x in enumerate(now):
+            met = moved(at, x)
+            fitting[at] = [
+                reading
+                for reading in fitting[at]
+                if met is not None and _agrees(met, reading, (arrived, on, arrived | on))
+            ]
+    stage_of = {number[layer]: i for i, stage in enumerate(stages) for layer in stage}
+    reads = [False] * len(parts)
+    for start in range(0, len(stages), tokens):
+        some = range(start, min(start + tokens, len(stages)))
+        slots = own.clone() % len(some) + start
+        on_stages = {k: slots == i for k, i in stage_of.items() if i in some}
+        _, now = run(on_stages, False)
+        for at, x in enumerate(now):
+            ran = parts[at].ran
+            met = moved(at, x) if ran else None
+            if met is None or not fitting[at] or stage_of[ran - 1] not in some:
+                continue
+            reading = fitting[at][0]
+            mine = met.gather(1, reading.clamp_min(0)) & (reading >= 0)
+            reads[at] = bool((mine & (slots == stage_of[ran - 1])).any())
+    out: list[Place | None] = []
+    for at, (_, _, _, ran) in enumerate(parts):
+        if not fitting[at]:
+            out.append(None)
+            continue
+        stage = [number[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
+        found = fitting[at][0]
+        out.append(Place(None if found is kept[0] else found, ran if reads[at] else stage[0]))
+    return out
+
+
+def _agrees(met: Tensor, reading: Tensor, expected: Sequence[Tensor]) -> bool:
+    """Whether a part changed at the tokens that were expected of it, read in some order."""
+    if int(reading.max()) >= met.shape[1]:
+        return False
+    mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
+    return any(bool(((mine == each) | ~there).all()) for each in expected)
+
+
+@contextmanager
+def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
+    """Keep what enters and leaves modules in the run inside the ``with``, at each call."""
+    found: dict[tuple[Any, ...], Tensor] = {}
+    wanted, calls = {part[:3] for part in parts}, Counter[nn.Module]()
+    running: dict[nn.Module, list[int]] = {}
+
+    def note(key: tuple[Any, ...], value: Any) -> None:
+        if key in wanted:
+            x = swap_first(value, lambda x: x)[1]
+            if x is not None:
+                found[key] = x.detach().clone()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module] += 1
+        running.setdefault(module, []).append(calls[module])
+        note((module, calls[module], True), (args, kwargs))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        note((module, running[module].pop(), False), output)
+
+    with ExitStack() as stack:
+        for module in {part.module for part in parts if part.module is not None}:
+            register = module.register_forward_pre_hook
+            stack.enter_context(hooked(register, enter, with_kwargs=True))
+            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
+        yield found
