@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -131,3 +131,18 @@ class Running:
                 self._names.pop()
 
         return enter, leave
+
+
+def sequences_in(value: Any) -> Iterator[Tensor]:
+    """Yield the floating sequences and maps in a nest of values.
+
+    Args:
+        value: tensors in tuples, lists and mappings, and anything else.
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
+            yield value
+        return
+    parts = value.values() if isinstance(value, Mapping) else value
+    for part in parts if isinstance(value, tuple | list | Mapping) else ():
+        yield from sequences_in(part)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hooks import hooked
+from .hooks import hooked, sequences_in
 from .layer import Layer
 from .replays import Replays, changed
 from .values import (
@@ -267,7 +267,7 @@ class _Search:
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
-            for i, x in enumerate(_floating(value)):
+            for i, x in enumerate(sequences_in(value)):
                 meet((module, call, enters, i), x)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -556,14 +556,3 @@ class _Search:
 def _added(ways: Mapping[int, Way], leaves: Sequence[Tensor], like: Tensor) -> Tensor:
     some = [along(way, leaves[k].to(like)) for k, way in ways.items()]
     return sum(some[1:], some[0])
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    """Yield the floating sequences and maps in a nest of values."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
-            yield value
-        return
-    parts = value.values() if isinstance(value, Mapping) else value
-    for part in parts if isinstance(value, tuple | list | Mapping) else ():
-        yield from _floating(part)

@@ -23,7 +23,7 @@ from ..mixers.base import Call, first_tensor, in_batch
 from ..operators.kernels.arithmetic import unseen
 from .changes import lasting
 from .find import Mixer
-from .hooks import at_both_ends, hooked, swap_first
+from .hooks import at_both_ends, hooked, sequences_in, swap_first
 from .layer import Layer, same_memory
 from .observe import observe
 
@@ -190,6 +190,9 @@ class Replays:
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
+        #: The largest number of each width around the mixers, once measured: noise at a leaf has
+        #: to be seen in a stream that is a thousand times larger.
+        self._largest: dict[int, Tensor] = {}
         #: Mixers whose outputs are leaves as hooks of others have left them.
         self._settled: set[nn.Module] = set()
         if beginning.looked_up is not None:
@@ -266,12 +269,32 @@ class Replays:
             other = known[next_one] if len(known) > 1 else 1 - x
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
+            if k >= 0 and x.shape[-1] in self._largest:
+                size = torch.maximum(size, self._largest[x.shape[-1]].to(size))
             mean = size.mean()
             other = x + self._noise(x, k) * torch.maximum(size, mean + (mean == 0))
         if on is True:
             return other
         on = on.to(x.device)
         return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure in the replay inside the ``with`` how large noise has to be."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for x in sequences_in((args, kwargs)):
+                if x.dim() == 3:
+                    most = torch.finfo(x.dtype).max / 64  # noise stays finite
+                    size, known = x.abs().max().clamp(max=most), self._largest.get(x.shape[-1])
+                    known = size if known is None else torch.maximum(size, known.to(size))
+                    self._largest[x.shape[-1]] = known
+
+        with ExitStack() as stack:
+            for module in self.beginning.around:
+                register = module.register_forward_pre_hook
+                stack.enter_context(hooked(register, enter, with_kwargs=True))
+            yield
 
     def _noise(self, x: Tensor, k: int) -> Tensor:
         """A direction of features for each layer, of another size and sign at each token."""

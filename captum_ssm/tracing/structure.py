@@ -281,7 +281,8 @@ class _Search:
         replays.settle_hooks([*self._with_bits(keep.shape[1])])
         self.leaves = [replays.leaf(k) for k in range(len(layers))]
         # once without noise: the output, as replays have it, and whether runs are repeatable
-        again, self.output = self._silent()
+        with replays.measuring():
+            again, self.output = self._silent()
         checks = [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
         *moved, infinite = torch.stack(
             [*checks, ~output.detach().isfinite().all().to(keep.device)]

@@ -12,6 +12,8 @@ from .way import Step, Way, along
 
 #: So many tokens tell which tensors may be alike.
 _SAMPLE = 16
+#: What modules raise at inputs that they do not take.
+_OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class Branch(NamedTuple):
@@ -179,7 +181,7 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
         bias = module(torch.zeros_like(x[:1, :1]))
         eye = torch.eye(width, dtype=x.dtype, device=x.device)
         matrix = (module(eye[None]) - bias)[0]
-    except Exception:  # it takes something else
+    except _OF_INPUTS:  # it takes something else
         return None
     bias = bias[0, 0]
     if matrix.dim() == 2 and bool((x @ matrix + bias - out).abs().max() <= rounding_of(out, 16)):

@@ -49,6 +49,19 @@ def test_large_embeddings(dtype: torch.dtype, method: str) -> None:
     assert relative_error(found, wanted) <= 2 * TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_follow_each_other_on_a_large_stream(seed: int, dtype: torch.dtype) -> None:
+    """Noise at a layer is seen by the next, however little the layer adds to the stream."""
+    torch.manual_seed(seed)
+    model, ids = language_model("mamba2"), token_ids()
+    with torch.no_grad():
+        model.backbone.embeddings.weight.mul_(2.0**12)
+    half = model.to(dtype)
+    found, wanted = METHODS["rollout"](half, ids), METHODS["rollout"](in_double(half), ids)
+    assert relative_error(found, wanted) <= 0.002
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_outside_the_range(method: str) -> None:
     """Finite, or an error that names the layer; nothing in between."""
