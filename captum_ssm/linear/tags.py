@@ -191,7 +191,7 @@ def _again(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list
     """What a function makes of tagged copies; as many times None where that is not known."""
     try:
         out = func(*args, **kwargs)
-    except Exception:  # a tagged id is no index
+    except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is no index
         return [None] * count
     found = [x.cpu().long() for x in _tensors(args[:1] if out is None else (out,))]
     return list(found) if len(found) == count else [None] * count
