@@ -223,6 +223,7 @@ class _Search:
             around = [seen.value for seen in self.real.values() if seen.ran == k]
             sizes = [x.abs().max().to(leaf) for x in around if x.numel() == leaf.numel()]
             loud = _LOUD * torch.stack([leaf.abs().max(), *sizes]).max()
+            loud = loud.clamp(max=torch.finfo(leaf.dtype).max / 64)
             generator = torch.Generator("cpu").manual_seed(_SEED + k)
             noise = torch.randn(leaf.shape[1:], generator=generator, device="cpu").to(leaf)
             self.loud[k] = leaf + noise * (loud + (loud == 0))
