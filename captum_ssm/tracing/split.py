@@ -29,7 +29,8 @@ def is_split(module: nn.Module) -> bool:
 def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Raise for a module whose split weights :func:`whole` does not gather.
 
-    FSDP gathers weights by itself for the time of a call.
+    FSDP gathers weights by itself for the time of a call.  Before version 5.21 transformers split
+    weights into plain tensors, and only a name that it leaves on the module tells.
 
     Args:
         model: the model.
@@ -41,7 +42,7 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     if any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         return
     for module in modules:
-        if is_split(module) and "forward" not in vars(module):
+        if (is_split(module) and "forward" not in vars(module)) or hasattr(module, "_hf_tp_plan"):
             name = next(name for name, each in model.named_modules() if each is module)
             raise InputError(
                 f"Module {name!r}: its weights are split between processes in a way that is not "
