@@ -7,30 +7,34 @@ by name: a mean over the heads that they found would be one over a part of the h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import InputError
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return whether weights of a module itself are split between processes.
+    """Return whether a plan of transformers splits a module itself, which :func:`whole` undoes.
+
+    Some plans replace the ``forward`` of modules whose weights stay whole, and sum gradients there.
 
     Args:
         module: the module; its submodules are not asked.
     """
-    return any(map(_is_part, module._parameters.values()))
+    code: str = getattr(vars(module).get("forward"), "__module__", "")
+    return code.startswith("transformers.distributed.")
 
 
 def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Raise for a module whose split weights :func:`whole` does not gather.
 
-    FSDP gathers weights by itself for the time of a call.  Before version 5.21 transformers split
-    weights into plain tensors, and only a name that it leaves on the module tells.
+    FSDP gathers weights by itself for the time of a call.  Earlier versions of transformers split
+    weights into plain tensors; an attribute that they leave on the module tells.
 
     Args:
         model: the model.
@@ -39,15 +43,15 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     Raises:
         InputError: naming the module.
     """
-    if any(type(module).__name__.startswith("FSDP") for module in model.modules()):
-        return
+    by_fsdp = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for module in modules:
-        if (is_split(module) and "forward" not in vars(module)) or hasattr(module, "_hf_tp_plan"):
+        known = by_fsdp or is_split(module) or not _parts(module)
+        if not known or hasattr(module, "_hf_tp_plan"):
             name = next(name for name, each in model.named_modules() if each is module)
             raise InputError(
                 f"Module {name!r}: its weights are split between processes in a way that is not "
-                "supported, and no process has the whole module. Load the model with tp_plan of "
-                "transformers, or with device_map, which puts whole layers on devices."
+                "supported, and no process has the whole module. Load the model with a newer "
+                "transformers and tp_plan, or with device_map, which puts whole layers on devices."
             )
 
 
@@ -60,13 +64,13 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     Args:
         modules: the modules; those that are not split stay as they are.
     """
+    gathered = functools.cache(_gathered)  # a weight that modules share once
     with ExitStack() as stack:
-        for module in modules:
-            if is_split(module) and "forward" in vars(module):
-                stack.callback(module._parameters.update, dict(module._parameters))
-                stack.callback(vars(module).update, forward=vars(module).pop("forward"))
-                for name, weight in module._parameters.items():
-                    module._parameters[name] = _gathered(weight)
+        for module in filter(is_split, modules):
+            own, weights = vars(module), module._parameters
+            stack.callback(weights.update, dict(weights))
+            stack.callback(own.update, forward=own.pop("forward"))
+            weights.update({name: gathered(weight) for name, weight in weights.items()})
         yield
 
 
@@ -80,17 +84,19 @@ def least(number: int, modules: Iterable[nn.Module]) -> int:
         number: of this process.
         modules: of the model.
     """
-    from torch.distributed.tensor import DTensor, Partial
-
-    part: Any = next((x for m in modules for x in m._parameters.values() if _is_part(x)), None)
+    part: Any = next((x for m in filter(is_split, modules) for x in _parts(m)), None)
     if part is None:
         return number
+    from torch.distributed.tensor import DTensor, Partial
+
     mesh, own = part.device_mesh, part.to_local().new_full((), number, dtype=torch.int64)
     return int(DTensor.from_local(own, mesh, [Partial("min")] * mesh.ndim).full_tensor())
 
 
-def _is_part(weight: Tensor | None) -> bool:
-    return any(not place.is_replicate() for place in getattr(weight, "placements", ()))
+def _parts(module: nn.Module) -> list[Any]:
+    """The weights of a module itself of which each process has a part."""
+    weights: Any = module._parameters.values()
+    return [x for x in weights if not all(p.is_replicate() for p in getattr(x, "placements", ()))]
 
 
 @torch.no_grad()
