@@ -30,6 +30,7 @@ from ..tracing.hooks import Running
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
+from ..tracing.split import require_gathered, whole
 from ..tracing.verification import (
     accepted,
     output_errors,
@@ -378,6 +379,8 @@ def under_rules(
         mode.begin(inputs)
     with ExitStack() as stack:
         running.watch(stack)
+        require_gathered(model, model.modules())
+        stack.enter_context(whole(model.modules()))
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
         stack.enter_context(torch.enable_grad())

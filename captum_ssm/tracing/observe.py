@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
 from ..mixers.base import Call
 from ..mixers.parts.heard import Heard, telling
 from ..mixers.registry import refusal
@@ -21,6 +20,7 @@ from .gradients import recordable
 from .hooks import at_both_ends, hooked, swap_first
 from .repair.fused import unfused
 from .repair.loops import repaired_scans
+from .split import is_split, require_gathered
 
 #: Arguments of a call, by position and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,9 +101,7 @@ def observe(
         gradients: whether autograd is to record the runs.
         vouched: whether the user named the mixers and vouches for the rest.
     """
-    if not any(type(module).__name__.startswith("FSDP") for module in model.modules()):
-        for mixer in mixers:  # FSDP gathers weights for the time of a call
-            _require_whole(mixer)
+    require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
     without_caches(model, stack)
     for name, stranger in () if vouched else strangers(model):
         refuse = functools.partial(_refuse, name)
@@ -125,17 +123,6 @@ def observe(
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
-
-
-def _require_whole(mixer: Mixer) -> None:
-    """Raise for a mixer of which this process has some of the heads alone."""
-    for weight in mixer.module.parameters():
-        if any(place.is_shard() for place in getattr(weight, "placements", ())):
-            raise InputError(
-                f"Mixer {mixer.name!r}: its weights are split between processes, as tp_plan does "
-                "it, so that no process has the whole mixer. Load the model with device_map, "
-                "which puts whole layers on devices."
-            )
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:
@@ -252,7 +239,8 @@ def _listen(
             call.returned(output)
 
     for child in mixer.children():
-        if next(child.parameters(), None) is not None:
+        # of a split one the mixer is told a part
+        if next(child.parameters(), None) is not None and not any(map(is_split, child.modules())):
             register = child.register_forward_pre_hook
             contexts.enter_context(hooked(register, before, prepend=True, with_kwargs=True))
             contexts.enter_context(hooked(child.register_forward_hook, between, prepend=True))

@@ -19,6 +19,7 @@ from ..mixers.base import Call, LinearMixer
 from .adapter import check_operator, linear_form
 from .find import Mixer
 from .projection import Projection, projection_of, refused_by_example
+from .split import is_split, whole
 
 #: What accelerate puts on a module: its hook, the forward it wraps, and the wrapper.
 _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
@@ -41,9 +42,12 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 
 def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
-    """The modules that hooks bring weights in for, those aside that are loaded because they run."""
+    """The modules that hooks bring weights in for, those aside that are loaded because they run.
+
+    Of split ones weights are gathered, whether they run or not.
+    """
     around = () if running else reversed(mixer.around)
-    return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m)]
+    return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
 
 
 def _loading(
@@ -60,19 +64,6 @@ def _loading(
     return replace(linear, project=project)
 
 
-@contextmanager
-def brought_in(module: nn.Module) -> Iterator[None]:
-    """A context in which a module's weights are in reach, which is not running.
-
-    Args:
-        module: the module; what is loaded is what its own hook brings in.
-    """
-    with ExitStack() as stack:
-        if _is_hooked(module):
-            _load(module, stack)
-        yield
-
-
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     """The linear mixer with its output projection as it is now, whatever becomes of the module.
 
@@ -85,7 +76,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
         linear: what :func:`linearize` returned while it was running.
     """
     hooked = _hooked(mixer)
-    if hooked:
+    if any(map(_is_hooked, hooked)):
         return _loading(hooked, mixer, call, linear)
     refuse = refused_by_example(mixer, linear)
     if refuse is not None:
@@ -131,7 +122,7 @@ def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterat
 
     The hooks are off meanwhile: run for a submodule, one would take its weights away again.
     """
-    with ExitStack() as stack:
+    with whole(hooked), ExitStack() as stack:
         for module in filter(_is_hooked, hooked):  # none of them twice
             if module is mixer:
                 args, kwargs = _load(module, stack, *call.args, **call.kwargs)

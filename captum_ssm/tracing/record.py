@@ -25,6 +25,7 @@ from .memory import bytes_of, free_memory
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .projection import Projection
+from .split import least
 from .verification import (
     Errors,
     accepted,
@@ -250,7 +251,8 @@ def trace(
     """
     module = find_model(model)
     mixers = find_mixers(module, layers)
-    room = free_memory(_device_of(module)) // _SHARE if operators else None
+    free = least(free_memory(_device_of(module)), module.modules()) if operators else None
+    room = None if free is None else free // _SHARE
     record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())

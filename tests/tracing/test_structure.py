@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from oracles import relative_error
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from zoo import wrapped
 from zoo.mamba import transformers_model
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import GradientModeError, InputError, TrainingModeError
 from captum_ssm.tracing import structure
 
@@ -381,21 +378,3 @@ def test_a_text_that_is_padded_is_asked_at_its_real_tokens() -> None:
     found = method.attribute(ids, additional_forward_args=mask)
     alone = ImplicitAttentionRollout(model).attribute(ids[1:, 7:])
     torch.testing.assert_close(found[1:, 7:], alone, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimFlow])
-def test_weights_split_between_processes_are_refused(method: Any) -> None:
-    """Of the heads that this process has the mean is another, and no operator shows it."""
-    model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        projection = model.backbone.layers[1].mixer.in_proj
-        split = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)])
-        projection.weight = nn.Parameter(split)
-        with pytest.raises(
-            InputError, match=r"layers\.1\.mixer.*split between processes.*device_map"
-        ):
-            method(model).attribute(ids, target=(-1, 3))
-    finally:
-        dist.destroy_process_group()
