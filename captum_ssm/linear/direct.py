@@ -220,6 +220,7 @@ def direct_paths(
     """
     with ExitStack() as stack:
         mode = stack.enter_context(under_rules(model, inputs))
+        mode.defers = True  # what only mixers and parts within tokens read is cut from the paths
         paths = DirectPaths(mode)
         for part in _within_tokens(model, find_mixers(model, layers)):
             paths.cut_if_bent(part, stack)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from .constants import Ledger, share
-from .functions import BENT, FROZEN, plain
+from .functions import BENT, FROZEN, VIEWS, plain
 from .rules import RULES, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
@@ -23,8 +23,27 @@ from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
+#: They return memory in which nothing is written yet.
+_EMPTY = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
+_VIEWS = frozenset(["detach", *VIEWS.split()])
+#: Their second factor may be a weight, which a kernel has unpacked.
+_WEIGHED = frozenset(["linear", "matmul", "mm"])
+
 #: They look ids up as well, in results that do not tell which token is which.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
+
+
+class _Refused(torch.autograd.Function):
+    """A value of which nothing tells how it depends on the input."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, leaf: Tensor, complaint: str) -> Tensor:
+        ctx.complaint = complaint
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise NotLinearError(ctx.complaint)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +74,8 @@ class Linearising(TorchFunctionMode):
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
         bends: how many functions that are not linear were met so far.
+        defers: whether what has no linear form is refused only if a gradient reaches it. Default:
+            False.
         labels: says which paths a backward pass follows.
         where: returns the name of the module that is running.
         tell: what is told of functions before they are called, of their names and arguments, by
@@ -89,6 +110,7 @@ class Linearising(TorchFunctionMode):
         self.others: tuple[Tensor, ...] = ()
         self.ledger = Ledger(where, constants)
         self.bends = 0
+        self.defers = False
         self.where = where
         self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self.given: Tensor | None = None
@@ -101,6 +123,8 @@ class Linearising(TorchFunctionMode):
         self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
+        #: Memory in which no function of torch has written, and its version.
+        self._unwritten = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """What to be in for functions to be left as they are."""
@@ -180,6 +204,12 @@ class Linearising(TorchFunctionMode):
         tell = self.tell.get(name.removesuffix("_"))
         if tell is not None:
             tell(name, args, kwargs)
+        if name in _EMPTY:
+            return self._made_empty(func(*args, **kwargs))
+        if self._unwritten:
+            if name in _VIEWS and self._is_unwritten(args[0]):
+                return self._made_empty(func(*args, **kwargs))
+            args, kwargs = self._read(name, args, kwargs)
         found = _ids_and_table(name, args, kwargs)
         if found is not None and (name == "embedding" or self._are_given(found[0])):
             return self._looked_up(func(*args, **kwargs), *found)
@@ -193,17 +223,74 @@ class Linearising(TorchFunctionMode):
         if name in RULES:
             return RULES[name](self, func, args, kwargs)
         out = func(*args, **kwargs)
-        if self._any_live((out,)):
-            raise NotLinearError(
-                f"Module {self.where()!r} uses torch's {name}, for which no linear form is known, "
-                "on what depends on the input. If it mixes tokens, register an adapter for it (see "
-                "register_mixer); else please report the function."
-            )
+        if not self._any_live((out,)):
+            return out
+        return self._unknown(
+            out,
+            f"Module {self.where()!r} uses torch's {name}, for which no linear form is known, "
+            "on what depends on the input. If it mixes tokens, register an adapter for it (see "
+            "register_mixer); else please report the function.",
+        )
+
+    def _unknown(self, value: Any, complaint: str) -> Any:
+        """A value of which nothing tells how it depends on the input: refused now or later."""
+        if not self.defers:
+            raise NotLinearError(complaint)
+        self.bends += 1
+        if type(value) in (tuple, list):
+            return type(value)(self._unknown(item, complaint) for item in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        self.ledger.leaves.append(self.leaf(value.new_zeros(())))  # a backward pass goes on to it
+        return _Refused.apply(  # type: ignore[no-untyped-call]
+            value.detach(), self.ledger.leaves[-1], complaint
+        )
+
+    def _made_empty(self, out: Any) -> Any:
+        """Memory, of which it is noted that nothing is written in it."""
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+                self._unwritten[x] = x._version
         return out
+
+    def _is_unwritten(self, x: Any) -> bool:
+        if not isinstance(x, Tensor) or x.requires_grad:  # as what a function of autograd's returns
+            return False
+        return x in self._unwritten and self._unwritten[x] == x._version
+
+    def _read(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a function, in which it reads nothing that is not known."""
+        own = name if name == "copy_" else plain(name.removesuffix("_"))
+        if own not in RULES or not torch.is_grad_enabled():
+            return args, kwargs
+        writes = int(name[-1] == "_" and own != "__get__")  # to its first argument
+        weighed = name in _WEIGHED and len(args) > 1 and args[1].dim() < 3
+        last = 1 if weighed else len(args)
+        args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])
+        return args, {k: v if k == "out" else self.known(v) for k, v in kwargs.items()}
 
     def is_live(self, x: Any) -> bool:
         """Whether ``x`` depends on the input."""
         return isinstance(x, Tensor) and x.requires_grad
+
+    def known(self, value: Any) -> Any:
+        """A value that is read, in which a kernel may have written out of torch's sight.
+
+        Raises:
+            NotLinearError: then, or if this defers, once a gradient reaches it.
+        """
+        if type(value) in (tuple, list):
+            return type(value)(map(self.known, value))
+        if not self._is_unwritten(value):
+            return value
+        return self._unknown(
+            value,
+            f"Module {self.where()!r} reads memory of torch.empty in which no function of torch "
+            "has written. If a kernel has, nothing tells how that depends on the input. Run the "
+            "model with torch's own functions in place of the kernel.",
+        )
 
     def constant_part(self, x: Any) -> Any:
         """``x``, with zeros in place of what depends on the input."""

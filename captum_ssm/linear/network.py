@@ -188,6 +188,7 @@ class Network(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         real = call.output_tensor
         self.calls[mixer] += 1
+        self.mode.known(call.hidden_states)
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self._inside, mixer)

@@ -56,6 +56,7 @@ class Beginning:
 
     Attributes:
         looked_up: the embeddings that the ids were first looked up to (B, L, E); None so far.
+        is_ambiguous: whether these may be of the same ids in another order, as of a palindrome.
         entered: the first sequence of each length that entered a module around a mixer.
         shifted: the outputs of parts that read the token before, by module.
     """
@@ -64,6 +65,7 @@ class Beginning:
         self.model, self.ids = model, ids
         self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
         self.looked_up: Tensor | None = None
+        self.is_ambiguous = False
         #: The table of that look-up, and how often it was asked before.
         self._table: tuple[nn.Module, int] | None = None
         self.entered: dict[int, Tensor] = {}
@@ -104,6 +106,8 @@ class Beginning:
             asked[module] += 1
             if done or not (self._are_given(args) if self._table is None else self._table == this):
                 return None
+            if self._table is None and not same_memory(args[0][:, : given.shape[1]], given):
+                self.is_ambiguous = not bool(given.sort(1).values.diff(dim=1).all())
             done, self._table = True, this
             return change(output)
 
@@ -195,6 +199,8 @@ class Replays:
         self._largest: dict[int, Tensor] = {}
         #: Mixers whose outputs are leaves as hooks of others have left them.
         self._settled: set[nn.Module] = set()
+        if beginning.is_ambiguous and self._follows_ids():
+            beginning.looked_up = None
         if beginning.looked_up is not None:
             self.root = beginning.looked_up
         elif start.dim() not in (2, 3):
@@ -246,6 +252,13 @@ class Replays:
             self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
         return found
 
+    def _follows_ids(self) -> bool:
+        """Whether the first layer reads something else when other ids are given."""
+        read, _ = self.run(
+            lambda k, _: self.leaf(k).clone(), functools.partial(self.noisy, on=True)
+        )
+        return bool(changed(read[0], self.layers[0].call.hidden_states).any())
+
     @property
     def entry(self) -> Tensor | None:
         """The first sequence (B, L, E) of as many tokens as the first layer reads, if any."""
@@ -266,7 +279,7 @@ class Replays:
         if not x.is_floating_point():
             known = torch.unique(x)
             next_one = (torch.searchsorted(known, x) + 1) % len(known)
-            other = known[next_one] if len(known) > 1 else 1 - x
+            other = known[next_one] if len(known) > 1 else (x == 0).to(x)
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
             if k >= 0 and x.shape[-1] in self._largest:

@@ -389,10 +389,11 @@ class _Search:
         *found, last = (x.to(on.device) for x in self._spread(on, on))
         as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
         answers = torch.stack([as_on[:-1].all(), as_on[-1], last.any() | ~on.any()]).tolist()
-        if self.per_token and not answers[2]:
-            self.per_token, self.is_constant = False, True
-            return bool(answers[0])
-        return bool(answers[0] and answers[1])
+        if self.per_token and not answers[2]:  # or nothing reads these tokens
+            everywhere = torch.ones_like(on)
+            self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
+            self.is_constant = not self.per_token
+        return bool(answers[0] and (answers[1] or self.is_constant))
 
     def _rolls(self) -> bool:
         """Whether everything moves on by one token where the first block's tokens and leaves do.
@@ -586,26 +587,30 @@ class _Search:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Read off three replays what an output without tokens reads."""
+        """Read off a few replays what an output without tokens reads."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
-        def output(of_stage: bool, of_others: bool) -> Tensor:
+        def output(of_stage: Tensor, of_others: bool) -> Tensor:
             def leaf(k: int, _: Tensor) -> Tensor:
-                own = self.leaves[k]
+                own, order = self.leaves[k], self.orders[k]
                 if k not in stage:
                     return self.replays.noisy(own, of_others, k)
-                return self.replays.noisy(own, of_stage, k) * of_stage
+                on = of_stage if order is None else of_stage.gather(1, order)
+                return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
-            on = torch.full_like(self.keep, of_others)
-            root = self._at_root(on)
+            root = self._at_root(torch.full_like(self.keep, of_others))
             found = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
             return found.reshape(len(found), -1)
 
-        neither = output(False, False)
-        found[-1, [k + 1 for k in stage]] = changed(output(True, False), neither).any()
+        everywhere, given = torch.ones_like(self.keep), self.given >= 0
+        neither = output(~everywhere, False)
+        found[-1, [k + 1 for k in stage]] = changed(output(everywhere, False), neither).any()
         older = found[last].nonzero().flatten()
-        found[-1, older] = changed(output(False, True), neither).any()
+        found[-1, older] = changed(output(~everywhere, True), neither).any()
+        if older.tolist() == [0] and not bool(given.all()):
+            # of tokens that were not given nothing tells whether they pass the only stage by
+            found[-1, 0] |= not bool(changed(output(given, False), neither).any())
 
 
 def _small(name: str) -> str:

@@ -13,7 +13,13 @@ import pytest
 import torch
 from helpers.every_method import METHODS, OF_QUERIES, each_method, named
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+)
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.mamba import randomise, transformers_model
 
@@ -77,13 +83,25 @@ def test_virtual_tokens_have_no_place(method: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def llama() -> Any:
+def llama(attention: str = "eager") -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=19, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager",
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation=attention,
     )  # fmt: skip
     return randomise(LlamaForCausalLM(config).eval())
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=19, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = randomise(GPT2LMHeadModel(config).eval())
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.mul_(40)  # so that it is no mean of all tokens
+    return model
 
 
 @pytest.mark.parametrize("make", [llama, lambda: transformers_model("mamba")])
@@ -120,10 +138,26 @@ def test_ids_made_up_anew_in_another_order(method: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@each_fold
+@pytest.mark.parametrize("ids", [[5, 5, 5, 5], [3, 7, 7, 3], [0, 0, 0]])
+def test_ids_that_read_the_same_in_another_order(ids: list[int], method: Any) -> None:
+    """They are told by what the model reads once others are given."""
+    model, text = transformers_model("mamba"), torch.tensor([ids, ids])
+    for name in ("reversed", "rolled", "a token in front"):
+        changed, back = CHANGES[name]
+        expected = back(method(model).attribute(changed(text), target=TARGET))
+        function = lambda x, changed=changed: model(changed(x)).logits  # noqa: E731
+        found = method(function, model).attribute(text, target=TARGET)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: llama("sdpa"), gpt2])
 @each_method
-def test_packed_positions_are_explained_as_they_are_run(method: Any) -> None:
+def test_packed_positions_are_explained_as_they_are_run(
+    method: Any, make: Callable[[], Any]
+) -> None:
     """With a cache, which transformers uses unless told not to, they are one text."""
-    model, ids = llama(), torch.randint(0, 19, (1, 7))
+    model, ids = make(), torch.randint(0, 19, (1, 7))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     shown: dict[bool, Any] = {}
     for cached in (True, False):

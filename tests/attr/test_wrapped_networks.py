@@ -73,6 +73,13 @@ CASES = {
     },
     "virtual tokens read both ways": {"blocks": (BIDIRECTIONAL,), "virtual": 2},
     "a token in front read both ways": {"blocks": (BIDIRECTIONAL, BLOCK), "prepared": ("front",)},
+    "one token replaced, and all turned at the end": {
+        "blocks": (BLOCK, ("Turned",)), "prepared": ("slice", "front"), "floating": True,
+        "batch": 1, "tokens": 3,
+    },
+    "a virtual token read by the head": {
+        "blocks": (("Parts", "llama", "layer"),), "virtual": 2, "reads": 1,
+    },
     "hooks that scale what mixers return": {
         "blocks": (BLOCK, BLOCK), "hooks": ((2, "tokens", False), (5, "scale", True)),
     },

@@ -310,6 +310,31 @@ def test_parts_of_a_served_mixer_are_not_strangers() -> None:
         assert [layer.name for layer in t.layers] == [name]
 
 
+class Held(nn.Module):
+    """A registered mixer that calls another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden)
+        return out
+
+
+def test_a_served_mixer_inside_another_counts_once() -> None:
+    register_mixer(Shift, linearize_shift)
+    register_mixer(Held, lambda module, call: linearize_shift(module.inner, call))
+    shift, x = Shift(), torch.randn(2, 5, 4)
+    plain, held = Net(shift, shift), Net(Held(shift), Held(shift))
+    for method in (ImplicitAttentionRollout, LatimFlow):
+        expected = method(plain).attribute(x, target=(-1, 2))
+        torch.testing.assert_close(method(held).attribute(x, target=(-1, 2)), expected)
+    with torch.no_grad(), trace(held) as t:
+        held(x)
+    assert [layer.name for layer in t.layers] == ["mixers.0", "mixers.1"]
+
+
 def test_a_model_without_mixers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(NoMixerError) as caught, trace(model):

@@ -12,7 +12,7 @@ from zoo.extreme import with_extreme_steps as extreme
 from zoo.extreme import with_large_activations as enlarged
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, trace
-from captum_ssm.errors import NonFiniteError
+from captum_ssm.errors import NonFiniteError, NotLinearError
 from captum_ssm.tracing.verification import TOLERANCES
 
 pytestmark = pytest.mark.slow
@@ -60,6 +60,22 @@ def test_layers_follow_each_other_on_a_large_stream(seed: int, dtype: torch.dtyp
     half = model.to(dtype)
     found, wanted = METHODS["rollout"](half, ids), METHODS["rollout"](in_double(half), ids)
     assert relative_error(found, wanted) <= 0.002
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_embeddings_whose_products_underflow(method: str) -> None:
+    """The head is that of the embeddings, so that logits are around 1e-39."""
+    model, ids = language_model("mamba"), token_ids()
+    with torch.no_grad():
+        model.backbone.embeddings.weight.mul_(1e-20)
+    try:
+        found = METHODS[method](model, ids)
+    except NotLinearError as error:
+        assert "torch.float32 underflow" in str(error) and "model.double()" in str(error)
+        return
+    if method != "norm":  # whose squares are zeros
+        wanted = METHODS[method](in_double(model), ids)
+        assert relative_error(found, wanted) <= TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -76,11 +76,22 @@ def beside_massive(x: Tensor) -> Tensor:
     return torch.cat([x[:, :1] * 1e6, x[:, 1:] + 1e-3 * x[:, 1:].mean(1, keepdim=True)], 1)
 
 
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+
+
+@torch.jit.script
+def scripted_sum(x: Tensor) -> Tensor:
+    return x.cumsum(1) / 3
+
+
 WITHIN: dict[str, Between] = {
     "norm by hand": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3),
     "product": lambda x: x + torch.relu(x @ torch.ones(8, 8).double().tril()),
     "a function of autograd's": Twice.apply,
     "vmap": torch.vmap(torch.vmap(lambda x: x * x.norm())),
+    "TorchScript": scripted,
     "numpy": lambda x: torch.from_numpy(np.tanh(x.detach().numpy())),
 }
 MIXING: dict[str, Between] = {
@@ -94,6 +105,7 @@ MIXING: dict[str, Between] = {
     "under detach": lambda x: x + x.detach().cumsum(1),
     "Fourier": lambda x: torch.fft.fft(x, dim=1).real / 3,
     "vmap": torch.vmap(lambda x: x.cumsum(0)),
+    "TorchScript": scripted_sum,
     "beside a massive token": beside_massive,
 }
 
@@ -173,6 +185,18 @@ def test_two_tokens_that_change_places(one: int, other: int, tokens: int) -> Non
     expected = ((eye + second) @ (eye + first))[:, places[4]]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert relative_error(found, unmoved) > 1e-4
+
+
+def test_the_first_stream_may_be_added_again() -> None:
+    first: list[Tensor] = []
+    net = Net(lambda x: 0.8 * x + 0.2 * first[-1], lambda x: first.append(x) or x).eval()
+    ids = torch.randint(11, (2, 6))
+    with wrapped.never_rounded():
+        one, other = ImplicitAttention(net).matrices(ids)
+        found = ImplicitAttentionRollout(net).attribute(ids, query=-1)
+    eye = torch.eye(6)
+    expected = ((eye + other) @ (eye + one))[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 # --- kernels that write out of torch's sight ---------------------------------------------------

@@ -471,6 +471,12 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 
 def not_linear(output: Tensor) -> NotLinearError:
     """The error for a network whose graph is not linear; names functions that may be to blame."""
+    kind = torch.finfo(output.dtype)
+    if bool((output.detach().abs() < kind.tiny / kind.eps).any()):
+        return NotLinearError(
+            f"The model's output is so small that products of {output.dtype} underflow. Explain "
+            "model.double(), or larger numbers."
+        )
     found: set[str] = set()
     seen: set[Any] = set()
     todo: list[Any] = [output.grad_fn]

@@ -30,10 +30,12 @@ from .baselines import Baselines, baselines_of, baselines_of_others, one_each
 from .decompose import (
     Decomposition,
     Parts,
+    account,
     decompose,
     exact,
     not_linear,
     not_reached,
+    sums_up,
 )
 from .method import SSMAttribution
 from .run import Request
@@ -333,10 +335,10 @@ def coefficients(
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False)
     with _linear_run(request, rules) as (network, output):
-        numbers = [contrasted(output, each.target, each.contrast)[0] for each in questions]
-        if not all(number.requires_grad for number in numbers):
+        numbers = [contrasted(output, each.target, each.contrast) for each in questions]
+        if not all(number.requires_grad for number, _ in numbers):
             raise not_reached()
-        return [(number.detach(), _gradients(number, network)) for number in numbers]
+        return [(number.detach(), _gradients(network, number, rest)) for number, rest in numbers]
 
 
 @contextmanager
@@ -396,7 +398,16 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
             yield network, output
 
 
-def _gradients(number: Tensor, network: Network) -> list[Tensor]:
-    outputs = [step.output for step in network.steps]
-    found = torch.autograd.grad(number.sum(), outputs, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, outputs, strict=True)]
+def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
+    """The gradients of a number (B,) at what each mixer returned, in a network that is linear."""
+    mode, outputs = network.mode, [step.output for step in network.steps]
+    # of ids whose places nothing tells they are that of some tokens all the same
+    roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
+    gradients, biases = account(mode.ledger, number, constant, [*roots, *outputs])
+    parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
+    if parts:
+        inputs, output = torch.stack(parts, 1), number.detach()
+        found = Decomposition(inputs, (), (), biases, output, torch.zeros_like(output))
+        if not sums_up(found, inputs, together=True):
+            raise not_linear(number)
+    return gradients[len(roots) :]

@@ -285,6 +285,11 @@ class Run:
                     selected.sum(), wanted, retain_graph=again, allow_unused=True
                 )
             except RuntimeError as error:
+                if "no autograd formula" in str(error) or "derivative for" in str(error):
+                    raise GradientModeError(
+                        f"A function of the model has no backward pass: {error} Or use a method "
+                        "without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
+                    ) from error
                 if "inplace" not in str(error):
                     raise
                 raise GradientModeError(
