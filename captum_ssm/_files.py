@@ -95,9 +95,6 @@ def filling(folder: Path) -> Iterator[Path]:
 def writing(path: Path) -> Iterator[None]:
     """Let what the system says of a failed write name the file, and what to do.
 
-    Args:
-        path: what is written.
-
     Raises:
         WriteError: in place of any OSError.
     """
@@ -161,9 +158,6 @@ def existing_file(path: str | Path, what: str) -> Path:
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
-    Args:
-        path: the file.
-
     Returns:
         The object.
 
@@ -181,10 +175,6 @@ def read_json(path: Path) -> Any:
 
 def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
     """The weights of a file of safetensors, by name.
-
-    Args:
-        path: the file.
-        need: what safetensors is needed for, should it not be installed.
 
     Returns:
         The tensors on the CPU.

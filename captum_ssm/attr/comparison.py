@@ -186,11 +186,7 @@ def compare(
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
-    """The methods by names of which no two are the same.
-
-    Args:
-        methods: as in :func:`compare`.
-    """
+    """The methods by names of which no two are the same."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
     if not isinstance(methods, Sequence | Mapping):

@@ -46,9 +46,6 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers.
 
-    Args:
-        commands: what ``add_subparsers`` of a parser returns.
-
     Example:
         >>> import argparse
         >>> from captum_ssm.cli.explain import add_to
@@ -179,9 +176,6 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
 
 def loaded_by(options: argparse.Namespace) -> Loaded:
     """The model that a command names.
-
-    Args:
-        options: ``model``, and what :func:`add_source_to` adds.
 
     Returns:
         The model, where it is to run.

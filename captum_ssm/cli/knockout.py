@@ -47,9 +47,6 @@ _OF_NAMED = ("heads", "component", "selection", "replace")
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers.
 
-    Args:
-        commands: what ``add_subparsers`` of a parser returns.
-
     Example:
         >>> import argparse
         >>> from captum_ssm.cli.knockout import add_to

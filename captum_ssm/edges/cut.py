@@ -97,13 +97,7 @@ class KnockOut(Protocol):
 
 
 class Cut:
-    """One call of a mixer, and what is cut of it.
-
-    Args:
-        mixer, call: the mixer and its call.
-        number: of the call among those of this mixer in the run.
-        acting: the knock-outs that name the mixer, the innermost last.
-    """
+    """One call of a mixer, and what is cut of it."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number

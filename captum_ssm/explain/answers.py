@@ -85,11 +85,7 @@ def explain_answers(
 
 
 def told(result: SSMLLMAttributionResult) -> str:
-    """An answer's spans in a line each, with what they are most due to.
-
-    Args:
-        result: the answer.
-    """
+    """An answer's spans in a line each, with what they are most due to."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]
@@ -116,14 +112,6 @@ def write_answers(
     identity: bool = False,
 ) -> list[Path]:
     """A page or numbers of all answers, or a picture of each; from the second on numbered.
-
-    Args:
-        found: the answers.
-        model: the model's name.
-        out: the file.
-        title: of a page. Default: None, the model's name.
-        about: what stands below it. Default: nothing.
-        identity: whether relevance holds the identity, which a page leaves out. Default: False.
 
     Returns:
         The files.

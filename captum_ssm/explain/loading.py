@@ -116,9 +116,6 @@ class Loaded:
     def prepared(self, files: Sequence[Path]) -> Tensor:
         """Images (B, C, H, W) in the model's precision, where it is.
 
-        Args:
-            files: of the images.
-
         Returns:
             (B, C, H, W).
 
@@ -132,9 +129,6 @@ class Loaded:
 
 def load(source: Source) -> Loaded:
     """The model; nothing is fetched unless ``source.hub``.
-
-    Args:
-        source: where it is.
 
     Returns:
         The model with what reads its inputs.

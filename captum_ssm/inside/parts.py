@@ -55,12 +55,7 @@ class Parts:
         self.edges: list[Tensor] = []
 
     def followed(self, top: int, show_progress: bool) -> Parts:
-        """The same, with what reaches each of the nodes that add most to the target.
-
-        Args:
-            top: how many nodes, at most.
-            show_progress: whether a progress bar is shown.
-        """
+        """The same, with what reaches each of the nodes that add most to the target."""
         with unseen():
             effects = self._read()
             strength = torch.cat([effects[site].abs() for site in self.sites])

@@ -46,10 +46,6 @@ def check_sizes(models: Sequence[Any]) -> None:
 def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
     """Raise where tokenizers give words different numbers.
 
-    Args:
-        names: what the models are called.
-        tokenizers: theirs.
-
     Raises:
         OptionError: when two are not the same; it names their models and a word.
     """

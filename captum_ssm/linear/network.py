@@ -365,11 +365,7 @@ def under_rules(
     by_role: bool = False,
     constants: bool = True,
 ) -> Iterator[Linearising]:
-    """Run a model under the rules, its mixers aside.
-
-    Args:
-        model, inputs, rule, by_role, constants: as for :func:`linearised`.
-    """
+    """Run a model under the rules, its mixers aside."""
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearising(ids, rule, running.name, constants, by_role)

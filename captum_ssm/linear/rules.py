@@ -246,13 +246,7 @@ def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
-    """addmm and its kin: beta times a summand plus alpha times a product.
-
-    Args:
-        product: of the two factors.
-        left: name of the first factor.
-        right: name of the second.
-    """
+    """addmm and its kin: beta times a summand plus alpha times a product."""
 
     def rule(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)

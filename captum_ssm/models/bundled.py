@@ -94,9 +94,6 @@ def load_dictionary(
 def weights_of(name: str) -> Path:
     """The file of a bundled model's weights, beside its configuration, key and card.
 
-    Args:
-        name: of the model.
-
     Returns:
         Where the file is.
 

@@ -113,12 +113,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names that are not stored, each with the stored one that shares its parameter.
-
-    Args:
-        model: what the weights are of; it may be on the meta device.
-        weights: those of a file, by name.
-    """
+    """Names that are not stored, each with the stored one that shares its parameter."""
     own = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(own[name]): name for name in weights if name in own}
     return {
@@ -130,10 +125,6 @@ def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise, naming the keys, unless both hold the same names and shapes.
-
-    Args:
-        wanted: a model's weights, which may be on the meta device.
-        found: those of a file.
 
     Raises:
         CheckpointError: when they differ.
@@ -189,9 +180,6 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Let whatever other packages say of a broken model name it.
-
-    Args:
-        what: the beginning of the message.
 
     Raises:
         CheckpointError: in place of any error but those of this package, of a package that is

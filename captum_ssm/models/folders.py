@@ -39,9 +39,6 @@ _RENAMED = {"ViTForImageClassification"}
 def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
-    Args:
-        folder: what :func:`save_plain` or :func:`save_of_transformers` has written to.
-
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
 

@@ -140,13 +140,7 @@ class Permute(Operator):
 
 
 def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
-    """The reordering that reverses the tokens.
-
-    Args:
-        shape: the sizes acted on.
-        device: of what it acts on.
-        component: see :class:`Permute`. Default: None, a structural part.
-    """
+    """The reordering that reverses the tokens."""
     order = torch.arange(shape.tokens - 1, -1, -1, device="cpu")
     return Permute(order, shape, component, device=device)
 
@@ -155,9 +149,6 @@ def outermost(
     parts: Sequence[Operator],
 ) -> tuple[list[Permute], list[Operator], list[Permute]]:
     """A product whose reorderings at either end are moved past diagonals to the very end.
-
-    Args:
-        parts: the factors, the last one acting first.
 
     Returns:
         The reorderings that act last, what is between, and the reorderings that act first.

@@ -22,10 +22,6 @@ from .find import Mixer
 def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
     """What the mixer's adapter returns.
 
-    Args:
-        mixer: the mixer.
-        call: a call of it.
-
     Raises:
         AdapterError: when the adapter fails, or returns what cannot be the mixer.
     """

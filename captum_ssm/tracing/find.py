@@ -297,9 +297,6 @@ def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     An explanation of a run that calls one would be silently wrong without it.
 
-    Args:
-        model: where to look.
-
     Yields:
         Their names and the modules.
     """

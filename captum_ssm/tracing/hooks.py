@@ -30,13 +30,7 @@ def in_this_thread(hook: Hook) -> Hook:
 def hooked(
     register: Callable[..., Any], hook: Hook, **options: bool
 ) -> AbstractContextManager[None]:
-    """A context in which this thread's calls of a module meet a hook.
-
-    Args:
-        register: the module's method, such as ``module.register_forward_hook``.
-        hook: the hook.
-        options: of the method.
-    """
+    """A context in which this thread's calls of a module meet a hook."""
     own = in_this_thread(hook)
     return lasting(lambda: register(own, **options).remove)
 

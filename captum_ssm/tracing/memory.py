@@ -26,13 +26,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """Bytes that tensors keep from being freed, memory that several share counted once.
-
-    Args:
-        tensors: which.
-        besides: tensors that are kept anyway; what lies in their memory costs nothing. Default:
-            empty.
-    """
+    """Bytes that tensors keep from being freed, memory that several share counted once."""
     # a quantised weight's own memory may lie in parts that it alone knows
     kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
     storages = (tensor.untyped_storage() for tensor in tensors)

@@ -78,11 +78,6 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
     Weights that are brought in for each call would stay in memory with it; these are left to their
     hooks.
-
-    Args:
-        mixer: the mixer.
-        call: its recorded call.
-        linear: what :func:`linearize` returned while it was running.
     """
     hooked = _hooked(mixer)
     if hooked:
@@ -96,11 +91,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
 
 def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
-    """The tensors that a linear mixer consists of.
-
-    Args:
-        linear: the mixer.
-    """
+    """The tensors that a linear mixer consists of."""
     yield linear.values
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()

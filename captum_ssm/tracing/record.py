@@ -298,13 +298,7 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
 
 
 class Recorder(Watcher):
-    """Records the mixers of a run.
-
-    Args:
-        record: takes the layers in.
-        graph: which autograd graph is kept.
-        last: the last of the mixers.
-    """
+    """Records the mixers of a run."""
 
     def __init__(self, record: Trace, graph: Graph, last: Mixer) -> None:
         self.record, self.graph, self.last = record, graph, last

@@ -175,9 +175,6 @@ def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """A decorator that lets a wrapper pass for the function itself.
 
     Captum's tools call what its logging decorator wraps, and nothing is to be beneath that.
-
-    Args:
-        function: what is wrapped.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

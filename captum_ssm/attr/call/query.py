@@ -120,12 +120,7 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """From the first to the last token asked for, where no device has to be asked; else None.
-
-    Args:
-        query, output, index, mask: as :func:`query_weights` is given them.
-        tokens: how many there are.
-    """
+    """From the first to the last token asked for, where no device has to be asked; else None."""
     if query == "mean":
         return range(tokens)
     per_token = output.dim() == 3 and output.shape[1] == tokens

@@ -43,9 +43,6 @@ class Alone:
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
         """Raise unless explained numbers (B,) are those that forward_func returns.
 
-        Args:
-            explained: the questions, and the numbers of the explained run.
-
         Raises:
             ReconstructionError: naming both numbers.
         """

@@ -29,10 +29,6 @@ def out_of_tuple(baselines: Baselines) -> Baselines:
 def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
     """Baselines for each of several inputs.
 
-    Args:
-        baselines: what the user asked for.
-        inputs: how many inputs there are.
-
     Raises:
         OptionError: when there is not one for each.
     """
@@ -50,10 +46,6 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
     """What relevance of each further input is in comparison with; None for 0.
 
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for, one for each.
-
     Raises:
         OptionError: for what cannot be a baseline of that input.
     """
@@ -65,10 +57,6 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
     """The inputs that relevance is in comparison with, as the network's roots; nothing for 0.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for.
 
     Raises:
         OptionError: for what cannot be a baseline of this input.

@@ -166,11 +166,7 @@ def _name_of(part: Any) -> str:
 
 
 class SSMAttribution(Explainer, Attribution):
-    """Base of all methods.
-
-    Args:
-        forward_func, model, layers: as of any explainer.
-    """
+    """Base of all methods."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

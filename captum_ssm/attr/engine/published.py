@@ -40,15 +40,7 @@ def fold(
     options: Options,
     description: str,
 ) -> Tensor:
-    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry.
-
-    Args:
-        layers: the recorded layers.
-        query: query positions (B, 1).
-        row_of: r (B, L) of a layer and its operator.
-        options: the user's choices.
-        description: label of the progress bar.
-    """
+    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry."""
     row: Tensor | None = None
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1], description, options.show_progress):
@@ -75,14 +67,7 @@ def check_tokens(layer: Layer, last: Layer) -> None:
 
 
 def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
-    """The query's row of every channel as the scripts take it, (B, C, L).
-
-    Args:
-        layer: the layer, for errors.
-        operator: its operator, restricted to the chosen components.
-        query: query positions (B, 1).
-        options: the user's choices.
-    """
+    """The query's row of every channel as the scripts take it, (B, C, L)."""
     query = query.to(operator.device)
     ahead, back = _directions(layer, operator)
     terms = [ahead] if back is None else [ahead, back]

@@ -123,11 +123,7 @@ class Request:
         return logits_of(call_model(self.forward_func, start, more, named))
 
     def one_output(self, start: Tensor) -> Tensor:
-        """The same of one example.
-
-        Args:
-            start: in place of the first of the inputs.
-        """
+        """The same of one example."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
@@ -233,11 +229,7 @@ class Run:
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """A target's number per example (B,), and the gradients taken of it if they are shared.
-
-        Args:
-            index: the target's indices, or None.
-        """
+        """A target's number per example (B,), and the gradients taken of it if they are shared."""
         if not self.shared:
             return select(self.output, index), None
         for known, number, taken in self._selected:

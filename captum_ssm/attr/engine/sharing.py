@@ -20,12 +20,7 @@ from .run import Request, Run, traced
 
 
 class Sharing:
-    """What methods called on the same input one after the other have in common.
-
-    Args:
-        graph: which autograd graph of a run is kept, enough for all of them.
-        streams: whether the residual stream entering each mixer's block is.
-    """
+    """What methods called on the same input one after the other have in common."""
 
     def __init__(self, graph: Graph, streams: bool) -> None:
         self._graph = graph
@@ -77,23 +72,14 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
 
 
 def run_of(request: Request) -> Run:
-    """The traced forward run of a request, which may have been made before.
-
-    Args:
-        request: what to run.
-    """
+    """The traced forward run of a request, which may have been made before."""
     sharing = _current.get()
     return traced(request) if sharing is None or request.direct else sharing.run(request)
 
 
 @contextmanager
 def layout_of(request: Request, per_token: bool) -> Iterator[TokenLayout]:
-    """How relevance of tokens is laid out, while the run of a request is watched for it.
-
-    Args:
-        request: the request.
-        per_token: whether one number per token is wanted.
-    """
+    """How relevance of tokens is laid out, while the run of a request is watched for it."""
     inputs = request.inputs
     if inputs.dim() != 4 or not inputs.is_floating_point():
         yield TokenLayout(inputs, per_token, None)

@@ -167,12 +167,7 @@ class Budget:
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:
-        """How many rows of an operator's reduced matrix a strip may have.
-
-        Args:
-            operator: the operator.
-            reduce: how its channels become one matrix.
-        """
+        """How many rows of an operator's reduced matrix a strip may have."""
         batch, tokens, heads, per_head = operator.shape
         # the mean is summed in blocks of channels, other reductions see all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
@@ -188,11 +183,7 @@ class Budget:
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Up to how many rows are quicker made of all channels' rows, which it has to hold.
-
-        Args:
-            operator: the operator.
-        """
+        """Up to how many rows are quicker made of all channels' rows, which it has to hold."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)

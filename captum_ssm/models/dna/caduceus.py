@@ -241,11 +241,7 @@ class CaduceusBlock(nn.Module):
 
 
 class CaduceusEmbeddings(nn.Module):
-    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments.
-
-    Args:
-        word_embeddings: what embeds the tokens.
-    """
+    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments."""
 
     def __init__(self, word_embeddings: nn.Module) -> None:
         super().__init__()
@@ -253,14 +249,7 @@ class CaduceusEmbeddings(nn.Module):
 
 
 class CaduceusBackbone(nn.Module):
-    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments.
-
-    Args:
-        embeddings: what embeds the tokens.
-        layers: the blocks.
-        norm_f: the last norm, of one strand or a :class:`StrandsNorm`.
-        by_strand: whether ``norm_f`` is of one strand while both are read.
-    """
+    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments."""
 
     def __init__(
         self, embeddings: nn.Module, layers: list[nn.Module], norm_f: nn.Module, by_strand: bool

@@ -114,22 +114,13 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
 
 
 def depth_of(weights: Weights) -> int:
-    """The number of blocks.
-
-    Args:
-        weights: of a file.
-    """
+    """The number of blocks."""
     numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
 
 def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
     """The shape that most layers have, so that the odd one out is found wrong.
-
-    Args:
-        weights: of a file.
-        name: of a part of each layer's mixer.
-        dims: how many dimensions it has.
 
     Raises:
         CheckpointError: when no layer has one, or it has others.
@@ -143,11 +134,6 @@ def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
 
 def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
     """The shape of a weight.
-
-    Args:
-        weights: of a file.
-        key: its name.
-        dims: how many dimensions it has.
 
     Raises:
         CheckpointError: when it is missing, or has others.

@@ -35,12 +35,7 @@ class Permute(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A perceptron of one hidden layer, for each token by itself.
-
-    Args:
-        width: E.
-        hidden: of the hidden layer.
-    """
+    """A perceptron of one hidden layer, for each token by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -57,11 +57,7 @@ class Coefficients(Protocol):
 
 
 def serves(rule: Coefficients) -> bool:
-    """Whether the kernel takes a rule on a GPU: with Triton, and of not too many states.
-
-    Args:
-        rule: the queries.
-    """
+    """Whether the kernel takes a rule on a GPU: with Triton, and of not too many states."""
     return gpu.has_triton() and 0 < rule.query.shape[3] <= _STATES
 
 

@@ -57,9 +57,6 @@ def serves(heads: Coefficients) -> bool:
     """Whether the kernel takes heads on a GPU: with Triton, of not too many states, in float32.
 
     Some versions of Triton have no product of matrices in float64.
-
-    Args:
-        heads: the queries, keys and decays.
     """
     single = heads.log_decay.dtype != torch.float64
     return gpu.has_triton() and single and 0 < heads.query.shape[3] <= _STATES

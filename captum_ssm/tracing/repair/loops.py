@@ -58,9 +58,6 @@ def repaired_scans() -> Iterator[None]:
 def replacing(repairs: Iterable[Repair]) -> Undo:
     """Replace functions of packages that are imported.
 
-    Args:
-        repairs: which, and by what.
-
     Returns:
         What puts the originals back.
     """

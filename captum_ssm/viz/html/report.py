@@ -261,14 +261,7 @@ def explain_all(
 
 
 def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
-    """Write what :func:`explain_all` returned as a page.
-
-    Args:
-        subject: the model.
-        found: the explanations.
-        title: the page's heading.
-        path: the file to write.
-    """
+    """Write what :func:`explain_all` returned as a page."""
     facts = {
         "model": type(subject.module).__name__,
         "layers": len(found[0].layers),
