@@ -15,8 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from .constants import Ledger, share
-from .functions import BENT, FROZEN, plain
-from .rules import RULES, positional
+from .rules import BENT, FROZEN, RULES, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 
