@@ -24,7 +24,7 @@ from captum.attr import (
 from .._names import known_as, meant
 from ..errors import OptionError
 from ..linear import FAMILY
-from .call.components import PRESETS
+from .call.checks import PRESETS
 from .call.targets import CONTRASTS
 from .engine.method import RECIPES, SSMAttribution
 from .flow import LatimFlow, MambaLRP

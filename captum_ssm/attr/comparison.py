@@ -28,7 +28,7 @@ from .call.layout import PatchGrid
 from .call.targets import logits_of
 from .engine.method import ImplicitMethod, SSMAttribution
 from .engine.result import NamedTokens, Names
-from .engine.sharing import shared_forward
+from .engine.run import shared_forward
 from .engine.sums import Sums, attribute_with_sums, joined
 
 #: A method, a class of methods to be made on the compared model, or such a class by its name.

@@ -60,19 +60,6 @@ def _loading(
     return replace(linear, project=project)
 
 
-@contextmanager
-def brought_in(module: nn.Module) -> Iterator[None]:
-    """A context in which a module's weights are in reach, which is not running.
-
-    Args:
-        module: the module; what is loaded is what its own hook brings in.
-    """
-    with ExitStack() as stack:
-        if _is_hooked(module):
-            _load(module, stack)
-        yield
-
-
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     """The linear mixer with its output projection as it is now, whatever becomes of the module.
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from captum.attr import InterpretableInput
 from torch import Tensor, nn
 
 from ...errors import InputError, PaddedExampleError
@@ -209,16 +208,6 @@ def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
                 f"{len(value)} (shape {tuple(value.shape)})."
             )
-
-
-def explained_ids(inputs: Tensor, additional: tuple[Any, ...]) -> Tensor:
-    """The ids that are explained: the inputs, or what they stand for.
-
-    Captum's wrappers of language models hand their forward function marks of the features that are
-    kept, and the prompt that they are features of.
-    """
-    prompt = next((a for a in additional if isinstance(a, InterpretableInput)), None)
-    return inputs if prompt is None else prompt.to_model_input(inputs)
 
 
 def call_model(

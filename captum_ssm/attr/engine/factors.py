@@ -16,7 +16,6 @@ from ...operators.readings.selection import Factors, selection_factors
 from ...operators.readings.states import Term, products_of, state_matrices, terms_of
 from ...tracing import Layer
 from ..call import checks
-from ..call.components import parse_components
 from .method import options
 
 __all__ = ["Factors", "each_factor", "each_state"]
@@ -32,7 +31,7 @@ def each_state(
         components: components with the scan and without the skip.
         verify: whether operators are checked against their modules; a number is the tolerance.
     """
-    names = parse_components(components)
+    names = checks.parse_components(components)
     if "scan" not in names or "skip" in names:
         raise OptionError(
             f"components={components!r} are not a sum over states: name the scan, whose states "

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ...operators import Chain, Operator, Permute, SelectiveScan, Sum
 from ...tracing import Layer
-from ..call.components import PRESETS
+from ..call.checks import PRESETS
 from .fold import Options, check_row, shown
 
 

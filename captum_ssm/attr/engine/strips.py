@@ -16,7 +16,7 @@ from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
 from ...operators.kernels.truths import reached
 from ...operators.reduction import goes_by_channel
-from ...tracing.memory import free_memory
+from ...tracing.record import free_memory
 from .fold import LayerMatrix
 
 #: Up to this part of the rows are made row by row where a whole matrix would go by channel.
