@@ -26,9 +26,6 @@ def make_folder(folder: Path) -> None:
 
     Args:
         folder: where files are to go; made if it is missing, as are those above it.
-
-    Raises:
-        WriteError: when it cannot be made, or nothing can be written in it.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,9 +39,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Args:
         path: the file.
         content: a text, written as UTF-8, or bytes.
-
-    Raises:
-        WriteError: when it cannot be written.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     with replacing(path) as beside:
@@ -93,11 +87,7 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Let what the system says of a failed write name the file, and what to do.
-
-    Raises:
-        WriteError: in place of any OSError.
-    """
+    """Let what the system says of a failed write name the file, and what to do."""
     try:
         yield
     except OSError as error:

@@ -268,12 +268,6 @@ def method_named(name: str, argument: str) -> type[Attribution]:
             nor digit, make no difference.
         argument: where the user named it, for the error.
 
-    Returns:
-        The class.
-
-    Raises:
-        OptionError: when there is no method of the name.
-
     Example:
         >>> from captum_ssm.attr.catalogue import method_named
         >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]

@@ -177,12 +177,6 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
 def loaded_by(options: argparse.Namespace) -> Loaded:
     """The model that a command names.
 
-    Returns:
-        The model, where it is to run.
-
-    Raises:
-        CaptumSSMError: when there is none, or it cannot be loaded.
-
     Example:
         >>> import argparse
         >>> from captum_ssm.cli.explain import add_source_to, loaded_by

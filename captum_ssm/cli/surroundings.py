@@ -52,11 +52,7 @@ def add_force_to(parser: argparse.ArgumentParser) -> None:
 
 
 def check_new(files: Iterable[Path], options: argparse.Namespace) -> None:
-    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be.
-
-    Raises:
-        OptionError: naming the first file that is there.
-    """
+    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be."""
     for file in () if options.force else files:
         if file.is_file():
             raise OptionError(

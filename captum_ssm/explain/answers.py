@@ -111,14 +111,7 @@ def write_answers(
     about: str = "",
     identity: bool = False,
 ) -> list[Path]:
-    """A page or numbers of all answers, or a picture of each; from the second on numbered.
-
-    Returns:
-        The files.
-
-    Raises:
-        OptionError: when the file's ending is not one of :data:`FORMATS`.
-    """
+    """A page or numbers of all answers, or a picture of each; from the second on numbered."""
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title

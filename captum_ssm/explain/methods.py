@@ -92,9 +92,6 @@ def with_option(
 ) -> None:
     """Give an option to those of the methods that take it.
 
-    Raises:
-        OptionError: when none of the methods takes it.
-
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow
         >>> from captum_ssm.explain.methods import under_rules, with_option
@@ -118,9 +115,6 @@ def against(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
     """The methods and their options, where those that were given a contrast are called by it.
-
-    Returns:
-        Both, by the names that say what is explained.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm
@@ -155,9 +149,6 @@ def _baselines(text: str) -> float | str:
 
 def methods_table(markdown: bool = False) -> str:
     """The methods, one line each.
-
-    Returns:
-        The table as text, a head and a line for each method.
 
     Example:
         >>> from captum_ssm.explain.methods import methods_table

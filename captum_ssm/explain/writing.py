@@ -27,9 +27,6 @@ FORMATS = {".html": "a report", ".png": "pictures of each example", ".json": "nu
 def check_format(out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS)) -> None:
     """Raise unless the file's ending says what it is to hold.
 
-    Raises:
-        OptionError: when the ending is none of them.
-
     Example:
         >>> from pathlib import Path
         >>> from captum_ssm.explain.writing import FORMATS, check_format
@@ -49,9 +46,6 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
     ``baselines`` are what a rule compares with. ``sums`` holds, of methods that promise a sum,
     the wanted number, the sum and the delta. ``roles`` holds relevance by what tokens did, of
     methods whose rule tells it.
-
-    Returns:
-        The file alone.
 
     Example:
         >>> import json, tempfile
@@ -85,9 +79,6 @@ def write_pictures(
     """A picture of each example, and for texts one of each method's roles if its rule tells some.
 
     From the second on, files are numbered.
-
-    Returns:
-        The files, in the order of the examples.
 
     Example:
         >>> import tempfile
@@ -162,9 +153,6 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
         method: of those facts, with its ``name``, its ``values``, one per token or None, ``own``,
             the token whose own entry is the identity, or None, and such values for its ``roles``.
         count: how many tokens at most. Default: 5.
-
-    Returns:
-        The lines; the tokens are sorted by absolute relevance.
 
     Example:
         >>> from captum_ssm.explain.writing import largest

@@ -124,11 +124,7 @@ def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise, naming the keys, unless both hold the same names and shapes.
-
-    Raises:
-        CheckpointError: when they differ.
-    """
+    """Raise, naming the keys, unless both hold the same names and shapes."""
     complaints = [
         _listed("it lacks", [repr(k) for k in wanted if k not in found]),
         _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
@@ -153,9 +149,6 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
         loading_info: what transformers says of it, with ``output_loading_info=True``; weights that
             are tied to others it does not count as missing.
         where: names the checkpoint in the error.
-
-    Raises:
-        CheckpointError: naming the weights, and those whose shape is another than the model's.
     """
     kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
     complaints = [

@@ -25,9 +25,6 @@ def check_pixels(name: str, size: Sequence[int]) -> None:
     Args:
         name: of the image, for the error.
         size: width and height, in any order, as its file declares them.
-
-    Raises:
-        DataError: when it has more pixels than are read.
     """
     if math.prod(size) > _MOST_PIXELS:
         raise DataError(

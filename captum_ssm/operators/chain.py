@@ -304,9 +304,6 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
         parts: the factors; the last one acts first.
         x: one number per token (B, L).
         transposed: whether it is the adjoint.
-
-    Returns:
-        (B, L).
     """
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])

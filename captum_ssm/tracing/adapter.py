@@ -20,11 +20,7 @@ from .find import Mixer
 
 
 def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
-    """What the mixer's adapter returns.
-
-    Raises:
-        AdapterError: when the adapter fails, or returns what cannot be the mixer.
-    """
+    """What the mixer's adapter returns."""
     try:
         with _blaming(mixer, "raised"):
             found: Any = mixer.linearize(mixer.module, call)

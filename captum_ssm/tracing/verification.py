@@ -302,11 +302,7 @@ def _double(value: Any) -> Any:
 
 
 def require_same(name: str, architecture: Architecture, error: Error, limit: float) -> None:
-    """Raise unless an operator reproduces its module's output.
-
-    Raises:
-        ReconstructionError: naming the layer and the error.
-    """
+    """Raise unless an operator reproduces its module's output."""
     if accepted(error, limit):
         return
     found = (
@@ -327,11 +323,7 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
 
 
 def require_as_it_was(name: str, error: Error, limit: float) -> None:
-    """Raise unless an operator that is made after the run is that of the run.
-
-    Raises:
-        ReconstructionError: naming the layer.
-    """
+    """Raise unless an operator that is made after the run is that of the run."""
     if not accepted(error, limit):
         raise ReconstructionError(
             f"Layer {name!r}: there was no memory to keep its operator, and made again after the "

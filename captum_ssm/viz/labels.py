@@ -62,9 +62,6 @@ def as_words(tokens: Sequence[str]) -> Words:
         tokens: their names; those that are not :class:`~captum_ssm.viz.Tokens` do not tell what
             they add to the text, and stand apart.
 
-    Raises:
-        InputError: when they are no texts.
-
     Example:
         >>> from captum_ssm.viz import Tokens
         >>> from captum_ssm.viz.labels import as_words

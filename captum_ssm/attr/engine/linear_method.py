@@ -196,9 +196,6 @@ def in_turn(
             answer to each.
         rules: how the network is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
-
-    Returns:
-        What the questions come to.
     """
     # every token is looked up, whichever; none is known before the output is
     known = Against(Total(positions, torch.zeros(len(positions)).long()), None)

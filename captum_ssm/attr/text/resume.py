@@ -82,14 +82,7 @@ def kept(
 def counted(
     questions: Generator[Against, Row, T], description: str, total: int
 ) -> Generator[Against, Row, T]:
-    """The same questions, with a bar that shows how many are answered.
-
-    Yields:
-        The questions.
-
-    Returns:
-        What they come to.
-    """
+    """The same questions, with a bar that shows how many are answered."""
     with progress(desc=description, total=total) as bar:
         answer = None
         while True:

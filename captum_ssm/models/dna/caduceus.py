@@ -265,9 +265,6 @@ class CaduceusBackbone(nn.Module):
 
         Args:
             x: embeddings, (B, L, E) or (B, L, 2 E).
-
-        Returns:
-            The same shape.
         """
         for layer in self.layers:
             x = layer(x)

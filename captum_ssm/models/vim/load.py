@@ -120,11 +120,7 @@ def depth_of(weights: Weights) -> int:
 
 
 def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """The shape that most layers have, so that the odd one out is found wrong.
-
-    Raises:
-        CheckpointError: when no layer has one, or it has others.
-    """
+    """The shape that most layers have, so that the odd one out is found wrong."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
@@ -133,11 +129,7 @@ def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
 
 
 def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
-    """The shape of a weight.
-
-    Raises:
-        CheckpointError: when it is missing, or has others.
-    """
+    """The shape of a weight."""
     if key not in weights:
         raise CheckpointError(f"its weights lack {key!r}.")
     shape = weights[key].shape
