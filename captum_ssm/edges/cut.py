@@ -172,7 +172,7 @@ class Cut:
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
         """The size that positions are of, and which of them each of the mixer's tokens is."""
-        if self._has_map:
+        if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
         asks = [e for s in self.edges.values() for e in s]
@@ -181,11 +181,6 @@ class Cut:
         size, given = self.inner.given_tokens(self.mixer.name, self.number)
         same = given.shape == size and torch.equal(given, torch.arange(size[1]).expand(size))
         return size, None if same else given
-
-    @property
-    def _has_map(self) -> bool:
-        """Whether the mixer's tokens lie in a map."""
-        return self.linear.map is not None
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
         size, given = self._tokens

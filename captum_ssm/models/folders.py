@@ -90,7 +90,7 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
 
 def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """The model with its weights, made once they are known to be its."""
-    weights = read_weights(folder)
+    weights = read_safetensors(folder / WEIGHTS, "A bundled model")
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()
     for name, stored in tied_names(wanted, weights).items():
@@ -163,11 +163,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(settings: dict[str, Any], folder: Path) -> None:
     """Writes the settings of a model."""
     write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a saved model, by name."""
-    return read_safetensors(folder / WEIGHTS, "A bundled model")
 
 
 def _safetensors(need: str) -> Any:

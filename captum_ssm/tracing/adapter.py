@@ -97,7 +97,8 @@ def _complaint(found: Any, call: Call) -> str | None:
             f"returned values of shape {shape} for a module that returned {returned}: (B, L, H, P) "
             f"must begin with {returned[:2]}"
         )
-    if mask is not None and not _marks_tokens(mask, shape[:2]):
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    if mask is not None and not (is_mask and tuple(mask.shape) == shape[:2]):
         return f"returned mask={_named(mask)} in place of booleans (B, L) = {shape[:2]}"
     known = (None, *COMPONENTS)
     strange = next((leaf for leaf in operator.leaves() if leaf.component not in known), None)
@@ -145,10 +146,6 @@ def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
     """
     if tuple(y.shape) != shape:
         raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
-
-
-def _marks_tokens(mask: Any, size: tuple[int, ...]) -> bool:
-    return isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == size
 
 
 def _follows(x: Tensor) -> bool:

@@ -138,7 +138,8 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
     """The channel mean of rows (B, C, L), all channels of a layer normalised together."""
-    return min_max(rows, _everywhere(keep, rows)).mean(1)
+    everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
+    return min_max(rows, everywhere).mean(1)
 
 
 def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
@@ -160,10 +161,6 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
     if options.components == PRESETS["s6"]:
         return raw_row(rows, keep) * strength
     return min_max(rows.mean(1) * strength, keep)
-
-
-def _everywhere(keep: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if keep is None else keep.unsqueeze(1).expand_as(rows)
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:

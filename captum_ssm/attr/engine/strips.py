@@ -30,7 +30,7 @@ def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
     """The reduced matrix of an operator; not formed where the reduction is the mean."""
     if reduce == "mean":
         return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
-    return in_strips(operator, reduce, budget, _unchanged)
+    return in_strips(operator, reduce, budget, lambda strip: strip.entries)
 
 
 def in_strips(
@@ -93,10 +93,6 @@ def in_strips(
         return out
 
     return LayerMatrix(rmatvec, matvec, normalized)
-
-
-def _unchanged(strip: Strip) -> Tensor:
-    return strip.entries
 
 
 def _of_rows(x: Tensor, strip: Strip) -> Tensor:
