@@ -154,9 +154,6 @@ def add_to(commands: Any) -> None:
 def add_source_to(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how MODEL is loaded.
 
-    Args:
-        parser: of a command.
-
     Example:
         >>> import argparse
         >>> from captum_ssm.cli.explain import add_source_to
@@ -195,9 +192,6 @@ def loaded_by(options: argparse.Namespace) -> Loaded:
 
 def run(options: argparse.Namespace) -> None:
     """Run ``captum-ssm explain``: load, explain, print what is most relevant, and write.
-
-    Args:
-        options: as parsed by what :func:`add_to` adds.
 
     Raises:
         CaptumSSMError: when an option or an input cannot be used; the message names it.

@@ -115,9 +115,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run ``captum-ssm knockout``: load, cut, and print what the model then says.
 
-    Args:
-        options: as parsed by what :func:`add_to` adds.
-
     Raises:
         CaptumSSMError: when an option or the text cannot be used; the message names it.
 

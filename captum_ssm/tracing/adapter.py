@@ -137,13 +137,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
 
 
 def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
-    """Raise for an operator that does not keep the shape of its values.
-
-    Args:
-        mixer: whose it is.
-        shape: that of its values.
-        y: what it makes of them.
-    """
+    """Raise for an operator that does not keep the shape of its values."""
     if tuple(y.shape) != shape:
         raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
 

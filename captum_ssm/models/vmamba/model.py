@@ -20,11 +20,7 @@ PATCH_EMBEDS = ("v1", "v2")
 
 
 class Permute(nn.Module):
-    """A map with its dimensions in another order.
-
-    Args:
-        *order: of its dimensions.
-    """
+    """A map with its dimensions in another order."""
 
     def __init__(self, *order: int) -> None:
         super().__init__()

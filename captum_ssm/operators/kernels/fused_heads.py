@@ -71,13 +71,7 @@ def run(
     *,
     transposed: bool,
 ) -> Tensor:
-    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P).
-
-    Args:
-        query, key, log_decay, scale: the heads, as above.
-        v: the vectors.
-        transposed: whether it is the adjoint.
-    """
+    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P)."""
     stack, batch, tokens, heads, channels = v.shape
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not out.numel():

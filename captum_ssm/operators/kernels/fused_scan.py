@@ -49,13 +49,7 @@ def serves(scan: Coefficients) -> bool:
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H).
-
-    Args:
-        dt, a, b, c: the scan, as above.
-        x: the vectors.
-        transposed: whether it is the adjoint.
-    """
+    """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H)."""
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
