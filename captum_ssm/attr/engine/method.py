@@ -21,6 +21,7 @@ from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.truths import read_together
 from ...tracing import (
     Graph,
+    Layer,
     find_mixers,
     find_model,
     graphs_dropped,
@@ -39,7 +40,7 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .fold import Options
+from .fold import Options, shown, wanted
 from .run import Question, Request, Run, layout_of, run_of
 
 T = TypeVar("T")
@@ -152,6 +153,32 @@ class Explainer:
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
+
+    def _of_layers(
+        self,
+        inputs: Any,
+        layers: Sequence[int] | None,
+        additional_forward_args: Any,
+        chosen: Options,
+        make: Callable[[Run, Any], T],
+        split: Callable[[Sequence[Layer]], Sequence[Any]] = list,
+    ) -> list[T]:
+        """What ``make`` returns of a run and each of its layers, or parts of them, that is wanted.
+
+        Args:
+            inputs, layers, additional_forward_args: as the user gave them; a layer may be named
+                twice.
+            chosen: the user's choices.
+            make: makes something of the run and a part.
+            split: the parts of the layers that indices are of. Default: each layer.
+        """
+        named = None if layers is None else checks.integers("layers", layers, "layers")
+        with self._read(inputs, additional_forward_args, chosen.verify) as run:
+            parts, made = wanted(split(run.layers), named), dict[int, T]()
+            for part in shown(parts, self.name, chosen.show_progress):
+                if id(part) not in made:
+                    made[id(part)] = make(run, part)
+            return [made[id(part)] for part in parts]
 
 
 def _name_of(part: Any) -> str:

@@ -14,8 +14,8 @@ from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
 from ...attr.comparison import named_methods
 from ...attr.engine.fold import shown
+from ...attr.engine.fold import wanted as layers_wanted
 from ...attr.text.spans import Spans
-from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
