@@ -141,6 +141,16 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
         raise CheckpointError("; ".join(c for c in complaints if c) + ".")
 
 
+def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
+    """The shape of a weight."""
+    if key not in weights:
+        raise CheckpointError(f"its weights lack {key!r}.")
+    shape = weights[key].shape
+    if len(shape) != dims:
+        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
+    return shape
+
+
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
     """Raise for weights that a checkpoint lacks, which transformers fills at random.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_checkpoint
+from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
 from .model import VisionMamba
 
 #: Image side of the released models.
@@ -126,13 +126,3 @@ def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
     usual = mode(weights[key].shape for key in keys)
     return shape_of(weights, next(key for key in keys if weights[key].shape == usual), dims)
-
-
-def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
-    """The shape of a weight."""
-    if key not in weights:
-        raise CheckpointError(f"its weights lack {key!r}.")
-    shape = weights[key].shape
-    if len(shape) != dims:
-        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
-    return shape
