@@ -26,9 +26,6 @@ def make_folder(folder: Path) -> None:
 
     Args:
         folder: where files are to go; made if it is missing, as are those above it.
-
-    Raises:
-        WriteError: when it cannot be made, or nothing can be written in it.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,9 +39,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Args:
         path: the file.
         content: a text, written as UTF-8, or bytes.
-
-    Raises:
-        WriteError: when it cannot be written.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     with replacing(path) as beside:
@@ -93,14 +87,7 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Let what the system says of a failed write name the file, and what to do.
-
-    Args:
-        path: what is written.
-
-    Raises:
-        WriteError: in place of any OSError.
-    """
+    """Let what the system says of a failed write name the file, and what to do."""
     try:
         yield
     except OSError as error:
@@ -161,9 +148,6 @@ def existing_file(path: str | Path, what: str) -> Path:
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
-    Args:
-        path: the file.
-
     Returns:
         The object.
 
@@ -181,10 +165,6 @@ def read_json(path: Path) -> Any:
 
 def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
     """The weights of a file of safetensors, by name.
-
-    Args:
-        path: the file.
-        need: what safetensors is needed for, should it not be installed.
 
     Returns:
         The tensors on the CPU.

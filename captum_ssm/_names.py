@@ -10,10 +10,6 @@ from difflib import get_close_matches
 def known_as(name: object, known: Iterable[str]) -> str | None:
     """The known name that is meant, or None.
 
-    Args:
-        name: what a user wrote.
-        known: the names that there are.
-
     Example:
         >>> from captum_ssm._names import known_as
         >>> known_as("latim_flow", ["MambaLRP", "LatimFlow"])
@@ -28,10 +24,6 @@ def known_as(name: object, known: Iterable[str]) -> str | None:
 
 def meant(name: object, known: Iterable[str]) -> str:
     """A question for the end of an error's sentence: the known name that is most like another.
-
-    Args:
-        name: what a user wrote.
-        known: the names that there are.
 
     Returns:
         The question behind a space; empty where no name is alike.

@@ -24,7 +24,7 @@ from captum.attr import (
 from .._names import known_as, meant
 from ..errors import OptionError
 from ..linear import FAMILY
-from .call.components import PRESETS
+from .call.checks import PRESETS
 from .call.targets import CONTRASTS
 from .engine.method import RECIPES, SSMAttribution
 from .flow import LatimFlow, MambaLRP
@@ -267,12 +267,6 @@ def method_named(name: str, argument: str) -> type[Attribution]:
         name: of the class, or as Captum shows it; upper and lower case, and what is neither letter
             nor digit, make no difference.
         argument: where the user named it, for the error.
-
-    Returns:
-        The class.
-
-    Raises:
-        OptionError: when there is no method of the name.
 
     Example:
         >>> from captum_ssm.attr.catalogue import method_named

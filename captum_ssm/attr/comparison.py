@@ -28,7 +28,7 @@ from .call.layout import PatchGrid
 from .call.targets import logits_of
 from .engine.method import ImplicitMethod, SSMAttribution
 from .engine.result import NamedTokens, Names
-from .engine.sharing import shared_forward
+from .engine.run import shared_forward
 from .engine.sums import Sums, attribute_with_sums, joined
 
 #: A method, a class of methods to be made on the compared model, or such a class by its name.
@@ -186,11 +186,7 @@ def compare(
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
-    """The methods by names of which no two are the same.
-
-    Args:
-        methods: as in :func:`compare`.
-    """
+    """The methods by names of which no two are the same."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
     if not isinstance(methods, Sequence | Mapping):

@@ -304,10 +304,7 @@ class LatimFlow(FlowMethod):
             inputs, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
             targets: targets in Captum's forms, each for the whole batch.
-            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
-                takes up to four more passes back. Default: True.
-            features: whether the relevance of what enters and leaves the mixers is kept by feature,
-                (B, L, E) each, so that directions can be read of it. Default: False, (B, L).
+            roles, features: as in :meth:`decompose`, with the same defaults.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:

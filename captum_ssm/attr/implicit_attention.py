@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
 from ..operators import Reduce
 from ..tracing import Layer
-from .call import checks
 from .call.query import Query
 from .engine import published
 from .engine.factors import Factors, each_factor, each_state
@@ -19,8 +17,6 @@ from .engine.fold import carry, shown
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
 from .engine.strips import Budget, reduced
-
-Made = TypeVar("Made", Tensor, Factors)
 
 
 class ImplicitAttention(ImplicitMethod):
@@ -176,15 +172,16 @@ class ImplicitAttention(ImplicitMethod):
             with ``"heads"``.  Where a mixer works in windows of a map of tokens, L counts the map's
             tokens, row by row, and the matrices are zero between windows.
         """
-        chosen = options(components, reduce, heads, 0, "paper", False, verify, keep_channels=True)
-
-        def make(layer: Layer) -> Tensor:
-            # of a wider matrix the columns at its end would be kept in memory, too
-            return chosen.operator(layer).dense(chosen.reduce).contiguous()
-
-        return self._each_layer(
-            inputs, layers, additional_forward_args, show_progress, make, verify
+        chosen = options(
+            components, reduce, heads, 0, "paper", show_progress, verify, keep_channels=True
         )
+
+        def make(run: Run, layer: Layer) -> Tensor:
+            # of a wider matrix the columns at its end would be kept in memory, too
+            found = chosen.operator(layer).dense(chosen.reduce).contiguous()
+            return found.to(run.request.inputs.device)
+
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def states(
         self,
@@ -213,10 +210,8 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Mixers that read both ways have 2 N
             states: the forward direction's, then the backward one's, un-flipped.
         """
-        make = each_state(channels, components, verify)
-        return self._each_layer(
-            inputs, layers, additional_forward_args, show_progress, make, verify
-        )
+        chosen, make = each_state(channels, components, show_progress, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def factors(
         self,
@@ -240,38 +235,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.operators.readings.selection.Factors` per layer, states as in
             :meth:`states`.
         """
-        make = each_factor(channels, simplified, verify)
-        return self._each_layer(
-            inputs, layers, additional_forward_args, show_progress, make, verify
-        )
-
-    def _each_layer(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        layers: Sequence[int] | None,
-        additional_forward_args: Any,
-        show_progress: bool,
-        make: Callable[[Layer], Made],
-        verify: bool | float,
-    ) -> list[Made]:
-        """What ``make`` returns for each of the layers wanted, on the device of the inputs."""
-        named = None if layers is None else checks.integers("layers", layers, "layers")
-        checks.flags(show_progress=show_progress)
-        verify = checks.tolerance("verify", verify)
-        with self._read(inputs, additional_forward_args, verify) as run:
-            found = run.layers
-            wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
-            made = {
-                i: make(found[i]).to(run.request.inputs.device)
-                for i in shown(sorted(set(wanted)), self.name, show_progress)
-            }
-        return [made[i] for i in wanted]
-
-
-def _index(layer: int, found: Sequence[Layer]) -> int:
-    if not -len(found) <= layer < len(found):
-        raise OptionError(
-            f"layers names {layer}, but the model ran {len(found)} mixers, numbered 0 to "
-            f"{len(found) - 1}."
-        )
-    return layer % len(found)
+        chosen, make = each_factor(channels, simplified, show_progress, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

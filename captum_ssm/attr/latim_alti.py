@@ -12,12 +12,11 @@ from ..errors import OptionError
 from ..operators.kernels.rows import Positions
 from ..tracing import Layer
 from .call import checks
-from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, check_row, shown, stages, verify_layer
 from .engine.method import ImplicitMethod
 from .engine.run import Run
-from .vectors.latim import LatimMethod, for_each, query_index, read_layers, read_options, wanted
+from .vectors.latim import LatimMethod, query_index, read_options
 from .vectors.shares import AltiShares
 
 AGGREGATES = ("rollout", "mean")
@@ -182,18 +181,15 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             One tensor (B, Q, L) per layer or stage, its rows summing to 1. Padded tokens belong
             to nothing but themselves.
         """
-        chosen, named = read_options(0, show_progress, verify), read_layers(layers)
-        device = single_input(inputs)[0].device
+        chosen = read_options(0, show_progress, verify)
 
-        def make(stage: Sequence[Layer]) -> Tensor:
+        def make(run: Run, stage: Sequence[Layer]) -> Tensor:
             mixing = self._mixing(stage, run, chosen.verify)
             last = stage[-1]
             index = query_index(positions, last.operator.shape[:2], last.values.device)
-            return mixing.rows(index).to(device)
+            return mixing.rows(index).to(run.request.inputs.device)
 
-        with self._read(inputs, additional_forward_args, chosen.verify) as run:
-            bar = self.name if chosen.show_progress else None
-            return for_each(wanted(stages(run.layers), named), make, bar)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         for layer in stage:

@@ -20,8 +20,7 @@ from .engine.alone import require_alone
 from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
 from .engine.linear_method import Explained, LinearMethod
-from .engine.run import Question, Request, Run, traced
-from .engine.sharing import layout_of
+from .engine.run import Question, Request, Run, layout_of, traced
 from .vectors.latim import LatimMethod, read_options
 from .vectors.logit import MIXINGS, LogitContributions, MakeShares, contributions_to
 

@@ -14,21 +14,12 @@ from ..operators.kernels.rows import Positions
 from ..operators.kernels.truths import all_finite
 from ..tracing import Layer
 from .call import checks
-from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, shown, verify_layer
 from .engine.method import ImplicitMethod
 from .engine.run import Run
 from .vectors.contributions import Contributions, tiles
-from .vectors.latim import (
-    LatimMethod,
-    for_each,
-    query_index,
-    read_layers,
-    read_options,
-    wanted,
-    weighted_rows,
-)
+from .vectors.latim import LatimMethod, query_index, read_options, weighted_rows
 
 
 class LatimNorm(LatimMethod, ImplicitMethod):
@@ -167,21 +158,18 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         Returns:
             One tensor (B, Q, L) per layer. Rows and columns of padded tokens are zero.
         """
-        chosen, named = read_options(0, show_progress, verify), read_layers(layers)
-        device = single_input(inputs)[0].device
+        chosen = read_options(0, show_progress, verify)
 
-        def make(layer: Layer) -> Tensor:
+        def make(run: Run, layer: Layer) -> Tensor:
             verify_layer(layer, chosen.verify)
             index = query_index(positions, layer.operator.shape[:2], layer.values.device)
             found = self._map(layer, Contributions(layer, self.activation), index)
             if run.mask is not None:
                 keep = run.mask.to(found)
                 found *= keep[:, None] * keep.gather(1, index)[..., None]
-            return found.to(device)
+            return found.to(run.request.inputs.device)
 
-        with self._read(inputs, additional_forward_args, chosen.verify) as run:
-            bar = self.name if chosen.show_progress else None
-            return for_each(wanted(run.layers, named), make, bar)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     @underflow_flushed()
     def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:

@@ -13,11 +13,7 @@ _COMMANDS = (demo, architectures, explain, knockout, methods, serve, moved)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code.
-
-    Args:
-        arguments: the command line without the program's name. Default: None, sys.argv.
-    """
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="captum-ssm", description="Explain state-space and gated linear recurrent models."
     )

@@ -30,11 +30,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def architectures_table(markdown: bool = False) -> str:
-    """The supported architectures, one line each.
-
-    Args:
-        markdown: as a markdown table. Default: False, aligned columns.
-    """
+    """The supported architectures, one line each."""
     from ..mixers import supported_architectures
 
     head = ("family", "package", "tested with", *_ABILITIES, "mixer class")

@@ -44,20 +44,7 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers.
-
-    Args:
-        commands: what ``add_subparsers`` of a parser returns.
-
-    Example:
-        >>> import argparse
-        >>> from captum_ssm.cli.explain import add_to
-        >>> parser = argparse.ArgumentParser()
-        >>> add_to(parser.add_subparsers())
-        >>> options = parser.parse_args(["explain", "recall-mamba", "--text", "anna owns the"])
-        >>> options.model, options.text, options.spans
-        ('recall-mamba', ['anna owns the'], None)
-    """
+    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "explain",
         help="explain texts or images by several methods: a report, a picture or numbers",
@@ -155,19 +142,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_source_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how MODEL is loaded.
-
-    Args:
-        parser: of a command.
-
-    Example:
-        >>> import argparse
-        >>> from captum_ssm.cli.explain import add_source_to
-        >>> parser = argparse.ArgumentParser()
-        >>> add_source_to(parser)
-        >>> parser.parse_args(["--hub"]).hub
-        True
-    """
+    """Add the options that say how MODEL is loaded."""
     parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")
@@ -178,27 +153,7 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded_by(options: argparse.Namespace) -> Loaded:
-    """The model that a command names.
-
-    Args:
-        options: ``model``, and what :func:`add_source_to` adds.
-
-    Returns:
-        The model, where it is to run.
-
-    Raises:
-        CaptumSSMError: when there is none, or it cannot be loaded.
-
-    Example:
-        >>> import argparse
-        >>> from captum_ssm.cli.explain import add_source_to, loaded_by
-        >>> parser = argparse.ArgumentParser()
-        >>> parser.add_argument("model")  # doctest: +ELLIPSIS
-        _StoreAction(...)
-        >>> add_source_to(parser)
-        >>> loaded_by(parser.parse_args(["recall-mamba"])).is_language
-        True
-    """
+    """The model that a command names."""
     from ..explain.loading import Source, load
 
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
@@ -208,26 +163,8 @@ def loaded_by(options: argparse.Namespace) -> Loaded:
 def run(options: argparse.Namespace) -> None:
     """Run ``captum-ssm explain``: load, explain, print what is most relevant, and write.
 
-    Args:
-        options: as parsed by what :func:`add_to` adds.
-
     Raises:
         CaptumSSMError: when an option or an input cannot be used; the message names it.
-
-    Example:
-        >>> import argparse, json, tempfile
-        >>> from pathlib import Path
-        >>> from captum_ssm.cli.explain import add_to, run
-        >>> parser = argparse.ArgumentParser()
-        >>> add_to(parser.add_subparsers())
-        >>> asked = ["explain", "recall-mamba", "--text", "anna owns the", "--method", "LatimFlow"]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     out = Path(folder, "numbers.json")
-        ...     run(parser.parse_args([*asked, "--out", str(out)]))  # doctest: +ELLIPSIS
-        ...     (example,) = json.loads(out.read_text())["examples"]
-        Explained is ...
-        >>> example["tokens"], list(example["relevance"])
-        (['anna', 'owns', 'the'], ['LatimFlow'])
     """
     from ..attr.call.targets import CONTRASTS
     from ..explain.methods import against, method_classes, under_rules, with_option
@@ -392,12 +329,7 @@ def _tell(found: list[Explanation]) -> None:
 
 
 def print_any_letters() -> None:
-    """Let tokens be printed whose letters a terminal lacks.
-
-    Example:
-        >>> from captum_ssm.cli.explain import print_any_letters
-        >>> print_any_letters()
-    """
+    """Let tokens be printed whose letters a terminal lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -45,21 +45,7 @@ _OF_NAMED = ("heads", "component", "selection", "replace")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers.
-
-    Args:
-        commands: what ``add_subparsers`` of a parser returns.
-
-    Example:
-        >>> import argparse
-        >>> from captum_ssm.cli.knockout import add_to
-        >>> parser = argparse.ArgumentParser()
-        >>> add_to(parser.add_subparsers())
-        >>> asked = ["knockout", "recall-mamba", "anna owns the", "--from", "anna", "--to", "-1"]
-        >>> options = parser.parse_args(asked)
-        >>> options.text, options.sources, options.targets
-        ('anna owns the', ['anna'], ['-1'])
-    """
+    """Add the command to the subparsers."""
     parser = commands.add_parser(
         "knockout",
         help="cut messages between tokens: what the model then predicts",
@@ -118,22 +104,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run ``captum-ssm knockout``: load, cut, and print what the model then says.
 
-    Args:
-        options: as parsed by what :func:`add_to` adds.
-
     Raises:
         CaptumSSMError: when an option or the text cannot be used; the message names it.
-
-    Example:
-        >>> import argparse
-        >>> from captum_ssm.cli.knockout import add_to, run
-        >>> parser = argparse.ArgumentParser()
-        >>> add_to(parser.add_subparsers())
-        >>> text = "anna owns the lamp . bob owns the kite . ? anna owns the"
-        >>> asked = ["knockout", "recall-mamba", text, "--layers", "1", "--from", "lamp"]
-        >>> run(parser.parse_args(asked))  # doctest: +ELLIPSIS
-        Explained is the logit of “lamp”, predicted after token 13.
-        ...
     """
     named = options.sources is not None or options.targets is not None
     for name in () if named else _OF_NAMED:

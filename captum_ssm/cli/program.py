@@ -25,14 +25,7 @@ def run_program(
     commands: Iterable[ModuleType],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run the command that is asked for; returns the exit code.
-
-    Args:
-        parser: knows the program's name and description.
-        version: of the program.
-        commands: modules whose ``add_to`` adds a parser, which holds as ``run`` what is done.
-        arguments: the command line without the program's name. Default: None, sys.argv.
-    """
+    """Run the command that is asked for; returns the exit code."""
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     parser.add_argument(
         "--debug", action="store_true", help="show tracebacks, and what libraries say"

@@ -47,24 +47,12 @@ def _quiet_transformers(stack: ExitStack) -> None:
 
 
 def add_force_to(parser: argparse.ArgumentParser) -> None:
-    """Add the option that lets files be replaced.
-
-    Args:
-        parser: of a command.
-    """
+    """Add the option that lets files be replaced."""
     parser.add_argument("--force", action="store_true", help="replace files that are there")
 
 
 def check_new(files: Iterable[Path], options: argparse.Namespace) -> None:
-    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be.
-
-    Args:
-        files: what will be written.
-        options: with what :func:`add_force_to` adds.
-
-    Raises:
-        OptionError: naming the first file that is there.
-    """
+    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be."""
     for file in () if options.force else files:
         if file.is_file():
             raise OptionError(

@@ -97,13 +97,7 @@ class KnockOut(Protocol):
 
 
 class Cut:
-    """One call of a mixer, and what is cut of it.
-
-    Args:
-        mixer, call: the mixer and its call.
-        number: of the call among those of this mixer in the run.
-        acting: the knock-outs that name the mixer, the innermost last.
-    """
+    """One call of a mixer, and what is cut of it."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
@@ -178,7 +172,7 @@ class Cut:
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
         """The size that positions are of, and which of them each of the mixer's tokens is."""
-        if self._has_map:
+        if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
         asks = [e for s in self.edges.values() for e in s]
@@ -187,11 +181,6 @@ class Cut:
         size, given = self.inner.given_tokens(self.mixer.name, self.number)
         same = given.shape == size and torch.equal(given, torch.arange(size[1]).expand(size))
         return size, None if same else given
-
-    @property
-    def _has_map(self) -> bool:
-        """Whether the mixer's tokens lie in a map."""
-        return self.linear.map is not None
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
         size, given = self._tokens

@@ -245,10 +245,6 @@ class _KnockOut(Watcher):
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
         """The size (B, L) of what the model was given, and which of it each token is (B, L').
 
-        Args:
-            layer: the name of the mixer.
-            number: of its call.
-
         Returns:
             That; -1 is a token from elsewhere.
         """

@@ -62,13 +62,6 @@ def given_tokens(
 ) -> Given:
     """Find which tokens the mixers read in a call, running it again where that is not known.
 
-    Args:
-        module: the outermost module that is called.
-        given: its arguments.
-        mixers: those in it, none inside another.
-        vouched: whether the user named the mixers and vouches for the rest.
-        state: of the model; it differs where anything was changed.
-
     Raises:
         TrainingModeError: when a module is random.
     """

@@ -93,13 +93,7 @@ def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Ope
 
 
 def of_heads(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Tensor:
-    """1 for the heads that are meant, (H, 1).
-
-    Args:
-        linear: the mixer.
-        heads: which ones; None for all.
-        layer: what to call the mixer in an error.
-    """
+    """1 for the heads that are meant, (H, 1)."""
     count = linear.operator.shape.heads
     if heads is None:
         return linear.values.new_ones(1, 1)

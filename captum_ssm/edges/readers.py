@@ -89,12 +89,7 @@ class Norm(NamedTuple):
 
 
 class Readers:
-    """The norms that read what one layer writes, and the messages that they read.
-
-    Args:
-        layer: the recorded call.
-        norms: those that read it.
-    """
+    """The norms that read what one layer writes, and the messages that they read."""
 
     def __init__(self, layer: Layer, norms: Sequence[Norm]) -> None:
         self._messages = Contributions(layer)
@@ -123,13 +118,7 @@ class Readers:
 
 
 class NormCalls:
-    """Listens to the norms outside of mixers in a run, and to the backward pass through it.
-
-    Args:
-        model: the model.
-        mixers: those of its mixers that are recorded.
-        stack: when it is left, nothing of this stays on the model.
-    """
+    """Listens to the norms outside of mixers in a run, and to the backward pass through it."""
 
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
         self._returned = 0

@@ -46,12 +46,6 @@ def strongest_edges(
         additional: further arguments of the model. Default: None.
         real: the tokens that are not padding, between which edges are. Default: None, all.
 
-    Returns:
-        The edges, those of the largest effects first.
-
-    Raises:
-        CaptumSSMError: as :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute` do.
-
     Example:
         >>> import torch
         >>> from captum_ssm import EdgeEffects

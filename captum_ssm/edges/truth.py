@@ -59,11 +59,6 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
 
     Those of no effect at all, such as edges against causality, are not drawn.
 
-    Args:
-        effects: the effects.
-        samples: how many.
-        seed: of the draw.
-
     Returns:
         The example and the edge of each.
     """
@@ -99,17 +94,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
 
 
 class Interventions:
-    """True effects on one number of a model's output.
-
-    Args:
-        forward_func: what runs the model.
-        model: the module.
-        inputs: the one input.
-        additional: further arguments of forward_func.
-        target: in one of Captum's forms.
-        contrast: what it is held against.
-        at_a_time: how many interventions run together.
-    """
+    """True effects on one number of a model's output."""
 
     def __init__(
         self,

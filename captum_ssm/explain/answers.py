@@ -85,11 +85,7 @@ def explain_answers(
 
 
 def told(result: SSMLLMAttributionResult) -> str:
-    """An answer's spans in a line each, with what they are most due to.
-
-    Args:
-        result: the answer.
-    """
+    """An answer's spans in a line each, with what they are most due to."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]
@@ -115,22 +111,7 @@ def write_answers(
     about: str = "",
     identity: bool = False,
 ) -> list[Path]:
-    """A page or numbers of all answers, or a picture of each; from the second on numbered.
-
-    Args:
-        found: the answers.
-        model: the model's name.
-        out: the file.
-        title: of a page. Default: None, the model's name.
-        about: what stands below it. Default: nothing.
-        identity: whether relevance holds the identity, which a page leaves out. Default: False.
-
-    Returns:
-        The files.
-
-    Raises:
-        OptionError: when the file's ending is not one of :data:`FORMATS`.
-    """
+    """A page or numbers of all answers, or a picture of each; from the second on numbered."""
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title

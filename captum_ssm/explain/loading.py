@@ -98,12 +98,6 @@ class Loaded:
         Args:
             device: name of the device, such as ``"cuda:0"``.
             dtype: name of a dtype of torch; ``"auto"`` leaves that of the file.
-
-        Returns:
-            The same object, whose model has been moved.
-
-        Raises:
-            OptionError: when there is no such device.
         """
         try:
             self.model.to(device)
@@ -114,17 +108,7 @@ class Loaded:
         return self
 
     def prepared(self, files: Sequence[Path]) -> Tensor:
-        """Images (B, C, H, W) in the model's precision, where it is.
-
-        Args:
-            files: of the images.
-
-        Returns:
-            (B, C, H, W).
-
-        Raises:
-            OptionError: when the model takes no images.
-        """
+        """Images (B, C, H, W) in the model's precision, where it is."""
         if self.prepare is None:
             raise OptionError(f"{type(self.model).__name__} takes no images.")
         return self.prepare(files).to(next(self.model.parameters()))
@@ -132,9 +116,6 @@ class Loaded:
 
 def load(source: Source) -> Loaded:
     """The model; nothing is fetched unless ``source.hub``.
-
-    Args:
-        source: where it is.
 
     Returns:
         The model with what reads its inputs.

@@ -92,16 +92,6 @@ def with_option(
 ) -> None:
     """Give an option to those of the methods that take it.
 
-    Args:
-        named: the methods by name.
-        options: those of each, to which it is added.
-        name: of the option, an argument of ``attribute``.
-        value: its value.
-        asked: how the user asked for it, for the error.
-
-    Raises:
-        OptionError: when none of the methods takes it.
-
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow
         >>> from captum_ssm.explain.methods import under_rules, with_option
@@ -125,14 +115,6 @@ def against(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
     """The methods and their options, where those that were given a contrast are called by it.
-
-    Args:
-        named: the methods by name.
-        options: those of each.
-        contrast: as the user wrote it.
-
-    Returns:
-        Both, by the names that say what is explained.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm
@@ -167,12 +149,6 @@ def _baselines(text: str) -> float | str:
 
 def methods_table(markdown: bool = False) -> str:
     """The methods, one line each.
-
-    Args:
-        markdown: as a markdown table, with what they need. Default: False, aligned columns.
-
-    Returns:
-        The table as text, a head and a line for each method.
 
     Example:
         >>> from captum_ssm.explain.methods import methods_table

@@ -14,12 +14,6 @@ _ID = re.compile(r"id:(\d+)")
 def read_target(subject: Subject, text: str, *, language: bool, option: str = "--target") -> Any:
     """The target in Captum's form.
 
-    Args:
-        subject: the model, with its tokenizer or its labels.
-        text: a class's name or number, or the next token's text, or ``id:NUMBER``.
-        language: whether the model predicts the next token.
-        option: by which it was typed, for errors. Default: ``"--target"``.
-
     Returns:
         A class's number; or, for a language model, the last position and the token's id.
 

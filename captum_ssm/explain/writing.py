@@ -27,13 +27,6 @@ FORMATS = {".html": "a report", ".png": "pictures of each example", ".json": "nu
 def check_format(out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS)) -> None:
     """Raise unless the file's ending says what it is to hold.
 
-    Args:
-        out: the file.
-        formats: the endings, and what they say. Default: :data:`FORMATS`.
-
-    Raises:
-        OptionError: when the ending is none of them.
-
     Example:
         >>> from pathlib import Path
         >>> from captum_ssm.explain.writing import FORMATS, check_format
@@ -53,14 +46,6 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
     ``baselines`` are what a rule compares with. ``sums`` holds, of methods that promise a sum,
     the wanted number, the sum and the delta. ``roles`` holds relevance by what tokens did, of
     methods whose rule tells it.
-
-    Args:
-        found: the explanations.
-        model: its name.
-        out: the file.
-
-    Returns:
-        The file alone.
 
     Example:
         >>> import json, tempfile
@@ -94,15 +79,6 @@ def write_pictures(
     """A picture of each example, and for texts one of each method's roles if its rule tells some.
 
     From the second on, files are numbered.
-
-    Args:
-        found: the explanations.
-        images: the images (B, C, H, W) that were explained; None for texts.
-        title: a heading.
-        out: the first file.
-
-    Returns:
-        The files, in the order of the examples.
 
     Example:
         >>> import tempfile
@@ -150,11 +126,6 @@ def write_pictures(
 def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
     """The files of the pictures of several examples.
 
-    Args:
-        out: the first.
-        examples: how many there are.
-        roles: how many methods tell roles. Default: 0.
-
     Example:
         >>> from pathlib import Path
         >>> from captum_ssm.explain.writing import picture_files
@@ -182,9 +153,6 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
         method: of those facts, with its ``name``, its ``values``, one per token or None, ``own``,
             the token whose own entry is the identity, or None, and such values for its ``roles``.
         count: how many tokens at most. Default: 5.
-
-    Returns:
-        The lines; the tokens are sorted by absolute relevance.
 
     Example:
         >>> from captum_ssm.explain.writing import largest

@@ -84,11 +84,7 @@ class Readings:
         return self.activations[:, None] * self.directions
 
     def only(self, chosen: Tensor) -> Readings:
-        """Some of them.
-
-        Args:
-            chosen: which ones, in the order wanted.
-        """
+        """Some of them."""
         which = chosen.tolist()
         return Readings(
             self.site,
@@ -119,13 +115,7 @@ def tokens_of(met: Met, site: Site) -> Tensor:
 
 
 def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
-    """An activation as one node for each token, for heads as one for each head of each token.
-
-    Args:
-        site: the place.
-        met: what there was.
-        gradient: that of the target with respect to it, (L, W).
-    """
+    """An activation as one node for each token, for heads as one for each head of each token."""
     x = tokens_of(met, site)
     heads = met.value.shape[2] if site.at == "heads" else 1
     split = x.view(len(x), heads, -1)
@@ -142,11 +132,6 @@ def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
 
 def of_dictionary(site: Site, met: Met, dictionary: Dictionary) -> Readings:
     """The features of a dictionary that are active.
-
-    Args:
-        site: the place.
-        met: what there was.
-        dictionary: takes it apart.
 
     Raises:
         OptionError: when it does not fit the activation.
@@ -199,11 +184,6 @@ def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) 
 
 def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
     """Directions that the user names.
-
-    Args:
-        site: the place.
-        met: what there was.
-        features: they.
 
     Raises:
         OptionError: for a direction of another width, or a position outside.

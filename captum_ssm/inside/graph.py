@@ -179,12 +179,7 @@ _INNER = (*_ENTERED, "error")
 
 
 def check_share(name: str, value: Any) -> None:
-    """Raise for what is no share that may be kept.
-
-    Args:
-        name: of the option.
-        value: what the user passed.
-    """
+    """Raise for what is no share that may be kept."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from captum._utils.progress import progress
 from torch import Tensor
 
 from ..attr.engine.decompose import TOLERANCES, account, changes, not_linear
+from ..attr.engine.fold import shown
 from ..errors import OptionError
 from ..linear import Network, Site
 from ..operators.kernels.arithmetic import sum_tensors, unseen
@@ -47,7 +47,6 @@ class Parts:
         self.target = [] if index is None or index.dim() > 2 else index[0].tolist()
         for site in taken:
             network.met(site)  # each of them ran
-        assert network.sites is not None
         self.sites = [site for site in network.sites.met if site in taken]
         self.met = {site: network.met(site) for site in self.sites}
         self.values = {site: tokens_of(self.met[site], site) for site in self.sites}
@@ -55,12 +54,7 @@ class Parts:
         self.edges: list[Tensor] = []
 
     def followed(self, top: int, show_progress: bool) -> Parts:
-        """The same, with what reaches each of the nodes that add most to the target.
-
-        Args:
-            top: how many nodes, at most.
-            show_progress: whether a progress bar is shown.
-        """
+        """The same, with what reaches each of the nodes that add most to the target."""
         with unseen():
             effects = self._read()
             strength = torch.cat([effects[site].abs() for site in self.sites])
@@ -71,12 +65,7 @@ class Parts:
                 self.readings[site] = self.readings[site].only(chosen.nonzero()[:, 0])
             self.errors = {site: self._error(site) for site in self.sites}
             numbers = list(self._numbers())
-            steps = (
-                numbers
-                if not show_progress
-                else progress(numbers, desc="nodes", total=len(numbers))
-            )
-            for number, constant, activation in steps:
+            for number, constant, activation in shown(numbers, "nodes", show_progress):
                 self.edges.append(self._row(number, constant, activation))
         return self
 

@@ -31,11 +31,7 @@ _REMEMBERED = 256
 
 
 class Api:
-    """Answers the page's questions about a visualizer, by name.
-
-    Args:
-        visualizer: what the page shows.
-    """
+    """Answers the page's questions about a visualizer, by name."""
 
     def __init__(self, visualizer: AttributionVisualizer) -> None:
         self._visualizer = visualizer

@@ -96,12 +96,7 @@ class VisualizationOutput(NamedTuple):
 
 
 class AttributionCalculation:
-    """Runs models and methods on single examples.
-
-    Args:
-        models, classes, features, score_func, use_label_for_attr: as
-            :class:`~captum_ssm.insights.AttributionVisualizer` has them.
-    """
+    """Runs models and methods on single examples."""
 
     def __init__(
         self,
@@ -192,14 +187,6 @@ class AttributionCalculation:
 
         It is of the input's shape; by a method that tells no pixels of an image apart it is of the
         patches, (1, h, w).
-
-        Args:
-            model: one of the models.
-            inputs: what it is given.
-            additional: its further arguments.
-            target: in Captum's forms.
-            name: of the method.
-            arguments: those of its ``attribute``; those left out have their defaults.
         """
         if (reason := self.obstacle(name, model, inputs)) is not None:
             raise OptionError(f"{name} does not fit this model: {reason}.")
@@ -232,11 +219,7 @@ class AttributionCalculation:
         name: str,
         arguments: Mapping[str, Any],
     ) -> dict[str, list[float]]:
-        """Relevance of the words of a text by role, in hundredths of the largest.
-
-        Args:
-            model, inputs, additional, target, name, arguments: as in :meth:`relevance`.
-        """
+        """Relevance of the words of a text by role, in hundredths of the largest."""
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         chosen = self._options(name, inputs, arguments, target)
         if not self._is_one_text:
@@ -264,14 +247,7 @@ class AttributionCalculation:
             return []
 
     def cut(self, model: Any, example: Example, target: int, edges: Edges) -> Cut:
-        """What a model predicts of a text without messages between its words.
-
-        Args:
-            model: one of the models.
-            example: a batch of one.
-            target: the class that effects are on.
-            edges: the messages.
-        """
+        """What a model predicts of a text without messages between its words."""
         ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None
 
@@ -281,11 +257,7 @@ class AttributionCalculation:
         return cut_edges(method, ids, asked, edges, label, additional=additional)
 
     def flow(self, model: Any, example: Example, target: int) -> Flow:
-        """What runs through a model's layers from the words of a text to a class.
-
-        Args:
-            model, example, target: as in :meth:`cut`.
-        """
+        """What runs through a model's layers from the words of a text to a class."""
         return flow_of(model, *self._text(model, example, target), example.additional)
 
     def _text(self, model: Any, example: Example, target: int) -> tuple[Tensor, Any]:

@@ -141,11 +141,7 @@ class Stream:
         return None
 
     def page(self, again: bool = False) -> Iterator[Example]:
-        """The examples from here to the end of the dataset, as many as are taken.
-
-        Args:
-            again: begin where the current page began. Default: False, behind it.
-        """
+        """The examples from here to the end of the dataset, as many as are taken."""
         if again:
             self._ahead.extendleft(reversed(self._page))
         self._page, self.ended = [], False

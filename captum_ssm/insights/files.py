@@ -21,12 +21,7 @@ from .vocabularies import check_tokenizers
 
 
 def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
-    """The names of a model's classes; for a language model, those of its vocabulary.
-
-    Args:
-        loaded: the model.
-        names: those that the user gave. None for those that the model knows, or else numbers.
-    """
+    """The names of a model's classes; for a language model, those of its vocabulary."""
     config = getattr(loaded.model, "config", None)
     if names is None and loaded.labels is not None:
         return list(loaded.labels)
@@ -44,16 +39,7 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
 def common_classes(
     models: Sequence[str], loaded: Sequence[Loaded], names: Sequence[str] | None
 ) -> list[str]:
-    """The names of the classes of models that are shown side by side.
-
-    Args:
-        models: what the models are called.
-        loaded: the models.
-        names: those that the user gave, or None.
-
-    Raises:
-        OptionError: when models read different vocabularies, or call a class differently.
-    """
+    """The names of the classes of models that are shown side by side."""
     if all(each.tokenizer is not None for each in loaded):
         check_tokenizers(models, [each.tokenizer for each in loaded])
     first, *others = (class_names(each, names) for each in loaded)
@@ -109,13 +95,7 @@ class Texts:
 
 
 class Images:
-    """The images of a folder, read when they are asked for.
-
-    Args:
-        path: the folder.
-        loaded: the models, which must see an image alike.
-        classes: the names of the classes.
-    """
+    """The images of a folder, read when they are asked for."""
 
     def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
         self._loaded = loaded

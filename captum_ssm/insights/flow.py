@@ -28,14 +28,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -> Flow:
-    """What runs through a model's layers on the way to a class.
-
-    Args:
-        model: the model.
-        ids: of one text.
-        target: the class, in Captum's forms.
-        additional: further arguments of the model.
-    """
+    """What runs through a model's layers on the way to a class."""
     subject = find_subject(model, None, None, None, None)
     example = Example(ids, target, additional, None)
     known = outline(subject, example)

@@ -57,13 +57,7 @@ _HEADERS = {
 
 
 class Server:
-    """Serves a page from a thread that ends with the process.
-
-    Args:
-        api: answers the page.
-        port: of the server. Default: None, a free one.
-        debug: print requests and the tracebacks of errors. Default: False.
-    """
+    """Serves a page from a thread that ends with the process."""
 
     def __init__(self, api: Api, port: int | None = None, debug: bool = False) -> None:
         api.debug = debug

@@ -19,9 +19,6 @@ def check_sizes(models: Sequence[Any]) -> None:
     Args:
         models: the models. Those that tell none, such as functions and models of images, pass.
 
-    Raises:
-        OptionError: when they do not fit; it names both.
-
     Example:
         >>> from captum_ssm.insights.vocabularies import check_sizes
         >>> from captum_ssm.models import load_bundled
@@ -44,15 +41,7 @@ def check_sizes(models: Sequence[Any]) -> None:
 
 
 def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
-    """Raise where tokenizers give words different numbers.
-
-    Args:
-        names: what the models are called.
-        tokenizers: theirs.
-
-    Raises:
-        OptionError: when two are not the same; it names their models and a word.
-    """
+    """Raise where tokenizers give words different numbers."""
     first, *others = (_words(tokenizer) for tokenizer in tokenizers)
     for name, words in zip(names[1:], others, strict=True):
         if first is None or words is None or words == first:

@@ -15,8 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from .constants import Ledger, share
-from .functions import BENT, FROZEN, VIEWS, plain
-from .rules import RULES, positional
+from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 
@@ -340,14 +339,7 @@ class Linearising(TorchFunctionMode):
         kwargs: dict[str, Any],
         constant: Tensor | None = None,
     ) -> Tensor:
-        """A product whose relevance goes to its live factors by the gate rule.
-
-        Args:
-            func: returns the product.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            constant: a summand of what it returns. Default: None.
-        """
+        """A product whose relevance goes to its live factors by the gate rule."""
         live = list(self._tensors((*args, *kwargs.values())))
         straight = [a for a in live if not self.is_bent(a)]
         if self.rule == "frozen" and 0 < len(straight) < len(live):
@@ -442,14 +434,7 @@ class Linearising(TorchFunctionMode):
         return self._of_given(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
-        """What an embedding returns that looks up others than the explained ids.
-
-        Args:
-            out: it.
-            ids: what is looked up.
-            table: the table.
-            computed: whether they were computed of the explained ones. Default: False.
-        """
+        """What an embedding returns that looks up others than the explained ids."""
         assert self._ids is not None
         if self._found:
             if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):
@@ -461,13 +446,7 @@ class Linearising(TorchFunctionMode):
         return self.begin(out) if first else out
 
     def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
-        """Let the network begin at what a table holds for the explained ids.
-
-        Args:
-            out: it, (B, L', ...).
-            given: which of the explained ids each is (B, L'); None if they are the same.
-            table: the table.
-        """
+        """Let the network begin at what a table holds for the explained ids."""
         if table.data_ptr() in self._computed:
             raise _other_tokens()
         if self._found:

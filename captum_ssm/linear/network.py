@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..mixers.base import Call, LinearMixer
+from ..mixers.base import Call, LinearMixer, joined_end_to_end
 from ..mixers.parts.heard import forget
+from ..operators import Chain, Diagonal, Operator, Sum
 from ..operators.kernels.arithmetic import full_precision, unseen
+from ..operators.readings.coefficients import follow_mask, live_coefficients
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
@@ -38,9 +40,8 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
-from .mixer import through
 from .mode import Linearising
-from .shares import Rule, is_shared
+from .shares import FAMILY, Rule, is_shared, shared
 from .sites import Met, Site, Sites
 
 
@@ -72,9 +73,9 @@ class Network(Watcher):
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
+        sites: the activations that are met.
         keeps_steps: whether what enters and leaves the mixers is kept. Default: True.
         verify: see :func:`linearised`. Default: False.
-        sites: the activations that are met. Default: none.
         begins: that from which the network is explained. Default: None, the input.
         calls: how often each of the mixers has run. Default: never.
         granted: the largest error that was accepted of an operator. Default: 0.
@@ -99,9 +100,9 @@ class Network(Watcher):
 
     mode: Linearising
     mixers: Sequence[Mixer]
+    sites: Sites
     keeps_steps: bool = True
     verify: bool | float = False
-    sites: Sites | None = None
     begins: Site | None = None
     calls: Counter[Mixer] = field(default_factory=Counter)
     granted: float = 0.0
@@ -161,7 +162,6 @@ class Network(Watcher):
         Raises:
             LayerError: when it did not run.
         """
-        assert self.sites is not None
         return self.sites.found(site)
 
     def check_ran(self) -> None:
@@ -191,7 +191,7 @@ class Network(Watcher):
         self.mode.known(call.hidden_states)
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
-            inside = functools.partial(self._inside, mixer)
+            inside = functools.partial(self.sites.in_heads, mixer.module)
             linear = self._took(linearize(mixer, call, running=True), mixer, call)
             out = through(linear, self.mode, inside)
         if self.verify is not False:
@@ -236,9 +236,6 @@ class Network(Watcher):
                 known[each] for each in before
             )
         return known.get(call.hidden_states.grad_fn, False)
-
-    def _inside(self, mixer: Mixer, value: Tensor) -> Tensor:
-        return value if self.sites is None else self.sites.in_heads(mixer.module, value)
 
     def _took(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
         """The linear mixer, in which there is nothing to complain of."""
@@ -351,7 +348,7 @@ def linearised(
         mode.begin_others(others)
         cut = {**dict.fromkeys(reads, False), **dict.fromkeys(cuts, True)}
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
-        network = Network(mode, mixers, steps, verify, sites, begins)
+        network = Network(mode, mixers, sites, steps, verify, begins)
         vouched = layers is not None
         observe(model, mixers, (network,), stack, gradients=True, vouched=vouched)
         sites.watch(stack)
@@ -367,11 +364,7 @@ def under_rules(
     by_role: bool = False,
     constants: bool = True,
 ) -> Iterator[Linearising]:
-    """Run a model under the rules, its mixers aside.
-
-    Args:
-        model, inputs, rule, by_role, constants: as for :func:`linearised`.
-    """
+    """Run a model under the rules, its mixers aside."""
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearising(ids, rule, running.name, constants, by_role)
@@ -387,3 +380,63 @@ def under_rules(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         yield mode
+
+
+def through(
+    linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """What the mixer returns, computed so that its graph is linear, (B, L, E).
+
+    Args:
+        linear: the mixer, linearised at a live input.
+        mode: the rules; the output projection runs under them, so it must be on.
+        inside: what goes on from what the operator returns, (B, L, H, P). Default: None, it.
+    """
+    project, operator, values = linear.project, linear.operator, [linear.values]
+    mask, end_to_end = linear.mask, linear.end_to_end
+    del linear  # of long inputs the values take much: they are let go of once they are read
+    _cut(operator, mode.rule)
+    out = _apply(operator, values, mode, mask)
+    out = project(out if inside is None else inside(out))
+    return joined_end_to_end(out, mask) if end_to_end else out
+
+
+def _cut(operator: Operator, rule: Rule) -> None:
+    """Let go of the graphs of coefficients that get no share by a rule."""
+    for (leaf, name), coefficient in live_coefficients(operator).items():
+        if leaf.roles[name] not in FAMILY[rule]:
+            leaf.live = {**leaf.live, name: coefficient.detach()}
+
+
+def _apply(
+    operator: Operator, given: list[Tensor], mode: Linearising, mask: Tensor | None
+) -> Tensor:
+    """What an operator makes of values, taken out of a list so that nobody else holds them."""
+    if isinstance(operator, Chain):
+        # LRP's half is of products of two, one after the other
+        together = mode.divides and mode.rule != "half"
+        for place in reversed(range(len(operator.parts))):
+            if together and is_shared(operator.parts[place], mode.rule):
+                outer = Chain(*operator.parts[: place + 1])
+                with unseen():
+                    return shared(outer, given.pop(), mode.rule, mode.ledger, mode.labels, mask)
+            given.append(_apply(operator.parts[place], given, mode, mask))
+            mask = follow_mask(operator.parts[place], mask, {})
+        return given.pop()
+    if isinstance(operator, Sum) and not operator.live:
+        first, *others = operator.parts
+        total = _apply(first, given[:] if others else given, mode, mask)
+        for part in others:
+            total = total + _apply(part, given if part is others[-1] else given[:], mode, mask)
+        return total
+    v = given.pop()
+    if mode.divides and is_shared(operator, mode.rule):
+        with unseen():
+            return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
+    if isinstance(operator, Diagonal) and operator.component == "gate" and mode.rule == "half":
+        return v * operator.live.get("weight", operator.weight)
+    with unseen():
+        out = operator.apply(v)
+        bias = operator.offset()
+        # noted as it is: the mode would spread a bias common to all tokens over them
+        return out if bias is None else mode.ledger.included(out + bias, bias)

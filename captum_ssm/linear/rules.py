@@ -22,24 +22,88 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..errors import NotLinearError
 from ..operators.kernels.truths import holds, may_hold_any
 from .constants import once
-from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
-from .norms import (
-    batch_norm,
-    filled,
-    group_norm,
-    instance_norm,
-    layer_norm,
-    normalize,
-    rms_norm,
-)
 
 if TYPE_CHECKING:
     from .mode import Linearising
 
 #: A rule: the mode, torch's function, its arguments.
 Rule = Callable[["Linearising", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Python's operators and other names, by the function they stand for.
+ALIASES = {
+    "__add__": "add", "__radd__": "add", "__iadd__": "add_",
+    "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub_", "subtract": "sub",
+    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul_", "multiply": "mul",
+    "__div__": "div", "__truediv__": "div", "__itruediv__": "div_", "__idiv__": "div_",
+    "true_divide": "div", "divide": "div", "__rdiv__": "rdiv", "__rtruediv__": "rdiv",
+    "__floordiv__": "floor_divide", "__mod__": "remainder",
+    "__matmul__": "matmul", "__rmatmul__": "matmul",
+    "__pow__": "pow", "__ipow__": "pow_", "__rpow__": "exp2", "__neg__": "neg",
+    "negative": "neg", "concat": "cat", "concatenate": "cat", "vstack": "cat", "hstack": "cat",
+    "absolute": "abs", "clip": "clamp", "float_power": "pow", "_threshold": "threshold",
+    "expit": "sigmoid", "_grouped_mm": "grouped_mm",
+}  # fmt: skip
+
+#: In front of the names of functions in torch.linalg, torch.fft and torch.special.
+PREFIXES = ("linalg_", "fft_", "special_")
+
+#: Linear, and the result holds the same numbers.
+VIEWS = """
+    view view_as reshape reshape_as permute transpose t swapaxes swapdims movedim moveaxis
+    contiguous to type type_as float double half bfloat16 cpu cuda clone chunk split
+    split_with_sizes tensor_split unsafe_chunk unbind __getitem__ __get__ narrow select expand
+    expand_as squeeze unsqueeze flatten unflatten flip roll neg requires_grad_ retain_grad
+    register_hook dropout dropout1d feature_dropout masked_select resolve_conj
+    resolve_neg real
+"""
+
+#: Linear in other ways; a maximum is linear once its place is frozen.
+MIXING = """
+    index_select gather take_along_dim repeat repeat_interleave tile sum mean nansum cumsum
+    diagonal diag_embed tril triu unfold fold pixel_shuffle pixel_unshuffle avg_pool1d
+    avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    interpolate rfft irfft fft ifft embedding_bag trace amin amax max_pool1d max_pool2d
+    max_pool3d adaptive_max_pool1d adaptive_max_pool2d topk sort median rot90 block_diag
+    broadcast_to broadcast_tensors atleast_2d atleast_3d ravel deg2rad
+"""
+
+#: Sums and differences of two, and other functions that put constants beside what they are given.
+SUMS = "add sub rsub"
+JOINS = "cat stack index_add scatter_add scatter masked_scatter index_copy index_put diff"
+
+#: Products of two tensors or more.
+PRODUCTS = """
+    mul matmul mm bmm mv dot einsum outer tensordot inner vdot chain_matmul multi_dot grouped_mm
+"""
+
+#: Functions of one number that are 0 at 0, for the arguments that make them so.
+BENT = """
+    silu gelu relu relu6 leaky_relu prelu elu selu celu tanh softsign mish hardswish hardtanh
+    hardshrink softshrink tanhshrink abs square sqrt clamp clamp_min clamp_max sin tan asinh
+    arcsinh atan arctan erf expm1 log1p sinh sign threshold rrelu
+"""
+
+#: Their results are coefficients.
+FROZEN = """
+    softmax softmin gumbel_softmax sigmoid log_sigmoid hardsigmoid softplus exp exp2
+    log log2 log10 rsqrt reciprocal rdiv cos cosh logsumexp logcumsumexp norm vector_norm
+    matrix_norm var std var_mean std_mean cumprod prod maximum minimum floor ceil round trunc
+    fmod remainder floor_divide nan_to_num bernoulli one_hot argsort cummax cummin logaddexp dist
+    cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
+"""
+
+#: Of the frozen ones those that are smooth functions of one number each.
+TANGENT = frozenset(("sigmoid", "log_sigmoid", "softplus", "exp", "exp2"))
+
+
+def plain(name: str) -> str:
+    """A function's name without the namespace it is in."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return ALIASES.get(name, name)
 
 
 def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,13 +310,7 @@ def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
-    """addmm and its kin: beta times a summand plus alpha times a product.
-
-    Args:
-        product: of the two factors.
-        left: name of the first factor.
-        right: name of the second.
-    """
+    """addmm and its kin: beta times a summand plus alpha times a product."""
 
     def rule(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)
@@ -266,6 +324,119 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
 def _summed_product(left: Tensor, right: Tensor) -> Tensor:
     """The batched product, summed over the batch."""
     return torch.einsum("bij,bjk->ik", left, right)
+
+
+def layer_norm(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Centred and scaled by a frozen deviation."""
+    x, size, weight, bias, eps = filled(
+        args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
+    )
+    out = _standardised(x, tuple(range(-len(size), 0)), eps)
+    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+
+
+def group_norm(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Each group of channels centred and scaled by a frozen deviation."""
+    x, groups, weight, bias, eps = filled(
+        args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
+    )
+    out = _standardised(x.reshape(len(x), groups, -1), (-1,), eps).reshape(x.shape)
+    spread = (-1, *(1,) * (x.dim() - 2))
+    weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
+    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+
+
+def instance_norm(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Each channel of an example centred and scaled by a frozen deviation over its places."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
+    x, mean, variance, weight, bias, own, _, eps, *_ = filled(
+        args,
+        kwargs,
+        (*names, "momentum", "eps", "cudnn_enabled"),
+        (None, None, None, None, True, 0.1, 1e-5, True),
+    )
+    if not own:
+        return batch_norm(mode, func, (x, mean, variance, weight, bias, False, 0.1, eps), {})
+    out = _standardised(x, tuple(range(2, x.dim())), eps)
+    spread = (-1, *(1,) * (x.dim() - 2))
+    weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
+    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+
+
+def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Scaled by a frozen root mean square."""
+    x, size, weight, eps = filled(
+        args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
+    )
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    square = _wide(x.detach()).square().mean(tuple(range(-len(size), 0)), keepdim=True)
+    out = _wide(x) * torch.rsqrt(square + eps)
+    return _scaled_and_shifted(mode, out, weight, None).to(x.dtype)
+
+
+def batch_norm(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """With the running statistics an affine map of each channel."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
+    x, mean, variance, weight, bias, training, _, eps = filled(
+        args, kwargs, (*names, "eps"), (None, None, False, 0.1, 1e-5)
+    )
+    if training or mean is None:
+        raise NotLinearError(
+            f"Module {mode.where()!r} runs a batch_norm in training mode, which mixes examples. "
+            "Explain the model in eval mode, with running statistics."
+        )
+    spread = (-1, *(1,) * (x.dim() - 2))
+    scale = torch.rsqrt(_wide(variance) + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    out = _wide(x) * scale.view(spread) + shift.view(spread)
+    return mode.ledger.included(out, shift.view(spread)).to(x.dtype)
+
+
+def normalize(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A vector divided by its frozen length."""
+    x, p, dim, eps = filled(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
+    length = torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True)
+    out: Tensor = x / length.clamp_min(eps)
+    return out
+
+
+def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    wide = _wide(x)
+    centred = wide - wide.mean(dims, keepdim=True)
+    variance = centred.detach().square().mean(dims, keepdim=True)
+    return centred * torch.rsqrt(variance + eps)
+
+
+def _scaled_and_shifted(
+    mode: Linearising, out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    out = out if weight is None else out * weight
+    return out if bias is None else mode.ledger.included(out + bias, bias)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least, as torch's own norms compute."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def filled(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
+) -> list[Any]:
+    """All arguments in order; ``defaults`` are those of the last names."""
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
+    given.update(zip(names, args, strict=False))
+    return [given[name] for name in names]
 
 
 def positional(

@@ -76,9 +76,6 @@ class Labels:
 
     A path from the output to the input is labelled by the first factor other than content that it
     takes; one that takes none is content.  What passes no mixer is content, too.
-
-    Args:
-        several: whether there will be several passes, each of one label.
     """
 
     def __init__(self, several: bool) -> None:
@@ -101,12 +98,7 @@ class Labels:
 
 
 def is_shared(operator: Operator, rule: Rule) -> bool:
-    """Whether coefficients of the operator get a share by the rule.
-
-    Args:
-        operator: chains and sums of any depth.
-        rule: the rule.
-    """
+    """Whether coefficients of the operator get a share by the rule."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 
@@ -118,16 +110,7 @@ def shared(
     labels: Labels,
     mask: Tensor | None,
 ) -> Tensor:
-    """What an operator makes of values, its derivative divided among its factors by a rule.
-
-    Args:
-        operator: the operator, with live coefficients.
-        x: the values, (B, L, H, P), live.
-        rule: the rule.
-        ledger: takes down what belongs to the references.
-        labels: says which paths a backward pass follows.
-        mask: True for real tokens (B, L), in the order of the values, or None.
-    """
+    """What an operator makes of values, its derivative divided among its factors by a rule."""
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
     outer = _Outer(operator, rule, chosen, ledger, labels, mask)

@@ -171,11 +171,7 @@ class Sites:
         return value
 
     def found(self, site: Site) -> Met:
-        """What was met there.
-
-        Raises:
-            LayerError: when it was not.
-        """
+        """What was met there."""
         if site not in self.met:
             raise LayerError(
                 f"layer {site.name!r} never ran in this call of the model, or as a part of another "

@@ -73,9 +73,6 @@ class Tags:
     def places(self, x: Tensor) -> Tensor:
         """Which of the explained ids each of a tensor's numbers is, on the host.
 
-        Args:
-            x: whole numbers that are followed.
-
         Returns:
             Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`.  Those of ids
             that were recognized are larger by B * L, and those of ids that were computed, but
@@ -97,9 +94,6 @@ class Tags:
     def by_example(self, places: Tensor) -> Tensor | None:
         """Places as numbers of tokens in their own examples (B, L'), :data:`NONE` for none.
 
-        Args:
-            places: as :meth:`places` returns them.
-
         Returns:
             None where some are not told, or lie in other examples, or in no rows.
         """
@@ -112,11 +106,7 @@ class Tags:
         return own.where(is_given, NONE)
 
     def recognize(self, x: Tensor) -> bool:
-        """Follow ids (B, L') if the explained ones are the first of them, and say whether.
-
-        Args:
-            x: ids that are not followed.
-        """
+        """Follow ids (B, L') if the explained ones are the first of them, and say whether."""
         with unseen():
             if not begins_with(x, self.ids):
                 return False
@@ -157,12 +147,7 @@ class Tags:
         return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
 
     def _tagged(self, x: Tensor, own: Tensor) -> Tensor:
-        """Whole numbers with tags, in memory that is laid out as theirs if they are followed.
-
-        Args:
-            x: the numbers.
-            own: a copy of them.
-        """
+        """Whole numbers with tags, in memory that is laid out as theirs if they are followed."""
         where = _where(x)
         if where == self._began and where not in self._memories:
             self._keep(self.ids, self._explained + self._step * self._numbers(1))

@@ -312,12 +312,7 @@ def _torchs_noted(module: Any) -> Iterator[None]:
 
 
 class _TorchsNoted(TorchFunctionMode):
-    """Sees torch's own attention.
-
-    Args:
-        module: the one that calls it.
-        hidden: whether other modes are to see nothing.
-    """
+    """Sees torch's own attention."""
 
     def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()

@@ -212,12 +212,7 @@ def in_batch(sequence: Tensor) -> Tensor:
 
 
 def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
-    """Sequences (B, L, E) end to end as a batch of one, without their padding.
-
-    Args:
-        sequences: them.
-        mask: True for real tokens (B, L), or None.
-    """
+    """Sequences (B, L, E) end to end as a batch of one, without their padding."""
     return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 

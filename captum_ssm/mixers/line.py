@@ -24,7 +24,6 @@ class Line(NamedTuple):
 
     Attributes:
         family: the common name of the architecture.
-        package: distribution the class comes from.
         path: the class; for transformers short, ``"mamba.MambaMixer"`` standing for
             ``transformers.models.mamba.modeling_mamba.MambaMixer``.
         adapter: module of this package and function.
@@ -36,13 +35,20 @@ class Line(NamedTuple):
     """
 
     family: str
-    package: str
     path: str
     adapter: str
     joins: Joins = "residual"
     tested: str | None = None
     lacks: Mapping[Ability, str] = MappingProxyType({})
     alone: bool = False
+
+    @property
+    def package(self) -> str:
+        """The distribution that the class comes from."""
+        if self.path.count(".") == 1:
+            return "transformers"
+        name = self.path.split(".")[0]
+        return "flash-linear-attention" if name == "fla" else name.replace("_", "-")
 
     @property
     def class_path(self) -> str:

@@ -58,16 +58,7 @@ def refuse_mimo(module: Any) -> None:
 def linearize(
     module: Any, projected: Tensor, mask: Tensor | None, *, heads: int, groups: int, state: int
 ) -> LinearMixer:
-    """The mixer from what in_proj returns.
-
-    Args:
-        module: the mixer, for its norms, biases, D and out_proj.
-        projected: z, x, B, C, s, a, l and r (B, L, 2 D + 2 G N + 3 H + S).
-        mask: True for real tokens (B, L), at one end of each sequence, or None.
-        heads: H.
-        groups: groups of heads that share B and C, G.
-        state: N.
-    """
+    """The mixer from what in_proj returns."""
     shared, angles = groups * state, module.num_rope_angles
     width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
     sizes = [width, width, shared, shared, heads, heads, heads, angles]

@@ -223,14 +223,7 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
 
 
 def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
-    """The error for a module that looks like a mixer and has no adapter.
-
-    Args:
-        name: its name in the model.
-        module: the module.
-        others: whether the model has mixers that have one, so that it was refused because it ran.
-            Default: False.
-    """
+    """The error for a module that looks like a mixer and has no adapter."""
     kind = class_path(type(module))
     place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
     ran, way_out = "", ""

@@ -130,14 +130,7 @@ def _core(
     shape: Shape,
     start: float,
 ) -> Chain:
-    """The normalised recurrence, of queries and keys (B, L, H, N) and gates (B, L, H).
-
-    Args:
-        query, key, write, forget: as above.
-        eps: added to the normaliser.
-        shape: of the values.
-        start: the stabiliser before the first token.
-    """
+    """The normalised recurrence, of queries and keys (B, L, H, N) and gates (B, L, H)."""
     log_decay = F.logsigmoid(forget)
     before, after = _stabiliser(log_decay, write, start)
     decay, scale = log_decay + before - after, (write - after).exp()

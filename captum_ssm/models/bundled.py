@@ -94,15 +94,6 @@ def load_dictionary(
 def weights_of(name: str) -> Path:
     """The file of a bundled model's weights, beside its configuration, key and card.
 
-    Args:
-        name: of the model.
-
-    Returns:
-        Where the file is.
-
-    Raises:
-        OptionError: when there is no such model.
-
     Example:
         >>> from captum_ssm.models.bundled import weights_of
         >>> sorted(path.name for path in weights_of("recall-mamba").parent.iterdir())

@@ -113,12 +113,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names that are not stored, each with the stored one that shares its parameter.
-
-    Args:
-        model: what the weights are of; it may be on the meta device.
-        weights: those of a file, by name.
-    """
+    """Names that are not stored, each with the stored one that shares its parameter."""
     own = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(own[name]): name for name in weights if name in own}
     return {
@@ -129,15 +124,7 @@ def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise, naming the keys, unless both hold the same names and shapes.
-
-    Args:
-        wanted: a model's weights, which may be on the meta device.
-        found: those of a file.
-
-    Raises:
-        CheckpointError: when they differ.
-    """
+    """Raise, naming the keys, unless both hold the same names and shapes."""
     complaints = [
         _listed("it lacks", [repr(k) for k in wanted if k not in found]),
         _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
@@ -154,6 +141,16 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
         raise CheckpointError("; ".join(c for c in complaints if c) + ".")
 
 
+def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
+    """The shape of a weight."""
+    if key not in weights:
+        raise CheckpointError(f"its weights lack {key!r}.")
+    shape = weights[key].shape
+    if len(shape) != dims:
+        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
+    return shape
+
+
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
     """Raise for weights that a checkpoint lacks, which transformers fills at random.
 
@@ -162,9 +159,6 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
         loading_info: what transformers says of it, with ``output_loading_info=True``; weights that
             are tied to others it does not count as missing.
         where: names the checkpoint in the error.
-
-    Raises:
-        CheckpointError: naming the weights, and those whose shape is another than the model's.
     """
     kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
     complaints = [
@@ -189,9 +183,6 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Let whatever other packages say of a broken model name it.
-
-    Args:
-        what: the beginning of the message.
 
     Raises:
         CheckpointError: in place of any error but those of this package, of a package that is

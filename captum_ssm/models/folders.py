@@ -39,9 +39,6 @@ _RENAMED = {"ViTForImageClassification"}
 def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
-    Args:
-        folder: what :func:`save_plain` or :func:`save_of_transformers` has written to.
-
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
 
@@ -93,7 +90,7 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
 
 def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """The model with its weights, made once they are known to be its."""
-    weights = read_weights(folder)
+    weights = read_safetensors(folder / WEIGHTS, "A bundled model")
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()
     for name, stored in tied_names(wanted, weights).items():
@@ -166,11 +163,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(settings: dict[str, Any], folder: Path) -> None:
     """Writes the settings of a model."""
     write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a saved model, by name."""
-    return read_safetensors(folder / WEIGHTS, "A bundled model")
 
 
 def _safetensors(need: str) -> Any:

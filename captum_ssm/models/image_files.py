@@ -25,9 +25,6 @@ def check_pixels(name: str, size: Sequence[int]) -> None:
     Args:
         name: of the image, for the error.
         size: width and height, in any order, as its file declares them.
-
-    Raises:
-        DataError: when it has more pixels than are read.
     """
     if math.prod(size) > _MOST_PIXELS:
         raise DataError(
@@ -38,28 +35,13 @@ def check_pixels(name: str, size: Sequence[int]) -> None:
 
 def read_image(path: Path) -> Tensor:
     """An image file in RGB, (3, H, W), uint8."""
-    return torch.from_numpy(_pixels(path, "RGB")).permute(2, 0, 1).contiguous()
-
-
-def read_labels(path: Path) -> Tensor:
-    """An image file whose pixels are labels, with or without a palette, (H, W), int64."""
-    found = _pixels(path, None)
-    if found.ndim != 2:
-        raise DataError(
-            f"{path} has {found.shape[-1]} channels; labels are one number per pixel, such as an "
-            "index into a palette."
-        )
-    return torch.from_numpy(found).long()
-
-
-def _pixels(path: Path, mode: str | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """A copy of an image's numbers, in a mode of Pillow's or in its own."""
     pillow = optional("PIL.Image", "pillow", f"Reading {path}")
     try:
         with pillow.open(path) as opened:
             check_pixels(str(path), opened.size)
-            return np.array(opened if mode is None else opened.convert(mode))
+            pixels = np.array(opened.convert("RGB"))
     except DataError:
         raise
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as an image: {error}.") from None
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

@@ -383,7 +383,8 @@ class Operator:
             left: row factors (B, L, H, P), broadcastable.
             right: column factors (B, L, H, P), broadcastable.
         """
-        return generic.contract(self, left, right)
+        tokens = self.shape.tokens
+        return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Some rows of :meth:`contract`, without forming the others.

@@ -180,10 +180,6 @@ class Chain(Composite):
     def per_channel(self) -> Operator:
         return Chain(*(part.per_channel() for part in self.parts))
 
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Some rows; folds diagonals and short convolutions at both ends into factors and shifts.
 
@@ -304,9 +300,6 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
         parts: the factors; the last one acts first.
         x: one number per token (B, L).
         transposed: whether it is the adjoint.
-
-    Returns:
-        (B, L).
     """
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])

@@ -128,10 +128,6 @@ class Sum(Composite):
     def per_channel(self) -> Operator:
         return Sum(*(part.per_channel() for part in self.parts))
 
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         return sum_strips((part.strip(left, right, rows) for part in self.parts), rows)
 
@@ -218,10 +214,6 @@ class DirectSum(Composite):
 
     def per_channel(self) -> Operator:
         return DirectSum(*(part.per_channel() for part in self.parts))
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))

@@ -13,7 +13,7 @@ from .chain import Chain
 from .kernels import fused_taps
 from .kernels.arithmetic import linear_map
 from .kernels.bands import Band, convolve_band, overlap
-from .kernels.portions import LARGE, Portion, Stream
+from .kernels.portions import LARGE, Stream
 from .kernels.rows import Strip
 
 #: An index into a tensor.
@@ -54,6 +54,9 @@ class ShortConv(Operator):
                  [ 0,  0, 10,  1]]], dtype=torch.int32)
     """
 
+    data_dependent = False
+    portion = LARGE
+
     def __init__(
         self,
         weight: Tensor,
@@ -73,10 +76,6 @@ class ShortConv(Operator):
     @property
     def mixes_tokens(self) -> bool:
         return any(any(lag) if isinstance(lag, tuple) else lag for lag in self.lags)
-
-    @property
-    def data_dependent(self) -> bool:
-        return False
 
     def apply(self, v: Tensor) -> Tensor:
         return linear_map(v, self._forward, self._adjoint)
@@ -141,10 +140,6 @@ class ShortConv(Operator):
         taps = self.taps()
         return None if taps is None or min(taps) < 0 else _Stream(self, taps, transposed)
 
-    @property
-    def portion(self) -> Portion:
-        return LARGE
-
     def offset(self) -> Tensor | None:
         return None if self.bias is None else self.bias.expand(self.shape)
 
@@ -161,9 +156,6 @@ class ShortConv(Operator):
 
     def after_band(self, band: Band) -> Band | None:
         return convolve_band(self.by_lag(), band, self.shape.tokens)
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        return Chain(self).contract(left, right)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         return Chain(self).contract_heads(left, right)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Operator, Role, Shape
 from .kernels.arithmetic import Scratch, with_graphs
 from .kernels.bands import Band
-from .kernels.portions import LARGE, Portion, Stream, some_heads
+from .kernels.portions import LARGE, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
 #: What factors of single tokens do that follow from the input; others are frozen.
@@ -41,6 +41,9 @@ class Diagonal(Operator):
                  [0, 0, 3]]], dtype=torch.int32)
     """
 
+    mixes_tokens = False
+    portion = LARGE
+
     def __init__(
         self,
         weight: Tensor,
@@ -57,10 +60,6 @@ class Diagonal(Operator):
         self.at_rest = at_rest.detach() if isinstance(at_rest, Tensor) else at_rest
         common = weight.shape[0] == weight.shape[1] == 1
         self._data_dependent = not common if data_dependent is None else data_dependent
-
-    @property
-    def mixes_tokens(self) -> bool:
-        return False
 
     @property
     def data_dependent(self) -> bool:
@@ -88,10 +87,6 @@ class Diagonal(Operator):
             return torch.mul(self.factors(part), x, out=scratch("scaled", *x.shape))
 
         return scaled
-
-    @property
-    def portion(self) -> Portion:
-        return LARGE
 
     def factors(self, tokens: slice) -> Tensor:
         """Those of some tokens, broadcastable to (B, T, H, P).
@@ -150,9 +145,6 @@ class Diagonal(Operator):
 
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.strip(left, right, range(self.shape.tokens)).entries
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         return self.heads_of_product(left, {0: right})

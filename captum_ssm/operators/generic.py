@@ -96,13 +96,8 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
 # --- sums over channels of rows with factors ---------------------------------------------------
 
 
-def contract(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
-    """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L)."""
-    return strip(operator, left, right, range(operator.shape.tokens)).entries
-
-
 def strip(operator: Operator, left: Tensor, right: Tensor, rows: range) -> Strip:
-    """Some rows of :func:`contract`."""
+    """Some rows of the sum over channels of left[i, c] alpha_c[i, j] right[j, c]."""
     tokens = operator.shape.tokens
     out = operator._zeros(operator.shape.batch, len(rows), tokens, factor=left)
     for some in _in_stacks(operator, rows):
@@ -131,7 +126,7 @@ def reduced_strip(operator: Operator, rows: range, reduce: Reduce = "mean") -> S
 
 
 def contract_heads(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
-    """As :func:`contract`, but the sum over the channels of each head, (B, H, L, L)."""
+    """As :func:`strip` of all rows, but the sum over the channels of each head, (B, H, L, L)."""
     found = []
     for some in _in_stacks(operator, range(operator.shape.tokens)):
         shares = operator.unit_rows(some, at_positions(left, some)) * right  # (Q, B, L, H, P)

@@ -26,10 +26,6 @@ class HeadOperator(Operator):
         """One matrix per head, (B, H, L, L)."""
         raise NotImplementedError
 
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         common = common_to_channels(left, right, self.shape)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
@@ -343,6 +339,9 @@ class HeadCentering(Operator):
         [-2.0, -1.0, 3.0]
     """
 
+    mixes_tokens = False
+    data_dependent = False
+
     def __init__(
         self,
         shape: Shape,
@@ -357,14 +356,6 @@ class HeadCentering(Operator):
         self._of = (-1, -2) if across else (-1,)
         chosen = like.new_ones(shape.heads) if centred is None else centred
         self._centred = chosen.detach().to(like)[:, None]  # (H, 1)
-
-    @property
-    def mixes_tokens(self) -> bool:
-        return False
-
-    @property
-    def data_dependent(self) -> bool:
-        return False
 
     def apply(self, v: Tensor) -> Tensor:
         return v - self._centred * v.mean(self._of, keepdim=True)

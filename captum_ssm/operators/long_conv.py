@@ -50,16 +50,14 @@ class LongConv(Operator):
                  [3, 2, 1]]], dtype=torch.int32)
     """
 
+    data_dependent = False
+
     def __init__(self, kernel: Tensor, shape: Shape, component: str | None = "scan") -> None:
         _check(kernel, shape)
         kernel = kernel.detach()[..., : shape.tokens]
         self.kernel = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
         self.shape = shape
         self.component = component
-
-    @property
-    def data_dependent(self) -> bool:
-        return False
 
     def apply(self, v: Tensor) -> Tensor:
         return linear_map(v, self._forward, self._adjoint)
@@ -73,10 +71,6 @@ class LongConv(Operator):
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
         return LongConv(self.kernel[list(heads)], shape, self.component)
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Some rows; one matrix product if either factor is the same at all tokens, else by lags.

@@ -38,6 +38,8 @@ class Permute(Operator):
         [3.0, 2.0, 1.0]
     """
 
+    data_dependent = False
+
     def __init__(
         self,
         order: Tensor,
@@ -61,10 +63,6 @@ class Permute(Operator):
         """The reordering that undoes it."""
         back = torch.argsort(self._given)
         return Permute(back, self.shape, self.component, device=self.order.device)
-
-    @property
-    def data_dependent(self) -> bool:
-        return False
 
     def apply(self, v: Tensor) -> Tensor:
         return v.index_select(-3, self.order)
@@ -140,13 +138,7 @@ class Permute(Operator):
 
 
 def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
-    """The reordering that reverses the tokens.
-
-    Args:
-        shape: the sizes acted on.
-        device: of what it acts on.
-        component: see :class:`Permute`. Default: None, a structural part.
-    """
+    """The reordering that reverses the tokens."""
     order = torch.arange(shape.tokens - 1, -1, -1, device="cpu")
     return Permute(order, shape, component, device=device)
 
@@ -155,9 +147,6 @@ def outermost(
     parts: Sequence[Operator],
 ) -> tuple[list[Permute], list[Operator], list[Permute]]:
     """A product whose reorderings at either end are moved past diagonals to the very end.
-
-    Args:
-        parts: the factors, the last one acting first.
 
     Returns:
         The reorderings that act last, what is between, and the reorderings that act first.
@@ -327,9 +316,6 @@ class Windowed(Operator):
 
     def tensors(self) -> dict[str, Tensor]:
         return self.inner.tensors()
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.strip(left, right, range(self.shape.tokens)).entries
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         above, aside = (self.windows.cut(f.expand(self.shape)) for f in (left, right))

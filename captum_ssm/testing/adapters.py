@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .._optional import optional
-from ..attr.call.components import parse_components
+from ..attr.call.checks import parse_components
 from ..attr.call.targets import logits_of
 from ..attr.flow import LatimFlow
 from ..edges import Edges, knock_out

@@ -4,8 +4,7 @@ from .chance import require_deterministic
 from .find import Mixer, find_mixers, find_model, runnable, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
-from .padding import require_real_tokens
-from .record import Graph, Trace, require_layers, trace
+from .record import Graph, Trace, require_layers, require_real_tokens, trace
 from .repair.loops import repaired_scans
 from .weights import weights_blamed
 

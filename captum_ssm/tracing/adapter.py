@@ -20,15 +20,7 @@ from .find import Mixer
 
 
 def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
-    """What the mixer's adapter returns.
-
-    Args:
-        mixer: the mixer.
-        call: a call of it.
-
-    Raises:
-        AdapterError: when the adapter fails, or returns what cannot be the mixer.
-    """
+    """What the mixer's adapter returns."""
     try:
         with _blaming(mixer, "raised"):
             found: Any = mixer.linearize(mixer.module, call)
@@ -105,7 +97,8 @@ def _complaint(found: Any, call: Call) -> str | None:
             f"returned values of shape {shape} for a module that returned {returned}: (B, L, H, P) "
             f"must begin with {returned[:2]}"
         )
-    if mask is not None and not _marks_tokens(mask, shape[:2]):
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    if mask is not None and not (is_mask and tuple(mask.shape) == shape[:2]):
         return f"returned mask={_named(mask)} in place of booleans (B, L) = {shape[:2]}"
     known = (None, *COMPONENTS)
     strange = next((leaf for leaf in operator.leaves() if leaf.component not in known), None)
@@ -144,19 +137,9 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
 
 
 def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
-    """Raise for an operator that does not keep the shape of its values.
-
-    Args:
-        mixer: whose it is.
-        shape: that of its values.
-        y: what it makes of them.
-    """
+    """Raise for an operator that does not keep the shape of its values."""
     if tuple(y.shape) != shape:
         raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
-
-
-def _marks_tokens(mask: Any, size: tuple[int, ...]) -> bool:
-    return isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == size
 
 
 def _follows(x: Tensor) -> bool:

@@ -38,11 +38,7 @@ _TOLD: dict[str, tuple[str, int, Any, str]] = {
 
 
 def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
-    """By functions' names, what raises for those that are told to be random.
-
-    Args:
-        model: the model that runs, of which the module that calls the function is named.
-    """
+    """By functions' names, what raises for those that are told to be random."""
     return dict.fromkeys(_TOLD, functools.partial(_refuse, model))
 
 

@@ -44,9 +44,6 @@ class Shared:
     """A change that the first of its users makes and the last one undoes.
 
     Its :meth:`enter` is what :func:`lasting` wants, so that users may be nested and of any thread.
-
-    Args:
-        change: makes the change and returns what undoes it.
     """
 
     def __init__(self, change: Callable[[], Undo]) -> None:

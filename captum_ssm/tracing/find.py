@@ -296,12 +296,6 @@ def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that look like mixers, have no adapter, and neither hold nor belong to one.
 
     An explanation of a run that calls one would be silently wrong without it.
-
-    Args:
-        model: where to look.
-
-    Yields:
-        Their names and the modules.
     """
     names = [name for mixer in registered_mixers(model) for name in mixer.names]
     for name, module in model.named_modules():

@@ -30,13 +30,7 @@ def in_this_thread(hook: Hook) -> Hook:
 def hooked(
     register: Callable[..., Any], hook: Hook, **options: bool
 ) -> AbstractContextManager[None]:
-    """A context in which this thread's calls of a module meet a hook.
-
-    Args:
-        register: the module's method, such as ``module.register_forward_hook``.
-        hook: the hook.
-        options: of the method.
-    """
+    """A context in which this thread's calls of a module meet a hook."""
     own = in_this_thread(hook)
     return lasting(lambda: register(own, **options).remove)
 
@@ -79,18 +73,15 @@ def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tenso
     if isinstance(value, Tensor):
         new = swap(value) if value.is_floating_point() else None
         return (value, None) if new is None else (new, new)
-    keys: Sequence[Any] = list(value) if type(value) is dict else range(_length(value))
+    is_mapping, is_sequence = type(value) is dict, type(value) in (tuple, list)
+    keys: Sequence[Any] = list(value) if is_mapping else range(len(value) if is_sequence else 0)
     for key in keys:
         item, new = swap_first(value[key], swap)
         if new is not None:
-            items = dict(value) if type(value) is dict else list(value)
+            items = dict(value) if is_mapping else list(value)
             items[key] = item
             return type(value)(items), new
     return value, None
-
-
-def _length(value: Any) -> int:
-    return len(value) if type(value) in (tuple, list) else 0
 
 
 def detached(value: Any) -> Any:

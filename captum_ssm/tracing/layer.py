@@ -379,11 +379,7 @@ def _is_copy(x: Tensor, y: Tensor) -> bool:
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are views of the same numbers in the same order.
-
-    Args:
-        x, y: the tensors.
-    """
+    """Whether two tensors are views of the same numbers in the same order."""
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 

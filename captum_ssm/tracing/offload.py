@@ -69,11 +69,6 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
     Weights that are brought in for each call would stay in memory with it; these are left to their
     hooks.
-
-    Args:
-        mixer: the mixer.
-        call: its recorded call.
-        linear: what :func:`linearize` returned while it was running.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):
@@ -87,11 +82,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
 
 def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
-    """The tensors that a linear mixer consists of.
-
-    Args:
-        linear: the mixer.
-    """
+    """The tensors that a linear mixer consists of."""
     yield linear.values
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()

@@ -48,11 +48,7 @@ class Projection:
         return self.stored.to(self.dtype)
 
     def product(self, y: Tensor) -> Tensor:
-        """y W alone (..., E).
-
-        Args:
-            y: (..., C).
-        """
+        """y W alone (..., E)."""
         return product(y, self.stored.T)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -73,9 +69,6 @@ def projection_of(linear: LinearMixer) -> Projection:
     Most projections are one call of torch's ``linear``, whose weight is read off.  Any other is
     found by projecting unit vectors: it may be any module, adapters included, and may add
     constants that differ between tokens.
-
-    Args:
-        linear: the mixer.
     """
     if isinstance(linear.project, Projection):
         return linear.project
@@ -101,10 +94,6 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
     """Return what refuses an output projection that differs between examples; None for others.
 
     It raises where the projection is used.  In the run PEFT would leave its hooks on the model.
-
-    Args:
-        mixer: the mixer, whose call has just returned.
-        linear: its linear form.
     """
     hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
     chosen = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
@@ -161,11 +150,7 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
 
 
 class _Overheard(TorchFunctionMode):
-    """Keeps the calls of torch's ``linear``: input, weight, bias and result.
-
-    Args:
-        given: of this no product is computed.
-    """
+    """Keeps the calls of torch's ``linear``: input, weight, bias and result."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()

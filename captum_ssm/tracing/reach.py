@@ -31,9 +31,6 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
 
     Args:
         value: a function, a partial, a bound method or any object.
-
-    Yields:
-        Name and module, the nearest first.
     """
     seen: set[int] = set()
     near = [("forward_func", value)]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import NoMixerError, NonFiniteError
+from ..errors import NoMixerError, NonFiniteError, PaddedExampleError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
 from ..operators.kernels.arithmetic import full_precision
-from ..operators.kernels.truths import all_finite, are_noted
+from ..operators.kernels.truths import all_finite, are_noted, holds
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, swap_first
 from .layer import Layer
-from .memory import bytes_of, free_memory
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .projection import Projection
@@ -40,6 +41,9 @@ Graph = Literal["none", "tail", "outputs", "all"]
 
 #: Share of the free memory that operators of a run may take.
 _SHARE = 4
+_MEMINFO = Path("/proc/meminfo")
+#: What counts as free where the system does not tell (4 GiB).
+_UNKNOWN = 2**32
 
 
 class Trace:
@@ -290,6 +294,27 @@ def require_layers(record: Trace, model: nn.Module) -> None:
         raise none_ran(find_mixers(model))
 
 
+def require_real_tokens(mask: Tensor | None) -> None:
+    """Raise unless every example has a token that is not padding.
+
+    Args:
+        mask: True for real tokens (B, L), or None if no token is padding.
+
+    Raises:
+        PaddedExampleError: naming the first example that has none.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing import require_real_tokens
+        >>> require_real_tokens(torch.tensor([[True, False], [True, True]]))
+    """
+    if mask is None:
+        return
+    empty = ~mask.any(-1)
+    if not holds(~empty.any()):
+        raise PaddedExampleError(int(empty.nonzero()[0]))
+
+
 def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     """The error for a forward run that called no mixer."""
     names = ", ".join(mixer.name for mixer in mixers)
@@ -300,13 +325,7 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
 
 
 class Recorder(Watcher):
-    """Records the mixers of a run.
-
-    Args:
-        record: takes the layers in.
-        graph: which autograd graph is kept.
-        last: the last of the mixers.
-    """
+    """Records the mixers of a run."""
 
     def __init__(self, record: Trace, graph: Graph, last: Mixer) -> None:
         self.record, self.graph, self.last = record, graph, last
@@ -350,6 +369,26 @@ class Recorder(Watcher):
         kept = in_batch(first_tensor(output)) if joins else left.detach()
         layer.leave(kept, layer.hook_factor(left))
         return output if joins else None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; a fixed guess where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and _MEMINFO.exists():
+        match = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        if match is not None:
+            return 1024 * int(match[1])
+    return _UNKNOWN
+
+
+def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+    """Bytes that tensors keep from being freed, memory that several share counted once."""
+    # a quantised weight's own memory may lie in parts that it alone knows
+    kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for place, size in sizes.items() if place not in kept)
 
 
 def _device_of(model: nn.Module) -> torch.device:

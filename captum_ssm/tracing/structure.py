@@ -157,11 +157,7 @@ def _repeats(parts: Sequence[object]) -> bool:
 
 
 def state_of(model: nn.Module) -> Iterator[Any]:
-    """What tells whether a model was changed: its modules, their weights and attributes.
-
-    Args:
-        model: the model.
-    """
+    """What tells whether a model was changed: its modules, their weights and attributes."""
     for module in model.modules():
         yield _Same(module)
         for name, value in vars(module).items():
@@ -182,11 +178,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Same:
-    """Equal to another one of the same object alone.
-
-    Args:
-        value: the object, which is not kept alive.
-    """
+    """Equal to another one of the same object alone."""
 
     def __init__(self, value: Any) -> None:
         self._find: Callable[[], Any]
@@ -216,9 +208,6 @@ def note_streams(replays: Replays) -> None:
     """Note of layers that are no chain of tokens whether what they read passes them by.
 
     Noise begins at the root, all leaves being zero.  Where it stops, it begins anew at the leaf.
-
-    Args:
-        replays: of the run.
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:

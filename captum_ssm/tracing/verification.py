@@ -68,12 +68,7 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
 
 
 def relative_error(rebuilt: Tensor, real: Tensor) -> float:
-    """max|a - b| / max|b| of what an operator returns against what its module returned.
-
-    Args:
-        rebuilt: a, in the precision in which it is compared.
-        real: b, in the same shape.
-    """
+    """max|a - b| / max|b| of what an operator returns against what its module returned."""
     return float(_largest(rebuilt - real.to(rebuilt), real))
 
 
@@ -110,24 +105,14 @@ class Errors(NamedTuple):
 
 
 def accepted(error: Error, limit: float) -> bool:
-    """Whether an error is no larger than a limit, or is taken to be.
-
-    Args:
-        error: it; NaN is larger.
-        limit: the largest that is accepted.
-    """
+    """Whether an error is no larger than a limit, or is taken to be."""
     if isinstance(error, tuple):
         return all(each.at_most(limit) for each in error)
     return error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
-    """The errors of a whole output.
-
-    Args:
-        rebuilt: what an operator returns (B, L, E), in the precision in which it is compared.
-        real: what its module returned, in the same shape.
-    """
+    """The errors of a whole output."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
@@ -317,17 +302,7 @@ def _double(value: Any) -> Any:
 
 
 def require_same(name: str, architecture: Architecture, error: Error, limit: float) -> None:
-    """Raise unless an operator reproduces its module's output.
-
-    Args:
-        name: the mixer's qualified name.
-        architecture: the registry's entry of the mixer.
-        error: see :class:`Errors`.
-        limit: the largest error accepted.
-
-    Raises:
-        ReconstructionError: naming the layer and the error.
-    """
+    """Raise unless an operator reproduces its module's output."""
     if accepted(error, limit):
         return
     found = (
@@ -348,16 +323,7 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
 
 
 def require_as_it_was(name: str, error: Error, limit: float) -> None:
-    """Raise unless an operator that is made after the run is that of the run.
-
-    Args:
-        name: the mixer's qualified name.
-        error: how far it is from what the mixer returned in the run.
-        limit: the largest error accepted.
-
-    Raises:
-        ReconstructionError: naming the layer.
-    """
+    """Raise unless an operator that is made after the run is that of the run."""
     if not accepted(error, limit):
         raise ReconstructionError(
             f"Layer {name!r}: there was no memory to keep its operator, and made again after the "

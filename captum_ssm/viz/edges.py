@@ -316,13 +316,7 @@ def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
 
 
 def explain(figure: Figure, effects: Tensor, positive: str, negative: str) -> None:
-    """Say what the colours mean that are there.
-
-    Args:
-        figure: the figure.
-        effects: the numbers that are drawn.
-        positive, negative: what they say by their signs.
-    """
+    """Say what the colours mean that are there."""
     from matplotlib.lines import Line2D
 
     said = []

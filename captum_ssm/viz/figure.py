@@ -37,12 +37,7 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
 
 def numbers(values: Any, what: str) -> Tensor:
-    """The values as finite float64 numbers on the CPU.
-
-    Args:
-        values: a tensor, an array, or nested sequences of numbers.
-        what: what they are, to begin the messages of errors with.
-    """
+    """The values as finite float64 numbers on the CPU."""
     # Python's numbers are float64, which torch would round to its default
     dtype = None if hasattr(values, "dtype") else torch.float64
     try:
@@ -93,12 +88,7 @@ def scale(values: Tensor) -> tuple[str, float, float]:
 
 
 def explain_colours(figure: Figure, colour_map: str) -> None:
-    """A legend, above and on the right, for colours that no bar explains.
-
-    Args:
-        figure: the figure.
-        colour_map: what :func:`scale` chose.
-    """
+    """A legend, above and on the right, for colours that no bar explains."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 

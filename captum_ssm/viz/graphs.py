@@ -157,12 +157,7 @@ def plot_graph(
 
 
 def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
-    """The nodes that are drawn: those of the greatest influence, and the target.
-
-    Args:
-        graph: the graph.
-        most: how many, of tokens and of what is between them and the target.
-    """
+    """The nodes that are drawn: those of the greatest influence, and the target."""
     inner = [
         i
         for i, node in enumerate(graph.nodes[:-1])

@@ -62,9 +62,6 @@ def as_words(tokens: Sequence[str]) -> Words:
         tokens: their names; those that are not :class:`~captum_ssm.viz.Tokens` do not tell what
             they add to the text, and stand apart.
 
-    Raises:
-        InputError: when they are no texts.
-
     Example:
         >>> from captum_ssm.viz import Tokens
         >>> from captum_ssm.viz.labels import as_words
@@ -156,14 +153,7 @@ def cut(token: str, longest: int = _LONGEST) -> str:
 
 
 def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -> None:
-    """Name the ticks of an axis by tokens, or by positions, as many as fit.
-
-    Args:
-        axis: matplotlib's ``axes.xaxis`` or ``axes.yaxis``.
-        labels: one for each of the tokens; None for positions.
-        count: how many tokens there are.
-        what: what the labels belong to, for the message if their number is wrong.
-    """
+    """Name the ticks of an axis by tokens, or by positions, as many as fit."""
     check_labels(labels, count, what)
     ticks = range(0, count, -(-count // _MOST_LABELS))
     words = None if labels is None else as_words(labels).labels

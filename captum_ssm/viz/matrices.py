@@ -59,7 +59,9 @@ def plot_matrices(
         raise InputError("matrices is empty; pass at least one (L, L).")
     names = [f"layer {i}" for i in range(len(squares))] if titles is None else list(titles)
     check_labels(names, len(squares), "titles")
-    wide = len(squares) if columns is None else _positive(columns, "columns")
+    if columns is not None and columns < 1:
+        raise OptionError(f"columns={columns} must be at least 1.")
+    wide = len(squares) if columns is None else columns
     side = min(9.0, 2.6 + 0.13 * max(map(len, squares)))
     wide, high = min(wide, len(squares)), -(-len(squares) // wide)
     figure, grid = new_figure(side * wide, side * high, nrows=high, ncols=wide, squeeze=False)
@@ -187,9 +189,3 @@ def _square(matrix: Tensor) -> Tensor:
             "picture, for example matrices[layer][example]."
         )
     return square
-
-
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise OptionError(f"{name}={value} must be at least 1.")
-    return value

@@ -89,14 +89,7 @@ def plot_text(
 
 
 def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
-    """One number per token (L,), or an error that names the relevance.
-
-    Args:
-        values: the numbers.
-        what: what they are, to begin the messages of errors with.
-        name: which of several.
-        tokens: the tokens.
-    """
+    """One number per token (L,), or an error that names the relevance."""
     scores = numbers(values, what).flatten()
     if len(scores) != len(tokens):
         raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")

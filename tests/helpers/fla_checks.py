@@ -21,7 +21,7 @@ from oracles.delta_formula import in_float64
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.attr.call.components import parse_components
+from captum_ssm.attr.call.checks import parse_components
 from captum_ssm.errors import InputError
 from helpers import contract
 

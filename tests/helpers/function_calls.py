@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from captum_ssm.linear import functions
+from captum_ssm.linear import rules
 from captum_ssm.linear.rules import RULES
 from helpers.function_arguments import ARGUMENTS, Constants
 
@@ -238,16 +238,16 @@ def overwritten(x: Tensor, k: Constants) -> Tensor:
 def names() -> list[str]:
     """Every name in the tables."""
     texts = (
-        getattr(functions, table)
+        getattr(rules, table)
         for table in ("VIEWS", "MIXING", "SUMS", "JOINS", "PRODUCTS", "BENT", "FROZEN")
     )
-    return sorted({*" ".join(texts).split(), *RULES, *functions.ALIASES})
+    return sorted({*" ".join(texts).split(), *RULES, *rules.ALIASES})
 
 
 def canonical(name: str) -> str:
     """The function that a name stands for, in place or not."""
-    name = functions.plain(name)
-    return name if name in RULES else functions.plain(name.removesuffix("_"))
+    name = rules.plain(name)
+    return name if name in RULES else rules.plain(name.removesuffix("_"))
 
 
 def calls(name: str) -> list[Callable[[Tensor, Constants], Any]]:

@@ -17,8 +17,8 @@ from zoo.networks import MASKED
 from captum_ssm import trace
 from captum_ssm.attr.engine.decompose import account
 from captum_ssm.linear import FAMILY
-from captum_ssm.linear.mixer import through
 from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.network import through
 from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.operators import Diagonal
 from captum_ssm.tracing import Layer

@@ -7,7 +7,7 @@ from helpers.function_arguments import Constants, draw
 from helpers.function_calls import calls, canonical, names
 from oracles.euler import check
 
-from captum_ssm.linear.functions import FROZEN
+from captum_ssm.linear.rules import FROZEN
 
 #: Roots and logarithms need positive numbers.
 POSITIVE = {"sqrt", "log", "log2", "log10", "log1p", "rsqrt"}

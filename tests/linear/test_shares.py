@@ -19,8 +19,8 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import FAMILY
-from captum_ssm.linear.mixer import through
 from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.network import through
 from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows

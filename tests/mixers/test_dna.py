@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo.mamba import randomise
 
 from captum_ssm import LatimFlow, StateMemory
-from captum_ssm.attr.call.components import parse_components
+from captum_ssm.attr.call.checks import parse_components
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.mixers import Call
 from captum_ssm.mixers.registry import adapter_for

@@ -19,7 +19,7 @@ from zoo.mamba2_simple_cpu import Simple
 from zoo.mamba3_cpu import Mamba3
 
 from captum_ssm import ImplicitAttentionRollout, trace
-from captum_ssm.attr.call.components import parse_components
+from captum_ssm.attr.call.checks import parse_components
 from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.registry import adapter_for

@@ -19,7 +19,7 @@ from transformers.models.rwkv import modeling_rwkv
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
 from captum_ssm.tracing import repaired_scans
-from captum_ssm.tracing.repair.recurrences import rg_lru, wkv
+from captum_ssm.tracing.repair.loops import rg_lru, wkv
 
 BATCH, WIDTH = 2, 6
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from captum_ssm.attr.engine.sharing import shared_forward
+from captum_ssm.attr.engine.run import shared_forward
 
 from ..harness.experiment import Experiment, Subject
 from ..harness.subjects import bundled

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.attr.engine.sharing import shared_forward
+from captum_ssm.attr.engine.run import shared_forward
 from captum_ssm.metrics import (
     confusion,
     f1,

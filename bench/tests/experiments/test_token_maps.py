@@ -16,7 +16,7 @@ from zoo import mamba2
 from zoo.mamba import transformers_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI
-from captum_ssm.attr.engine.sharing import shared_forward
+from captum_ssm.attr.engine.run import shared_forward
 from captum_ssm_bench import Cell
 from captum_ssm_bench.experiments.token_maps import token_maps
 

@@ -18,10 +18,20 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...operators import Reduce
+from ...operators.base import COMPONENTS
 from ...operators.kernels.portions import ran_out_of_memory
 from ...operators.reduction import check_reduce
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: ``s6``: the scan alone (hidden-attention paper, eq. 14).  ``unified``: with convolution,
+#: activation, gate and norm (unified paper, eqs. 9, 11, 17, 21).  ``exact``: the skip as well, so
+#: that the matrices times the values, plus the bias, are the mixer's output.
+PRESETS: dict[str, frozenset[str]] = {
+    "s6": frozenset({"scan"}),
+    "unified": COMPONENTS - {"skip"},
+    "exact": COMPONENTS,
+}
 
 
 def flags(**given: Any) -> None:
@@ -117,6 +127,34 @@ def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
     return plain
 
 
+def parse_components(components: str | Collection[str]) -> frozenset[str]:
+    """The set of components a user's choice names.
+
+    Args:
+        components: a preset (``"s6"``, ``"unified"``, ``"exact"``), a preset without some parts
+            (``"unified-conv"``, ``"exact-gate-skip"``), or any collection of component names.
+    """
+    if isinstance(components, str):
+        preset, *removed = components.split("-")
+        if preset not in PRESETS or not COMPONENTS.issuperset(removed):
+            raise OptionError(
+                f"components={components!r} is not known. Use {', '.join(map(repr, PRESETS))}, one "
+                "of them without some parts ('unified-conv'), or a set of names out of "
+                f"{sorted(COMPONENTS)}."
+            )
+        chosen = PRESETS[preset] - set(removed)
+    else:
+        listed = isinstance(components, Collection) and not isinstance(components, Tensor)
+        names = listed and all(isinstance(part, str) for part in components)
+        chosen = frozenset(components) if names else frozenset()
+    if not chosen or not chosen <= COMPONENTS:
+        raise OptionError(
+            f"components={components!r} must leave at least one component, and name none but "
+            f"{sorted(COMPONENTS)}."
+        )
+    return chosen
+
+
 def reduction(reduce: Any) -> Reduce:
     """The option ``reduce``; a function of the user's own is held to what it must return."""
     check_reduce(reduce)
@@ -175,9 +213,6 @@ def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """A decorator that lets a wrapper pass for the function itself.
 
     Captum's tools call what its logging decorator wraps, and nothing is to be beneath that.
-
-    Args:
-        function: what is wrapped.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

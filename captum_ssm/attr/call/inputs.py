@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from captum.attr import InterpretableInput
 from torch import Tensor, nn
 
 from ...errors import InputError, PaddedExampleError
@@ -89,12 +88,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
-    """The one input tensor, and whether it came in a tuple.
-
-    Args:
-        inputs: what the user passed.
-        name: what the argument is called. Default: ``"inputs"``.
-    """
+    """The one input tensor, and whether it came in a tuple."""
     inputs = _of_unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
@@ -120,12 +114,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The one input that has its examples in front, and further ones, such as the images of a text.
-
-    Args:
-        inputs: what the user passed.
-        name: what the argument is called. Default: ``"inputs"``.
-    """
+    """The one input with its examples in front, and further ones, such as a text's images."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for number, other in enumerate(inputs[1:], 1):
@@ -221,16 +210,6 @@ def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
             )
 
 
-def explained_ids(inputs: Tensor, additional: tuple[Any, ...]) -> Tensor:
-    """The ids that are explained: the inputs, or what they stand for.
-
-    Captum's wrappers of language models hand their forward function marks of the features that are
-    kept, and the prompt that they are features of.
-    """
-    prompt = next((a for a in additional if isinstance(a, InterpretableInput)), None)
-    return inputs if prompt is None else prompt.to_model_input(inputs)
-
-
 def call_model(
     forward_func: Callable[..., Any],
     inputs: Tensor,
@@ -272,12 +251,7 @@ def _call_on_embeddings(
 
 
 def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | None:
-    """What a model looks up for ids (B, L, E); None where it cannot be given that in their place.
-
-    Args:
-        forward_func: what runs the model.
-        ids: (B, L).
-    """
+    """The embeddings (B, L, E) of ids (B, L); None if the model cannot read them in their place."""
     function = runnable(forward_func)
     layer = getattr(function, "get_input_embeddings", lambda: None)()
     if not isinstance(function, nn.Module) or layer is None:

@@ -24,9 +24,6 @@ class PatchGrid:
 
     Attributes:
         grid: its height and width, once a run was watched.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -189,13 +186,7 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Lays relevance of tokens out in the shape of the user's input.
-
-    Args:
-        inputs: the one input.
-        per_token: whether one number per token is wanted.
-        probe: what has watched the run of an image; None for other inputs.
-    """
+    """Lays relevance of tokens out in the shape of the user's input."""
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs

@@ -59,11 +59,6 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
     return positions.long()
 
 
-def _read_at(index: Tensor, keep: Tensor) -> Tensor:
-    """Where a target, or several, are predicted, of their indices (B, [n,] 2)."""
-    return _at(index[..., 0].reshape(len(index), -1), keep)
-
-
 def needs_readers(query: Query) -> bool:
     """Whether the query may have to be found from the tokens that the output reads."""
     return query is None or query == "cls"
@@ -84,8 +79,12 @@ def query_weights(
     device = tail.output.device
     size = tail.in_order(tail.output).shape[:2]
     keep = torch.ones(size, dtype=torch.bool, device=device) if mask is None else mask.to(device)
-    dtype = torch.promote_types(tail.output.dtype, torch.float32)
-    return _share(_chosen(query, output, index, tail, keep), dtype)
+    chosen = _chosen(query, output, index, tail, keep)
+    total = chosen.sum(-1, keepdim=True)
+    if not holds((total > 0).all()):
+        example = int((total == 0).nonzero()[0, 0])
+        raise QueryError(f"Example {example} has no token to ask for: every token is padding.")
+    return chosen.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
 def _chosen(
@@ -96,7 +95,8 @@ def _chosen(
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
         require_real_target(index, output, keep)
-        return _last(keep) if index is None else _read_at(index, keep)
+        # where the target, or several, are predicted
+        return _last(keep) if index is None else _at(index[..., 0].reshape(batch, -1), keep)
     if isinstance(query, str) and query == "mean":
         return keep
     if isinstance(query, str) and query == "last":
@@ -120,12 +120,7 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """From the first to the last token asked for, where no device has to be asked; else None.
-
-    Args:
-        query, output, index, mask: as :func:`query_weights` is given them.
-        tokens: how many there are.
-    """
+    """From the first to the last token asked for, where no device has to be asked; else None."""
     if query == "mean":
         return range(tokens)
     per_token = output.dim() == 3 and output.shape[1] == tokens
@@ -194,11 +189,3 @@ def _at(positions: Tensor, keep: Tensor) -> Tensor:
         )
     times = torch.zeros(keep.shape, dtype=torch.long, device=keep.device)
     return times.scatter_add(1, positions, torch.ones_like(positions))
-
-
-def _share(chosen: Tensor, dtype: torch.dtype) -> Tensor:
-    total = chosen.sum(-1, keepdim=True)
-    if not holds((total > 0).all()):
-        example = int((total == 0).nonzero()[0, 0])
-        raise QueryError(f"Example {example} has no token to ask for: every token is padding.")
-    return chosen.to(dtype) / total

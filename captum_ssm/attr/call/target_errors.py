@@ -55,14 +55,7 @@ def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> T
 
 
 def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetError:
-    """An index beyond the size of its dimension.
-
-    Args:
-        target: what was given.
-        place: which of the indices of an example, counted from 0.
-        index: the index.
-        output: what the model returned.
-    """
+    """An index beyond the size of its dimension."""
     size, name = output.shape[place + 1], _names(output)[place]
     return TargetError(
         f"target={shown(target)} is out of range for an output of shape {tuple(output.shape)}: "
@@ -117,12 +110,7 @@ def _dimensions(output: Tensor) -> str:
 
 
 def _form(output: Tensor, token: int = 0) -> str:
-    """The form of a target that fits this output, with an example.
-
-    Args:
-        output: what the model returned.
-        token: the last index of the example. Default: 0.
-    """
+    """The form of a target that fits this output, with an example."""
     batch, dims = len(output), output.dim() - 1
     if dims == 0:
         return "Leave the target out: the model returns one number per example."

@@ -116,11 +116,7 @@ def several(target: Any) -> Sequence[Any]:
 
 
 def each_of(targets: Any) -> Each:
-    """A user's list of targets, each in one of Captum's forms.
-
-    Raises:
-        TargetError: when it is no list, or empty.
-    """
+    """A user's list of targets, each in one of Captum's forms."""
     if isinstance(targets, str) or not hasattr(targets, "__len__"):
         raise TargetError(
             f"targets={target_errors.shown(targets)} must be a list of targets in Captum's forms, "
@@ -214,9 +210,6 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
         index: the target's indices (B, [n,] dims of one example), or None.
         output: what the model returned, (B, ...); its positions are tokens where it is (B, L, V).
         mask: True for real tokens (B, L), or None.
-
-    Raises:
-        TargetError: naming the examples, and where their last real tokens are.
     """
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return

@@ -41,14 +41,7 @@ class Alone:
     limit: float
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
-        """Raise unless explained numbers (B,) are those that forward_func returns.
-
-        Args:
-            explained: the questions, and the numbers of the explained run.
-
-        Raises:
-            ReconstructionError: naming both numbers.
-        """
+        """Raise unless explained numbers (B,) are those that forward_func returns."""
         output = self._output()
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:

@@ -27,15 +27,7 @@ def out_of_tuple(baselines: Baselines) -> Baselines:
 
 
 def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
-    """Baselines for each of several inputs.
-
-    Args:
-        baselines: what the user asked for.
-        inputs: how many inputs there are.
-
-    Raises:
-        OptionError: when there is not one for each.
-    """
+    """Baselines for each of several inputs."""
     if inputs == 1 or baselines is None:
         return [baselines, *[None] * (inputs - 1)]
     if not isinstance(baselines, tuple) or len(baselines) != inputs:
@@ -48,15 +40,7 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
 
 
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
-    """What relevance of each further input is in comparison with; None for 0.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for, one for each.
-
-    Raises:
-        OptionError: for what cannot be a baseline of that input.
-    """
+    """What relevance of each further input is in comparison with; None for 0."""
     return [
         None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
         for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
@@ -64,15 +48,7 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """The inputs that relevance is in comparison with, as the network's roots; nothing for 0.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for.
-
-    Raises:
-        OptionError: for what cannot be a baseline of this input.
-    """
+    """The inputs that relevance is in comparison with, as the network's roots; nothing for 0."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []

@@ -16,23 +16,27 @@ from ...operators.readings.selection import Factors, selection_factors
 from ...operators.readings.states import Term, products_of, state_matrices, terms_of
 from ...tracing import Layer
 from ..call import checks
-from ..call.components import parse_components
+from .fold import Options
 from .method import options
+from .run import Run
 
 __all__ = ["Factors", "each_factor", "each_state"]
 
 
 def each_state(
-    channels: Sequence[int], components: str | Collection[str], verify: bool | float
-) -> Callable[[Layer], Tensor]:
-    """The user's choices, checked, as a function from a layer to its (B, C, N, L, L).
+    channels: Sequence[int],
+    components: str | Collection[str],
+    show_progress: bool,
+    verify: bool | float,
+) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
+    """The user's choices, checked, and a function from a layer of a run to its (B, C, N, L, L).
 
     Args:
         channels: the channels wanted, C of them; negative ones count from the end.
         components: components with the scan and without the skip.
-        verify: whether operators are checked against their modules; a number is the tolerance.
+        show_progress, verify: as the user gave them.
     """
-    names = parse_components(components)
+    names = checks.parse_components(components)
     if "scan" not in names or "skip" in names:
         raise OptionError(
             f"components={components!r} are not a sum over states: name the scan, whose states "
@@ -40,30 +44,30 @@ def each_state(
             "such as {'scan', 'gate'}; matrices() takes any components."
         )
     wanted = _checked(channels)
-    chosen = options(names, None, None, 0, "paper", False, verify, keep_channels=True)
+    chosen = options(names, None, None, 0, "paper", show_progress, verify, keep_channels=True)
 
-    def make(layer: Layer) -> Tensor:
+    def make(run: Run, layer: Layer) -> Tensor:
         operator = chosen.operator(layer)
-        return state_matrices(_terms(layer, operator), _counted(wanted, layer, operator))
+        found = state_matrices(_terms(layer, operator), _counted(wanted, layer, operator))
+        return found.to(run.request.inputs.device)
 
-    return make
+    return chosen, make
 
 
 def each_factor(
-    channels: Sequence[int], simplified: bool, verify: bool | float
-) -> Callable[[Layer], Factors]:
-    """The user's choices, checked, as a function from a layer to its factors.
+    channels: Sequence[int], simplified: bool, show_progress: bool, verify: bool | float
+) -> tuple[Options, Callable[[Run, Layer], Factors]]:
+    """The user's choices, checked, and a function from a layer of a run to its factors.
 
     Args:
-        channels: as in :func:`each_state`.
+        channels, show_progress, verify: as in :func:`each_state`.
         simplified: whether relu takes the place of softplus.
-        verify: as in :func:`each_state`.
     """
     wanted = _checked(channels)
     checks.flags(simplified=simplified)
-    chosen = options("s6", None, None, 0, "paper", False, verify, keep_channels=True)
+    chosen = options("s6", None, None, 0, "paper", show_progress, verify, keep_channels=True)
 
-    def make(layer: Layer) -> Factors:
+    def make(run: Run, layer: Layer) -> Factors:
         operator = chosen.operator(layer)
         counted = _counted(wanted, layer, operator)
         factors = selection_factors(_terms(layer, operator), counted, simplified)
@@ -74,9 +78,9 @@ def each_factor(
                 f"Mamba-2, and its {_kinds(operator)} has none. states() takes it apart all the "
                 "same; leave the layer out of factors() with layers=[...]."
             )
-        return factors
+        return factors.to(run.request.inputs.device)
 
-    return make
+    return chosen, make
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:

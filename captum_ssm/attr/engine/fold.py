@@ -230,6 +230,18 @@ def check_row(row: Tensor, layer: Layer) -> Tensor:
     return row
 
 
+def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
+    """The layers, or stages, that a user's indices name."""
+    if indices is None:
+        return list(items)
+    for index in indices:
+        if not -len(items) <= index < len(items):
+            raise OptionError(
+                f"layers names {index}, but there are {len(items)}, numbered 0 to {len(items) - 1}."
+            )
+    return [items[index] for index in indices]
+
+
 def shown(items: Sequence[T], description: str, show: bool) -> Iterable[T]:
     """The items, with a progress bar if asked for."""
     if not show:

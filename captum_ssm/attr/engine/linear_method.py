@@ -151,14 +151,7 @@ class Rules:
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
-    """One forward run of a network made linear, and one backward pass for each question.
-
-    Args:
-        request: what is run.
-        questions: what is asked of it.
-        rules: how it is made linear.
-        baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
-    """
+    """One forward run of a network made linear, and one backward pass for each question."""
     found, by_itself = _decompositions(request, questions, rules, baselines)
     if by_itself is not None:
         by_itself.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
@@ -183,14 +176,7 @@ def _decompositions(
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
-    """The run with which explained numbers are compared; None where nothing is to be verified.
-
-    Args:
-        request: what was run.
-        rules: how it was made linear.
-        network: the network, after its forward run.
-        kept: the positions of its output.
-    """
+    """The run with which explained numbers are compared; None where nothing is to be verified."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return alone(replace(request, kept=kept), network.calls, network.granted)
@@ -212,9 +198,6 @@ def in_turn(
             answer to each.
         rules: how the network is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
-
-    Returns:
-        What the questions come to.
     """
     # every token is looked up, whichever; none is known before the output is
     known = Against(Total(positions, torch.zeros(len(positions)).long()), None)
@@ -241,12 +224,7 @@ def in_turn(
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """What questions come to that are asked one after the other.
-
-    Args:
-        questions: yields them, and is sent the answers.
-        answer: gives one.
-    """
+    """What questions come to that are asked one after the other."""
     latest: A | None = None
     while True:
         try:
@@ -285,12 +263,6 @@ def numbers_of(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """The number that each question asks for (B,), and its constant summand.
 
-    Args:
-        network: the network, after its forward run.
-        output: what it returned, at the positions kept.
-        kept: these, or None for all.
-        questions: what is asked of it.
-
     Raises:
         TargetError, OptionError, NonFiniteError: for what does not fit the output.
         GradientModeError: when the output does not depend on the input.
@@ -306,13 +278,7 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """The inputs that relevance is in comparison with by these rules; nothing for 0.
-
-    Args:
-        network: the network, after its forward run.
-        rules: how it was made linear.
-        baselines: what the user asked for.
-    """
+    """The inputs that relevance is in comparison with by these rules; nothing for 0."""
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
     return baselines_of(network, baselines)
@@ -324,11 +290,6 @@ def coefficients(
     """The gradients of numbers in the linear network with respect to each mixer's output.
 
     Relevance is a coefficient times what it belongs to.
-
-    Args:
-        request: what is run.
-        questions: what is asked of it.
-        rule: how the network is made linear. Default: ``"half"``, as LRP does.
 
     Returns:
         For each question the number (B,), and one tensor (B, L, E) per mixer call, in their order.
@@ -346,11 +307,6 @@ def linear_run(
     request: Request, questions: Sequence[Against], rules: Rules
 ) -> Iterator[tuple[Network, Tensor, Kept | None]]:
     """A network whose run has left a linear graph, and its output where questions ask for it.
-
-    Args:
-        request: what is run.
-        questions: what will be asked of it.
-        rules: how it is made linear.
 
     Yields:
         The network, its output, and the positions that this is of, None for all.

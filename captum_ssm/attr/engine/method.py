@@ -21,6 +21,7 @@ from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.truths import read_together
 from ...tracing import (
     Graph,
+    Layer,
     find_mixers,
     find_model,
     graphs_dropped,
@@ -28,7 +29,6 @@ from ...tracing import (
     weights_blamed,
 )
 from ..call import checks
-from ..call.components import parse_components
 from ..call.inputs import BatchPart, as_tuple, batch_parts, by_position, check_batch, single_input
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
@@ -40,9 +40,8 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .fold import Options
-from .run import Question, Request, Run
-from .sharing import layout_of, run_of
+from .fold import Options, shown, wanted
+from .run import Question, Request, Run, layout_of, run_of
 
 T = TypeVar("T")
 
@@ -155,6 +154,32 @@ class Explainer:
                 stack.enter_context(full_precision(device))
             yield run
 
+    def _of_layers(
+        self,
+        inputs: Any,
+        layers: Sequence[int] | None,
+        additional_forward_args: Any,
+        chosen: Options,
+        make: Callable[[Run, Any], T],
+        split: Callable[[Sequence[Layer]], Sequence[Any]] = list,
+    ) -> list[T]:
+        """What ``make`` returns of a run and each of its layers, or parts of them, that is wanted.
+
+        Args:
+            inputs, layers, additional_forward_args: as the user gave them; a layer may be named
+                twice.
+            chosen: the user's choices.
+            make: makes something of the run and a part.
+            split: the parts of the layers that indices are of. Default: each layer.
+        """
+        named = None if layers is None else checks.integers("layers", layers, "layers")
+        with self._read(inputs, additional_forward_args, chosen.verify) as run:
+            parts, made = wanted(split(run.layers), named), dict[int, T]()
+            for part in shown(parts, self.name, chosen.show_progress):
+                if id(part) not in made:
+                    made[id(part)] = make(run, part)
+            return [made[id(part)] for part in parts]
+
 
 def _name_of(part: Any) -> str:
     """Name a model or function by its class or name, and a layer by its own."""
@@ -166,17 +191,12 @@ def _name_of(part: Any) -> str:
 
 
 class SSMAttribution(Explainer, Attribution):
-    """Base of all methods.
-
-    Args:
-        forward_func, model, layers: as of any explainer.
-    """
+    """Base of all methods."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
-            asked = _answering_captum(_naming_strangers(cls.attribute))
-            cls.attribute = log_usage(part_of_slo=True)(asked)
+            cls.attribute = log_usage(part_of_slo=True)(_open_to_all(cls.attribute))
 
     @classmethod
     def get_name(cls) -> str:
@@ -219,34 +239,6 @@ class SSMAttribution(Explainer, Attribution):
 LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
 
 
-def _answering_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, which LLMGradientAttribution may ask as well.
-
-    Captum wraps the model in a function that puts the prompt's skipped tokens back and the text so
-    far behind it, and wants to be told of all of them, (1, L, features).
-    """
-
-    @checks.in_place_of(attribute)
-    def answering(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
-        asking = getattr(self.forward_func, "attr", None)
-        if not isinstance(asking, LLMGradientAttribution):
-            return attribute(self, *args, **kwargs)
-        prompt, text, place = kwargs.pop("additional_forward_args")
-        ids = prompt.to_model_input(*args)
-        ids = torch.cat([ids, text[None, :place].to(ids)], 1)
-
-        def log_probability(ids: Tensor) -> Tensor:
-            logits: Tensor = asking.model(ids).logits[:, -1]
-            return logits.log_softmax(-1)[:, text[place], None]
-
-        of_model = copy(self)
-        of_model.forward_func, of_model.model = log_probability, asking.model
-        found: Tensor = attribute(of_model, ids, 0, **kwargs)
-        return found[..., None] if found.dim() == 2 else found
-
-    return answering
-
-
 #: Arguments of Captum's methods that ours do without, and what to do in their place.
 _OF_CAPTUM = {
     "baselines": "puts nothing in place of the inputs. Leave it out; to hold an output against "
@@ -258,15 +250,35 @@ _OF_CAPTUM = {
 }
 
 
-def _naming_strangers(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, which takes what a tokenizer returns and refuses others by name."""
+def _open_to_all(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    """A method's ``attribute``, which takes what a tokenizer returns and refuses others by name.
+
+    LLMGradientAttribution may ask it as well.  Captum wraps the model in a function that puts the
+    prompt's skipped tokens back and the text so far behind it, and wants to be told of all of them,
+    (1, L, features).
+    """
     parameters = inspect.signature(attribute).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return attribute
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     missing = {name: why for name, why in _OF_CAPTUM.items() if name not in parameters}
 
     @checks.in_place_of(attribute)
-    def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+    def asked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+        asking = getattr(self.forward_func, "attr", None)
+        if isinstance(asking, LLMGradientAttribution):
+            prompt, text, place = kwargs.pop("additional_forward_args")
+            ids = prompt.to_model_input(*args)
+            ids = torch.cat([ids, text[None, :place].to(ids)], 1)
+
+            def log_probability(ids: Tensor) -> Tensor:
+                logits: Tensor = asking.model(ids).logits[:, -1]
+                return logits.log_softmax(-1)[:, text[place], None]
+
+            of_model = copy(self)
+            of_model.forward_func, of_model.model = log_probability, asking.model
+            found: Tensor = asked(of_model, ids, 0, **kwargs)
+            return found[..., None] if found.dim() == 2 else found
+        if takes_any:
+            return attribute(self, *args, **kwargs)
         for name in kwargs.keys() & missing.keys():
             raise OptionError(
                 f"{name} is not an argument of {self.name}, which explains the run as it is and "
@@ -275,7 +287,7 @@ def _naming_strangers(attribute: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = by_position(self.forward_func, args, kwargs)
         return attribute(self, *args, **kwargs)
 
-    return checked
+    return asked
 
 
 class ImplicitMethod(SSMAttribution):
@@ -390,6 +402,5 @@ def options(
         checks.no_repeats("heads", chosen)
     start_layer = checks.integer("start_layer", start_layer)
     verify = checks.tolerance("verify", verify)
-    return Options(
-        parse_components(components), reduce, chosen, start_layer, recipe, show_progress, verify
-    )
+    names = checks.parse_components(components)
+    return Options(names, reduce, chosen, start_layer, recipe, show_progress, verify)

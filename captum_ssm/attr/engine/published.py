@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ...operators import Chain, Operator, Permute, SelectiveScan, Sum
 from ...tracing import Layer
-from ..call.components import PRESETS
+from ..call.checks import PRESETS
 from .fold import Options, check_row, shown
 
 
@@ -40,15 +40,7 @@ def fold(
     options: Options,
     description: str,
 ) -> Tensor:
-    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry.
-
-    Args:
-        layers: the recorded layers.
-        query: query positions (B, 1).
-        row_of: r (B, L) of a layer and its operator.
-        options: the user's choices.
-        description: label of the progress bar.
-    """
+    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry."""
     row: Tensor | None = None
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1], description, options.show_progress):
@@ -75,14 +67,7 @@ def check_tokens(layer: Layer, last: Layer) -> None:
 
 
 def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
-    """The query's row of every channel as the scripts take it, (B, C, L).
-
-    Args:
-        layer: the layer, for errors.
-        operator: its operator, restricted to the chosen components.
-        query: query positions (B, 1).
-        options: the user's choices.
-    """
+    """The query's row of every channel as the scripts take it, (B, C, L)."""
     query = query.to(operator.device)
     ahead, back = _directions(layer, operator)
     terms = [ahead] if back is None else [ahead, back]
@@ -153,7 +138,8 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
     """The channel mean of rows (B, C, L), all channels of a layer normalised together."""
-    return min_max(rows, _everywhere(keep, rows)).mean(1)
+    everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
+    return min_max(rows, everywhere).mean(1)
 
 
 def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
@@ -175,10 +161,6 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
     if options.components == PRESETS["s6"]:
         return raw_row(rows, keep) * strength
     return min_max(rows.mean(1) * strength, keep)
-
-
-def _everywhere(keep: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if keep is None else keep.unsqueeze(1).expand_as(rows)
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:

@@ -40,11 +40,7 @@ _PARTS: dict[str, type] = {}
 
 
 def part(kind: Part) -> Part:
-    """Let a dataclass be saved in results.
-
-    Args:
-        kind: the class.
-    """
+    """Let a dataclass be saved in results."""
     _PARTS[kind.__name__] = kind
     return kind
 
@@ -223,13 +219,7 @@ def load_result(path: str | Path) -> Any:
 
 
 def read_names(tokens: Any, batch: int, length: int) -> Names:
-    """Names of tokens, for each example.
-
-    Args:
-        tokens: a list of names for one sequence, or a list of such lists.
-        batch: how many examples there are.
-        length: how many tokens each has.
-    """
+    """Names of tokens, for each example."""
     listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
     named = tuple(_kept(each) for each in listed)
     if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:

@@ -1,20 +1,26 @@
-"""One traced forward run, and what is asked of it."""
+"""One traced forward run, and what is asked of it; several methods may share one.
+
+Every method runs the model by itself.  Inside :func:`shared_forward` the first one asked does, and
+those that follow with the same call are given its record, and the gradients taken of it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from captum.attr import InterpretableInput
 from torch import Tensor, nn
 
 from ...errors import GradientModeError, InputError
 from ...linear import DirectPaths, Site, direct_paths
 from ...operators.kernels.arithmetic import unseen
-from ...operators.kernels.truths import ask_anew
+from ...operators.kernels.truths import ask_anew, is_doubted
 from ...tracing import (
     Graph,
     Layer,
@@ -30,8 +36,8 @@ from ...tracing.joins import join
 from ...tracing.replays import Beginning, Replays
 from ...tracing.structure import Chain, NotAChain, arrange, note_streams
 from ..call.head import Kept
-from ..call.inputs import BatchPart, call_model, explained_ids
-from ..call.layout import TokenLayout
+from ..call.inputs import BatchPart, call_model
+from ..call.layout import ImageProbe, TokenLayout
 from ..call.targets import logits_of, select
 from .fold import stages
 
@@ -97,8 +103,13 @@ class Request:
 
     @property
     def ids(self) -> Tensor:
-        """The explained ids, or the floating input."""
-        return explained_ids(self.inputs, self.additional)
+        """The explained ids, or the floating input.
+
+        Captum's wrappers of language models hand their forward function marks of the features that
+        are kept, and the prompt that they are features of.
+        """
+        prompt = next((x for x in self.additional if isinstance(x, InterpretableInput)), None)
+        return self.inputs if prompt is None else prompt.to_model_input(self.inputs)
 
     @property
     def is_model(self) -> bool:
@@ -123,11 +134,7 @@ class Request:
         return logits_of(call_model(self.forward_func, start, more, named))
 
     def one_output(self, start: Tensor) -> Tensor:
-        """The same of one example.
-
-        Args:
-            start: in place of the first of the inputs.
-        """
+        """The same of one example."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
@@ -233,11 +240,7 @@ class Run:
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """A target's number per example (B,), and the gradients taken of it if they are shared.
-
-        Args:
-            index: the target's indices, or None.
-        """
+        """A target's number per example (B,), and the gradients taken of it if they are shared."""
         if not self.shared:
             return select(self.output, index), None
         for known, number, taken in self._selected:
@@ -395,3 +398,71 @@ def same(a: Any, b: Any) -> bool:
 
 def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] | None:
     return None if layers is None else list(layers)
+
+
+class Sharing:
+    """What methods called on the same input one after the other have in common."""
+
+    def __init__(self, graph: Graph, streams: bool) -> None:
+        self._graph = graph
+        self._streams = streams
+        self._latest: Run | None = None
+        self._probe: ImageProbe | None = None
+
+    def run(self, request: Request) -> Run:
+        """The latest run if it is of the same call, else a new one in its place."""
+        if self._latest is not None and not is_doubted():
+            known = self._latest.request
+            if (known.streams or not request.streams) and request.same_as(known):
+                return self._latest
+        self._latest = None  # the old graph goes before the new one comes
+        request = replace(request, graph=self._graph, streams=self._streams or request.streams)
+        self._latest = traced(replace(request, verify=True, folds=True), shared=True)
+        return self._latest
+
+    def probe(self, model: nn.Module) -> ImageProbe:
+        """A probe that knows the patch grid which an earlier method saw in the run."""
+        if self._probe is None or self._probe.model is not model:
+            self._probe = ImageProbe(model)
+        return self._probe
+
+
+#: Of this thread, or asynchronous task, alone.
+_current: ContextVar[Sharing | None] = ContextVar("captum_ssm_sharing", default=None)
+
+
+@contextmanager
+def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
+    """Let the methods called inside the ``with`` share a forward run where they ask for the same.
+
+    One run is held at a time, and none once the ``with`` ends.
+
+    Args:
+        graph: which autograd graph of it is kept, enough for all of the methods: ``"all"`` if any
+            of them takes gradients, else ``"tail"``, by which queries are found.
+        streams: whether the residual stream entering each mixer's block is. Default: False.
+    """
+    before = _current.set(Sharing(graph, streams))
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def run_of(request: Request) -> Run:
+    """The traced forward run of a request, which may have been made before."""
+    sharing = _current.get()
+    return traced(request) if sharing is None or request.direct else sharing.run(request)
+
+
+@contextmanager
+def layout_of(request: Request, per_token: bool) -> Iterator[TokenLayout]:
+    """How relevance of tokens is laid out, while the run of a request is watched for it."""
+    inputs = request.inputs
+    if inputs.dim() != 4 or not inputs.is_floating_point():
+        yield TokenLayout(inputs, per_token, None)
+        return
+    sharing = _current.get()
+    probe = ImageProbe(request.model) if sharing is None else sharing.probe(request.model)
+    with probe.watch():
+        yield TokenLayout(inputs, per_token, probe)

@@ -16,7 +16,7 @@ from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
 from ...operators.kernels.truths import reached
 from ...operators.reduction import goes_by_channel
-from ...tracing.memory import free_memory
+from ...tracing.record import free_memory
 from .fold import LayerMatrix
 
 #: Up to this part of the rows are made row by row where a whole matrix would go by channel.
@@ -30,7 +30,7 @@ def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
     """The reduced matrix of an operator; not formed where the reduction is the mean."""
     if reduce == "mean":
         return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
-    return in_strips(operator, reduce, budget, _unchanged)
+    return in_strips(operator, reduce, budget, lambda strip: strip.entries)
 
 
 def in_strips(
@@ -93,10 +93,6 @@ def in_strips(
         return out
 
     return LayerMatrix(rmatvec, matvec, normalized)
-
-
-def _unchanged(strip: Strip) -> Tensor:
-    return strip.entries
 
 
 def _of_rows(x: Tensor, strip: Strip) -> Tensor:
@@ -167,12 +163,7 @@ class Budget:
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:
-        """How many rows of an operator's reduced matrix a strip may have.
-
-        Args:
-            operator: the operator.
-            reduce: how its channels become one matrix.
-        """
+        """How many rows of an operator's reduced matrix a strip may have."""
         batch, tokens, heads, per_head = operator.shape
         # the mean is summed in blocks of channels, other reductions see all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
@@ -188,11 +179,7 @@ class Budget:
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Up to how many rows are quicker made of all channels' rows, which it has to hold.
-
-        Args:
-            operator: the operator.
-        """
+        """Up to how many rows are quicker made of all channels' rows, which it has to hold."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)

@@ -84,13 +84,7 @@ class Sums:
 def attribute_with_sums(
     method: Attribution, inputs: Any, /, **given: Any
 ) -> tuple[Any, Sums | None]:
-    """Return relevance, and its sums if the method promises one.
-
-    Args:
-        method: the method.
-        inputs: as its ``attribute`` takes them.
-        given: further arguments of ``attribute``.
-    """
+    """Return relevance, and its sums if the method promises one."""
     asked = "return_convergence_delta"
     parameters = inspect.signature(method.attribute).parameters
     if asked not in parameters or asked in given or not method.has_convergence_delta():
@@ -109,10 +103,6 @@ def attribute_with_sums(
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """The sums of parts of a batch as one.
-
-    Args:
-        parts: at least one.
-    """
+    """The sums of parts of a batch as one."""
     wanted, total = (torch.cat([getattr(x, name) for x in parts]) for name in ("wanted", "total"))
     return Sums(parts[0].of, wanted, total)

@@ -20,9 +20,6 @@ class Codec:
 
     Serves tokenizers of transformers and the tokenizers library, the vocabularies of
     :mod:`captum_ssm.models.recall`, and any other with these two methods.
-
-    Args:
-        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -89,9 +86,6 @@ class Codec:
         """What each token of (L,) adds to the text that they read as; None if that cannot be told.
 
         Nor is it told of texts that are too long to be shown.
-
-        Args:
-            ids: the tokens.
         """
         if len(ids) > _MOST:
             return None

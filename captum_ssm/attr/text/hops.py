@@ -92,7 +92,7 @@ def follow(
     for span in spans:
         some = torch.arange(span.start, span.stop)
         row = yield Against(Total(some - count, text[some]), contrast)
-        first.append(_parts(row, prompt, count, row.output - row.tokens.sum(-1)))
+        first.append(_parts(row, prompt, count))
     found = [Hop(*map(torch.stack, zip(*first, strict=True)))]
     number, passes = _sums(logits() if hops else None, text)
     for _ in range(hops):
@@ -110,15 +110,15 @@ def follow(
                 continue
             weights = relevance[some] / number[some]
             row = yield Against(Total(some - count, text[some], weights), "mean")
-            arrived.append(_parts(row, prompt, count, row.output - row.tokens.sum(-1)))
+            arrived.append(_parts(row, prompt, count))
         on_prompt, on_text, _, constants = map(torch.stack, zip(*arrived, strict=True))
         found.append(Hop(latest.prompt + on_prompt, on_text, stays, latest.constants + constants))
     return found
 
 
-def _parts(
-    row: Row, prompt: int, count: int, constants: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An explained number as one of S entries of a :class:`Hop`."""
+    constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
     on_text[: len(tokens) - prompt] = tokens[prompt:]

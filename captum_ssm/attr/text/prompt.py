@@ -47,13 +47,7 @@ class Prompt:
 
 
 def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
-    """The prompt from what the user has.
-
-    Args:
-        prompt: see :data:`ACCEPTED`.
-        codec: the tokenizer.
-        skip_tokens: ids or strings of tokens that are no features. Default: None.
-    """
+    """The prompt from what the user has."""
     if isinstance(prompt, TextTemplateInput):
         if skip_tokens is not None:
             raise OptionError(
@@ -86,12 +80,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
 
 
 def read_ids(value: Any, what: str) -> Tensor:
-    """Token ids (L,) from a list, a tensor or an array (L,) or (1, L).
-
-    Args:
-        value: the ids.
-        what: what they are, to begin the messages of errors with.
-    """
+    """Token ids (L,) from a list, a tensor or an array (L,) or (1, L)."""
     try:
         ids = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError):

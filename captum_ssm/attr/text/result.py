@@ -112,15 +112,7 @@ def result_of_spans(
     names: list[str],
     pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
-    """The result of spans, of where relevance stands by token.
-
-    Args:
-        prompt: the prompt.
-        hops: by token of the prompt and the text.
-        spans: the ranges of the text's tokens.
-        names: what the spans read.
-        pieces: what they add to the text; None where that is not known.
-    """
+    """The result of spans, of where relevance stands by token."""
 
     def by_span(on_text: Tensor) -> Tensor:
         return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
@@ -149,10 +141,6 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
     """A text held against another: relevance of the prompt is the difference.
 
     What the other text's own words and constants are due to counts as a constant.
-
-    Args:
-        one: the text, as a single span.
-        other: the other one, likewise.
     """
     assert one.spans is not None and other.spans is not None
     count = max(len(one.spans.hops), len(other.spans.hops))

@@ -82,19 +82,7 @@ def kept(
 def counted(
     questions: Generator[Against, Row, T], description: str, total: int
 ) -> Generator[Against, Row, T]:
-    """The same questions, with a bar that shows how many are answered.
-
-    Args:
-        questions: the questions.
-        description: of the bar.
-        total: how many there are at most.
-
-    Yields:
-        The questions.
-
-    Returns:
-        What they come to.
-    """
+    """The same questions, with a bar that shows how many are answered."""
     with progress(desc=description, total=total) as bar:
         answer = None
         while True:
@@ -108,13 +96,7 @@ def counted(
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:
-    """What tells one run from others: the model's weights, and all that is asked of it.
-
-    Args:
-        model: the module.
-        options: of the method.
-        *parts: whatever else answers follow from.
-    """
+    """What tells one run from others: the model's weights, and all that is asked of it."""
     digest = hashlib.sha256()
     for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())

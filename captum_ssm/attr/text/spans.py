@@ -156,12 +156,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
 
 
 def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
-    """What spans of tokens add to a text.
-
-    Args:
-        pieces: what the tokens add; None where that is not known.
-        spans: ranges of them.
-    """
+    """What spans of tokens add to a text."""
     if pieces is None:
         return None
     texts = [[x for x in pieces[span.start : span.stop] if x is not None] for span in spans]

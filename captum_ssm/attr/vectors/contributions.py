@@ -255,10 +255,6 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
 def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Operator], Operator]]:
     """The operator as a sum of products: what mixes channels within a token, after the others.
 
-    Args:
-        operator: the operator.
-        like: a tensor of the dtype and device to use.
-
     Returns:
         For each product the parts up to the last that mixes channels of single tokens, and what
         acts before them: a map per channel, or a recurrence whose steps mix channels, too. One

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,10 @@ from ...operators.kernels.portions import at_a_time
 from ...operators.kernels.rows import Positions
 from ...operators.kernels.truths import are_noted, reached
 from ...tracing import Layer
-from ..call import checks
-from ..engine.fold import Options, shown
+from ..engine.fold import Options
 from ..engine.method import SSMAttribution, options
 from .contributions import Contributions
 from .taps import check_activation
-
-T = TypeVar("T")
 
 #: Queries whose rows of a map are held at a time, on a processor and elsewhere.
 _ROWS, _ROWS_LAUNCHED = 256, 4096
@@ -75,44 +72,18 @@ class LatimMethod(SSMAttribution):
         Returns:
             One number per layer: 0 but for rounding with ``activation="linearized"``.
         """
-        chosen, named = read_options(0, show_progress, False), read_layers(layers)
-        with self._read(inputs, additional_forward_args, False) as run:
-            return for_each(
-                wanted(run.layers, named),
-                lambda layer: _missed(layer, self.activation, run.mask),
-                self.name if chosen.show_progress else None,
-            )
+        return self._of_layers(
+            inputs,
+            layers,
+            additional_forward_args,
+            read_options(0, show_progress, False),
+            lambda run, layer: _missed(layer, self.activation, run.mask),
+        )
 
 
 def read_options(start_layer: int, show_progress: bool, verify: bool | float) -> Options:
     """The user's choices, checked before anything runs."""
     return options("exact", "mean", None, start_layer, "paper", show_progress, verify)
-
-
-def read_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The indices of the layers wanted, checked before anything runs; None for all."""
-    return None if layers is None else checks.integers("layers", layers, "layers")
-
-
-def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
-    """The layers, or stages, that a user's indices name."""
-    if indices is None:
-        return list(items)
-    for index in indices:
-        if not -len(items) <= index < len(items):
-            raise OptionError(
-                f"layers names {index}, but there are {len(items)}, numbered 0 to {len(items) - 1}."
-            )
-    return [items[index] for index in indices]
-
-
-def for_each(items: Sequence[T], make: Callable[[T], Any], description: str | None) -> list[Any]:
-    """``make`` of every item, of one named twice only once; a bar shows if it has a description."""
-    made: dict[int, Any] = {}
-    for item in shown(items, description or "", description is not None):
-        if id(item) not in made:
-            made[id(item)] = make(item)
-    return [made[id(item)] for item in items]
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:

@@ -103,9 +103,6 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Pa
 def products(operator: Operator) -> list[list[Operator]]:
     """An operator as a sum of products, sums without an activation being left whole.
 
-    Args:
-        operator: chains and sums of any depth.
-
     Returns:
         The factors of each product, of which the last acts first.
     """

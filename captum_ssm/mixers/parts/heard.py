@@ -51,11 +51,7 @@ class Heard:
         self._left = (left, _version(left)) if told else (None, 0)
 
     def returned(self, output: Any) -> None:
-        """The call ends.
-
-        Args:
-            output: what hooks have made of what the module returned.
-        """
+        """The call ends."""
         own = self._is_told(self.given) and self._is_told(output)
         if own and autocast_dtype(self.given.device) is None:
             self.output = output.detach()
@@ -106,12 +102,7 @@ def forget() -> None:
 
 
 def told(module: nn.Module, x: Tensor) -> Tensor | None:
-    """``module(x)`` as it was in the run; None where that has to be computed.
-
-    Args:
-        module: the module.
-        x: what it would be given.
-    """
+    """``module(x)`` as it was in the run; None where that has to be computed."""
     heard = (_heard.get() or {}).get(module)
     output = None if heard is None else heard.unchanged
     if heard is None or output is None or type(x) is not Tensor:

@@ -84,13 +84,7 @@ class TokenMap:
 
 
 def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:
-    """A map's windows of ``side`` x ``side`` tokens, row by row, padded below and to the right.
-
-    Args:
-        size: height and width of the map.
-        side: height and width of a window.
-        device: where the mixer runs.
-    """
+    """A map's windows of ``side`` x ``side`` tokens, row by row, padded below and to the right."""
     height, width = size
     number = torch.arange(height * width, device=device).view(height, width)
     padded = F.pad(number, (0, -width % side, 0, -height % side), value=-1)

@@ -241,11 +241,7 @@ class CaduceusBlock(nn.Module):
 
 
 class CaduceusEmbeddings(nn.Module):
-    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments.
-
-    Args:
-        word_embeddings: what embeds the tokens.
-    """
+    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments."""
 
     def __init__(self, word_embeddings: nn.Module) -> None:
         super().__init__()
@@ -253,14 +249,7 @@ class CaduceusEmbeddings(nn.Module):
 
 
 class CaduceusBackbone(nn.Module):
-    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments.
-
-    Args:
-        embeddings: what embeds the tokens.
-        layers: the blocks.
-        norm_f: the last norm, of one strand or a :class:`StrandsNorm`.
-        by_strand: whether ``norm_f`` is of one strand while both are read.
-    """
+    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments."""
 
     def __init__(
         self, embeddings: nn.Module, layers: list[nn.Module], norm_f: nn.Module, by_strand: bool
@@ -276,9 +265,6 @@ class CaduceusBackbone(nn.Module):
 
         Args:
             x: embeddings, (B, L, E) or (B, L, 2 E).
-
-        Returns:
-            The same shape.
         """
         for layer in self.layers:
             x = layer(x)

@@ -28,10 +28,6 @@ _LOWEST = 1e-4
 class Sine(nn.Module):
     """sin(freq x), with a frequency for each channel.
 
-    Args:
-        width: channels.
-        freq: what all frequencies are at first.
-
     Example:
         >>> import torch
         >>> from captum_ssm.models.dna.hyena import Sine
@@ -50,10 +46,6 @@ class Sine(nn.Module):
 
 class Positions(nn.Module):
     """Features of the positions: time from 0 to 1, and waves of rising frequency.
-
-    Args:
-        features: how many, an odd number from 3 on.
-        l_max: positions.
 
     Example:
         >>> from captum_ssm.models.dna.hyena import Positions
@@ -75,9 +67,6 @@ class Positions(nn.Module):
 
 class Window(nn.Module):
     """A window that falls off with time, exp(-t |delta|) + floor, faster from channel to channel.
-
-    Args:
-        width: channels.
 
     Example:
         >>> import torch
@@ -219,12 +208,7 @@ class HyenaOperator(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with a GELU between.
-
-    Args:
-        width: of the tokens.
-        inner: of the layer between.
-    """
+    """Two layers with a GELU between."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -262,13 +246,7 @@ class HyenaBlock(nn.Module):
 
 
 class HyenaBackbone(nn.Module):
-    """Embeddings, blocks and the last norm, by their published names.
-
-    Args:
-        word_embeddings: what embeds the tokens.
-        layers: the blocks.
-        ln_f: the last norm.
-    """
+    """Embeddings, blocks and the last norm, by their published names."""
 
     def __init__(
         self, word_embeddings: nn.Module, layers: list[nn.Module], ln_f: nn.Module

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ..checkpoints import check_fit, read_checkpoint, tied_names
+from ..checkpoints import check_fit, read_checkpoint, shape_of, tied_names
 from .caduceus import Caduceus
 from .hyena import HyenaDNA
 from .striped_hyena import LONG, StripedHyena
@@ -179,9 +179,9 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
 
     embeddings = "caduceus.backbone.embeddings.word_embeddings."
     rcps = anywhere(".mixer.submodule.")
-    vocab, width = _shape(weights, f"{embeddings}{'embedding.' if rcps else ''}weight", 2)
+    vocab, width = shape_of(weights, f"{embeddings}{'embedding.' if rcps else ''}weight", 2)
     mixer = f"caduceus.backbone.layers.0.mixer.{'submodule.' if rcps else ''}mamba_fwd."
-    inner, state = _shape(weights, f"{mixer}A_log", 2)
+    inner, state = shape_of(weights, f"{mixer}A_log", 2)
     sizes: dict[str, Any] = {
         "d_model": width,
         "n_layer": _layers(weights, "caduceus.backbone.layers."),
@@ -192,13 +192,13 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
         "rms_norm": not anywhere("norm_f.bias") and not anywhere("norm_f.submodule.bias"),
         "d_inner": inner,
         "d_state": state,
-        "d_conv": _shape(weights, f"{mixer}conv1d.weight", 3)[2],
-        "dt_rank": _shape(weights, f"{mixer}dt_proj.weight", 2)[1],
+        "d_conv": shape_of(weights, f"{mixer}conv1d.weight", 3)[2],
+        "dt_rank": shape_of(weights, f"{mixer}dt_proj.weight", 2)[1],
         "bias": anywhere("in_proj.bias"),
         "conv_bias": anywhere("conv1d.bias"),
     }
     if rcps:
-        _shape(weights, f"{embeddings}complement_map", 1)
+        shape_of(weights, f"{embeddings}complement_map", 1)
         sizes["complements"] = weights[f"{embeddings}complement_map"].tolist()
     return sizes
 
@@ -209,35 +209,35 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
         "hyena.backbone.embeddings.word_embeddings.weight",
         "hyena.backbone.layers.0.",
     )
-    vocab, width = _shape(weights, embeddings, 2)
+    vocab, width = shape_of(weights, embeddings, 2)
     mixer, filters = f"{first}mixer.", f"{first}mixer.filter_fn."
     layers = [key for key in weights if key.startswith(f"{filters}implicit_filter.")]
     linear = sum(key.endswith(".weight") for key in layers)  # the first, those within, the last
     head = weights.get("lm_head.weight")
-    _, l_max, features = _shape(weights, f"{filters}pos_emb.z", 3)
+    _, l_max, features = shape_of(weights, f"{filters}pos_emb.z", 3)
     return {
         "d_model": width,
         "n_layer": _layers(weights, "hyena.backbone.layers."),
-        "d_inner": _shape(weights, f"{first}mlp.fc1.weight", 2)[0],
+        "d_inner": shape_of(weights, f"{first}mlp.fc1.weight", 2)[0],
         "vocab_size": vocab,
         "l_max": l_max,
         "num_classes": _classes(weights),
         "tie_embeddings": head is None or torch.equal(head, weights[embeddings]),
-        "order": _shape(weights, f"{mixer}in_proj.weight", 2)[0] // max(1, width) - 1,
-        "short_filter_order": _shape(weights, f"{mixer}short_filter.weight", 3)[2],
+        "order": shape_of(weights, f"{mixer}in_proj.weight", 2)[0] // max(1, width) - 1,
+        "short_filter_order": shape_of(weights, f"{mixer}short_filter.weight", 3)[2],
         "features": features,
-        "filter_order": _shape(weights, f"{filters}implicit_filter.0.weight", 2)[0],
+        "filter_order": shape_of(weights, f"{filters}implicit_filter.0.weight", 2)[0],
         "inner": max(0, linear - 2),
     }
 
 
 def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
     """The arguments that the weights tell."""
-    vocab, width = _shape(weights, "embedding_layer.weight", 2)
+    vocab, width = shape_of(weights, "embedding_layer.weight", 2)
     sizes: dict[str, Any] = {
         "hidden_size": width,
         "vocab_size": vocab,
-        "inner_mlp_size": _shape(weights, "blocks.0.mlp.l1.weight", 2)[0],
+        "inner_mlp_size": shape_of(weights, "blocks.0.mlp.l1.weight", 2)[0],
         "heads": 1,
         "se_groups": 1,
         "mr_groups": 1,
@@ -247,18 +247,18 @@ def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
         stem = f"blocks.{i}."
         if f"{stem}inner_mha_cls.Wqkv.weight" in weights:
             layout.append("attention")
-            frequencies = _shape(weights, f"{stem}inner_mha_cls.rotary_emb.inv_freq", 1)
+            frequencies = shape_of(weights, f"{stem}inner_mha_cls.rotary_emb.inv_freq", 1)
             sizes["heads"] = max(1, width // max(1, 2 * frequencies[0]))
             continue
-        short = _shape(weights, f"{stem}filter.short_filter_weight", 3)
+        short = shape_of(weights, f"{stem}filter.short_filter_weight", 3)
         sizes["short_filter_length"] = short[2]
         if f"{stem}filter.h" in weights:
-            groups, _, length = _shape(weights, f"{stem}filter.h", 3)
+            groups, _, length = shape_of(weights, f"{stem}filter.h", 3)
             kind = "mr" if length >= LONG else "se"
             sizes |= {f"{kind}_length": length, f"{kind}_groups": groups}
         else:
             kind = "li"
-            sizes["state_size"] = _shape(weights, f"{stem}filter.residues", 2)[1]
+            sizes["state_size"] = shape_of(weights, f"{stem}filter.residues", 2)[1]
         layout.append(kind)
     return {"layout": layout, **sizes}
 
@@ -270,13 +270,4 @@ def _layers(weights: Weights, prefix: str) -> int:
 
 
 def _classes(weights: Weights) -> int | None:
-    return _shape(weights, "score.weight", 2)[0] if "score.weight" in weights else None
-
-
-def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
-    if key not in weights:
-        raise CheckpointError(f"its weights lack {key!r}.")
-    shape = weights[key].shape
-    if len(shape) != dims:
-        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
-    return shape
+    return shape_of(weights, "score.weight", 2)[0] if "score.weight" in weights else None

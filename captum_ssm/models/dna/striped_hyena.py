@@ -25,10 +25,6 @@ LONG = 128
 class ScaleNorm(nn.Module):
     """x / (root mean square of x + eps), times a scale.
 
-    Args:
-        width: channels.
-        eps: added to the root.
-
     Example:
         >>> import torch
         >>> from captum_ssm.models.dna.striped_hyena import ScaleNorm
@@ -133,13 +129,7 @@ class HyenaCascade(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Angles of the positions, by frequency.
-
-    Args:
-        width: channels of a head.
-        base: of the frequencies.
-        scaling: positions are divided by it.
-    """
+    """Angles of the positions, by frequency."""
 
     inv_freq: Tensor
 
@@ -203,13 +193,7 @@ class StripedAttention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """l3(act(l1 x) l2 x).
-
-    Args:
-        width: channels of the stream.
-        inner: channels within.
-        bends: whether act is a GELU, or nothing.
-    """
+    """l3(act(l1 x) l2 x)."""
 
     def __init__(self, width: int, inner: int, bends: bool) -> None:
         super().__init__()
@@ -226,14 +210,7 @@ class GatedMlp(nn.Module):
 
 
 class StripedBlock(nn.Module):
-    """x + mixer(norm(x)), and the mlp of that added to it, by the names of the published code.
-
-    Args:
-        mixer: a :class:`HyenaCascade` or a :class:`StripedAttention`.
-        mlp: the mlp.
-        width: channels E of the stream.
-        eps: of the norms.
-    """
+    """x + mixer(norm(x)), and the mlp of that added to it, by the names of the published code."""
 
     def __init__(self, mixer: nn.Module, mlp: nn.Module, width: int, eps: float) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_checkpoint
+from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
 from .model import VisionMamba
 
 #: Image side of the released models.
@@ -114,47 +114,15 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
 
 
 def depth_of(weights: Weights) -> int:
-    """The number of blocks.
-
-    Args:
-        weights: of a file.
-    """
+    """The number of blocks."""
     numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
 
 def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """The shape that most layers have, so that the odd one out is found wrong.
-
-    Args:
-        weights: of a file.
-        name: of a part of each layer's mixer.
-        dims: how many dimensions it has.
-
-    Raises:
-        CheckpointError: when no layer has one, or it has others.
-    """
+    """The shape that most layers have, so that the odd one out is found wrong."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
     usual = mode(weights[key].shape for key in keys)
     return shape_of(weights, next(key for key in keys if weights[key].shape == usual), dims)
-
-
-def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
-    """The shape of a weight.
-
-    Args:
-        weights: of a file.
-        key: its name.
-        dims: how many dimensions it has.
-
-    Raises:
-        CheckpointError: when it is missing, or has others.
-    """
-    if key not in weights:
-        raise CheckpointError(f"its weights lack {key!r}.")
-    shape = weights[key].shape
-    if len(shape) != dims:
-        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
-    return shape

@@ -158,11 +158,7 @@ class VimMixer(nn.Module):
 
 @cache
 def scan_function(cuda: bool) -> Callable[..., Any]:
-    """mamba_ssm's kernel where there is one, else the scan of this package.
-
-    Args:
-        cuda: whether a kernel could run.
-    """
+    """mamba_ssm's kernel where there is one, else the scan of this package."""
     if not cuda:
         return selective_scan
     try:
@@ -174,12 +170,7 @@ def scan_function(cuda: bool) -> Callable[..., Any]:
 
 
 def step_projection(rank: int, inner: int) -> nn.Linear:
-    """The projection to step sizes before their softplus, which start log-uniformly.
-
-    Args:
-        rank: what it reads.
-        inner: channels.
-    """
+    """The projection to step sizes before their softplus, which start log-uniformly."""
     layer = nn.Linear(rank, inner)
     with torch.no_grad():
         nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_checkpoint
-from ..vim.load import shape_of
+from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
 from .mixer import form_of
 from .model import VMamba
 

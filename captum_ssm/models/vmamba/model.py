@@ -20,11 +20,7 @@ PATCH_EMBEDS = ("v1", "v2")
 
 
 class Permute(nn.Module):
-    """A map with its dimensions in another order.
-
-    Args:
-        *order: of its dimensions.
-    """
+    """A map with its dimensions in another order."""
 
     def __init__(self, *order: int) -> None:
         super().__init__()
@@ -35,12 +31,7 @@ class Permute(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A perceptron of one hidden layer, for each token by itself.
-
-    Args:
-        width: E.
-        hidden: of the hidden layer.
-    """
+    """A perceptron of one hidden layer, for each token by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

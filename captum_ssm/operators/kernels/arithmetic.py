@@ -255,9 +255,6 @@ def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
     """The same in a few launches: of scores as they were had nothing faded since the first token.
 
     They are as large as all decays together, of which float64 keeps enough digits and float32 not.
-
-    Args:
-        scores, log_decay: as above, in float64.
     """
     faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
     return torch.logcumsumexp(scores - faded, 1).add_(faded)

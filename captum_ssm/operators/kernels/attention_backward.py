@@ -183,13 +183,7 @@ def _least(x: Tensor) -> float:
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """x times a factor at most 1, with zeros in place of too small numbers where it may be small.
-
-    Args:
-        x: numbers.
-        factor: broadcastable to them.
-        fades: whether it may be.
-    """
+    """x times a factor at most 1, zeros taking the place of too small numbers if it fades."""
     out = x * factor
     return F.hardshrink(out, _least(x)) if fades else out
 

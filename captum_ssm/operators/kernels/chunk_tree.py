@@ -264,7 +264,7 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
                 write(second, first, read, written)
             if len(spans) > 2 or not alone:
                 _times_carry(read, before)
-                _times_carry(written, _transposed(after))
+                _times_carry(written, after if after.shape[-1] == 1 else after.mT)
             joined.append((slice(first.start, second.stop), _product(after, before)))
         spans = joined + spans[2 * len(joined) :]
     return _Span(spans[0][0], reads, writes)
@@ -298,7 +298,3 @@ def _times_carry(x: Tensor, carry: Tensor) -> None:
 
 def _product(after: Tensor, before: Tensor) -> Tensor:
     return after * before if after.shape[-1] == 1 else after @ before
-
-
-def _transposed(carry: Tensor) -> Tensor:
-    return carry if carry.shape[-1] == 1 else carry.mT

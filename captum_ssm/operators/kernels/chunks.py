@@ -162,15 +162,7 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 
 
 def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held.
-
-    Args:
-        steps: what maps them.
-        v: the values.
-        part: which tokens they are.
-        length: tokens of a whole chunk.
-        transposed: whether the last token comes first.
-    """
+    """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # calls are many, and cost less where no graph may follow

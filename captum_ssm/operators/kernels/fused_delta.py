@@ -57,11 +57,7 @@ class Coefficients(Protocol):
 
 
 def serves(rule: Coefficients) -> bool:
-    """Whether the kernel takes a rule on a GPU: with Triton, and of not too many states.
-
-    Args:
-        rule: the queries.
-    """
+    """Whether the kernel takes a rule on a GPU: with Triton, and of not too many states."""
     return gpu.has_triton() and 0 < rule.query.shape[3] <= _STATES
 
 
@@ -76,13 +72,7 @@ def run(
     *,
     transposed: bool,
 ) -> Tensor:
-    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P).
-
-    Args:
-        query, key, beta, log_decay, erase, erase_step: the rule, as above.
-        v: the vectors.
-        transposed: whether it is the adjoint.
-    """
+    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P)."""
     stack, batch, tokens, heads, channels = v.shape
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not out.numel():

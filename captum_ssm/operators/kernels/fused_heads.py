@@ -57,9 +57,6 @@ def serves(heads: Coefficients) -> bool:
     """Whether the kernel takes heads on a GPU: with Triton, of not too many states, in float32.
 
     Some versions of Triton have no product of matrices in float64.
-
-    Args:
-        heads: the queries, keys and decays.
     """
     single = heads.log_decay.dtype != torch.float64
     return gpu.has_triton() and single and 0 < heads.query.shape[3] <= _STATES
@@ -74,13 +71,7 @@ def run(
     *,
     transposed: bool,
 ) -> Tensor:
-    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P).
-
-    Args:
-        query, key, log_decay, scale: the heads, as above.
-        v: the vectors.
-        transposed: whether it is the adjoint.
-    """
+    """alpha v, or alpha-transposed v, for S stacked vectors v (S, B, L, H, P)."""
     stack, batch, tokens, heads, channels = v.shape
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not out.numel():

@@ -44,22 +44,12 @@ tl: Any = None
 
 
 def serves(scan: Coefficients) -> bool:
-    """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states.
-
-    Args:
-        scan: dt, A, B and C.
-    """
+    """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states."""
     return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H).
-
-    Args:
-        dt, a, b, c: the scan, as above.
-        x: the vectors.
-        transposed: whether it is the adjoint.
-    """
+    """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H)."""
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -84,12 +74,7 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
 
 
 def by_vector(shared: Tensor, stack: int) -> Tensor:
-    """B or C for each of S vectors and by group, (S, B, L, G, N), without a copy.
-
-    Args:
-        shared: B or C, as above.
-        stack: S.
-    """
+    """B or C for each of S vectors and by group, (S, B, L, G, N), without a copy."""
     if shared.dim() == 3:
         shared = shared[:, :, None]
     return shared.expand(stack, *shared.shape[-4:])
@@ -148,12 +133,7 @@ def pulled(
 
 
 def blocks_of(heads: int, states: int) -> tuple[int, int]:
-    """Channels of a program that finds gradients, and how many such programs a group takes.
-
-    Args:
-        heads: of a group.
-        states: N.
-    """
+    """Channels of a program that finds gradients, and how many such programs a group takes."""
     block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
     return block, -(-heads // block)
 

@@ -32,11 +32,7 @@ tl: Any = None
 
 
 def serves(lags: tuple[Any, ...]) -> bool:
-    """Whether the kernel takes a convolution on a GPU: with Triton, a tap for each token back.
-
-    Args:
-        lags: how many tokens back each tap reads.
-    """
+    """Whether the kernel takes a convolution on a GPU: with Triton, a tap for each token back."""
     return gpu.has_triton() and lags == tuple(range(len(lags))) and len(lags) <= _TAPS
 
 

@@ -57,9 +57,5 @@ def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-d
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no less.
-
-    Args:
-        number: at least 1.
-    """
+    """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()

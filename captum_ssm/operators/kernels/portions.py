@@ -69,13 +69,7 @@ def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
 
 
 def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
-    """Some heads of (B, T, H), as fast as they can be had.
-
-    Args:
-        x: as above.
-        heads: which ones.
-        out: written to. Default: None, memory of its own, or that of neighbours.
-    """
+    """Some heads of (B, T, H), as fast as they can be had."""
     if isinstance(heads, slice):
         return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
     # several times as fast as an index along the last dimension

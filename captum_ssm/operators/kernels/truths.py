@@ -48,11 +48,7 @@ _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
 
 def read_together(call: Callable[[], T]) -> T:
-    """What a call returns, of which what it takes to hold is read at its end.
-
-    Args:
-        call: may be made twice.
-    """
+    """What a call returns, of which what it takes to hold is read at its end."""
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted | Tensor] = []
@@ -83,20 +79,12 @@ def is_doubted() -> bool:
 
 
 def are_noted(x: Tensor) -> bool:
-    """Whether truths of a tensor are noted, and read later.
-
-    Args:
-        x: any tensor.
-    """
+    """Whether truths of a tensor are noted, and read later."""
     return _noted.get() is not None and x.device.type != "cpu"
 
 
 def holds(truth: Tensor) -> bool:
-    """Whether something holds, or is taken to.
-
-    Args:
-        truth: one truth value.
-    """
+    """Whether something holds, or is taken to."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
@@ -129,9 +117,6 @@ def reached(weights: Tensor) -> range:
     On a device tokens are looked for twice for a question, the second time after mixers have mixed
     what was asked.  If none later than at first were reached then, as where tokens look back alone,
     none are taken to be reached any more; else all may be.
-
-    Args:
-        weights: what is asked of each token.
     """
     tokens = weights.shape[-1]
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
@@ -186,12 +171,7 @@ def ask_anew(tokens: int, asked: range | None) -> None:
 
 
 def at_most(number: Tensor, limit: float) -> bool:
-    """Whether a number is no larger than a limit, or is taken to be; NaN is larger than any.
-
-    Args:
-        number: it.
-        limit: the limit.
-    """
+    """Whether a number is no larger than a limit, or is taken to be; NaN is larger than any."""
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
@@ -213,11 +193,7 @@ class Ratio(NamedTuple):
     factor: float = 1.0
 
     def at_most(self, limit: float) -> bool:
-        """Taken to hold; NaN is larger than any.
-
-        Args:
-            limit: the limit.
-        """
+        """Taken to hold; NaN is larger than any."""
         noted = _noted.get()
         assert noted is not None
         noted.append(_Noted(self.number.detach(), limit / self.factor, self.size.detach()))
@@ -225,11 +201,7 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Whether anything but 0 may be in a tensor: of one on a device, which is not read, it may.
-
-    Args:
-        x: the tensor.
-    """
+    """Whether anything but 0 may be in a tensor: of one on a device, which is not read, it may."""
     return x.device.type != "cpu" or bool(x.any())
 
 

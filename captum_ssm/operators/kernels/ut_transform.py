@@ -88,11 +88,7 @@ class Corrected(NamedTuple):
     own: Keys | None
 
     def chunk(self, tokens: slice) -> Chunk:
-        """The same as matrices.
-
-        Args:
-            tokens: which they are.
-        """
+        """The same as matrices."""
         q_before, e_before, f_after = (
             x if factors is None else x * factors
             for x, factors in (
@@ -271,9 +267,6 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     """The inverses of matrices (..., T, T) of ones on the diagonal and zeros above it.
 
     What ``x`` holds there is not read.
-
-    Args:
-        x: what is below the diagonal.
     """
     half, odd = divmod(x.shape[-1], 2)
     if odd or half * 2 <= _ROWS:

@@ -25,12 +25,7 @@ from .arithmetic import full_precision
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a GPU multiplies a weight as it is, by a product that torch has since version 2.8.
-
-    Args:
-        x: float32 values, of which the shape does not matter.
-        weight: the weight.
-    """
+    """Whether a GPU multiplies a weight as it is, by a product that torch has since version 2.8."""
     is_half = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
     is_there = x.is_cuda and weight.device == x.device and torch.version.hip is None
     return is_half and is_there and x.dtype == torch.float32 and hasattr(torch.ops.aten.mm, "dtype")

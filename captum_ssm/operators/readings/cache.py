@@ -41,11 +41,7 @@ class Cache(NamedTuple):
         return 1
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """What is kept after tokens were read: values in places of their own, (B, T, H, L, P).
-
-        Args:
-            tokens: which tokens.
-        """
+        """What is kept after tokens were read: values in places of their own, (B, T, H, L, P)."""
         value = self.value.transpose(1, 2)
         return torch.stack([self._held(token)[..., None] * value for token in tokens], 1)
 
@@ -54,23 +50,14 @@ class Cache(NamedTuple):
         return self._held(token) * self._sizes()
 
     def erased(self, source: int, token: int) -> Tensor:
-        """What is gone of a source: all of it, at the first token from which on nobody reads it.
-
-        Args:
-            source: the token that wrote.
-            token: the token after which the cache is looked at.
-        """
+        """What is gone of a source: all of it, at the first token from which on nobody reads it."""
         left = 1 + self._last_reader(source)  # (B, H)
         at = torch.arange(self.value.shape[1], device=left.device)
         gone = (at == left[..., None]) & (at <= token) & (left > source)[..., None]
         return gone * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """How much would be held of a source, had each token left it there, by head (B, H, L).
-
-        Args:
-            source, token: as in :meth:`erased`.
-        """
+        """How much would be held of a source, had each token left it there, by head (B, H, L)."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
@@ -100,10 +87,6 @@ class Cache(NamedTuple):
 
 
 def is_causal(attention: DenseHeads) -> bool:
-    """Whether no token reads a later one, so that there is a cache.
-
-    Args:
-        attention: of which the first head is asked.
-    """
+    """Whether no token reads a later one, so that there is a cache."""
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # beside a matrix, no second one
     return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))

@@ -33,9 +33,6 @@ Back = Callable[[Tensor, Gradients], Tensor]
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
     """The coefficients that came with their graph, by who holds them and the name there.
 
-    Args:
-        operator: chains and sums of any depth.
-
     Example:
         >>> import torch
         >>> from captum_ssm.operators import Chain, Diagonal, Shape

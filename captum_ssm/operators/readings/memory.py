@@ -89,11 +89,7 @@ class Memory(NamedTuple):
         return found[:, self.order.argsort()]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states after tokens were read, (B, T, H, N, P), all in one pass over the steps.
-
-        Args:
-            tokens: which tokens.
-        """
+        """The states after tokens were read, (B, T, H, N, P), all in one pass over the steps."""
         batch, _, heads, width = self.key.shape
         state = self.key.new_zeros(batch, heads, width, self.value.shape[-1])
         found, start = {}, 0
@@ -260,11 +256,7 @@ def _summed_behind(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """The heads of an operator, those of each part by themselves where parts stand side by side.
-
-    Args:
-        operator: chains and sums of any depth.
-    """
+    """The heads of an operator, those of each part by themselves where parts stand side by side."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 

@@ -64,14 +64,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
     shape: Shape
     few_rows = 4
-
-    @property
-    def portion(self) -> Portion:
-        return LARGE
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
+    portion = LARGE
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         return self.strip_of_product(left, {0: right}, rows)

@@ -152,10 +152,6 @@ class DeltaProduct(Operator):
     def transpose(self, u: Tensor) -> Tensor:
         return self._of_own(self._unrolled.transpose(self._asked(u)))
 
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         inside = range(rows.start * self.steps, rows.stop * self.steps)
         found = self._unrolled.strip(*self._factors(left, right), inside)

@@ -3,7 +3,8 @@
 Packages bring kernels for GPUs and, for CPUs, loops over tokens in plain torch.  Most of these
 loops slice tensors that hold all tokens, and the backward of each slice writes a whole tensor of
 zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Those of selective scans
-also hold the states of all tokens at once.  What replaces them here computes the same numbers.
+also hold the states of all tokens at once.  What replaces them here computes the same numbers: it
+takes all tokens apart once, and puts them together once.
 
 Where fla is installed, transformers calls its kernels on a CPU or on MPS as well, which they do not
 know; its own function takes their place.
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from ...operators.kernels.scan_backward import selective_scan
 from ..changes import Shared, Undo, lasting
-from .recurrences import rg_lru, wkv
 
 Function = Callable[..., Any]
 #: Where a function is held: a module, the attribute's path in it, and what is made of the original.
 Repair: TypeAlias = tuple[str, str, Callable[[Function], Function]]
+#: Numerator, denominator and largest exponent of RWKV's running average, (B, D) each.
+Average = list[Tensor]
 
 
 @contextmanager
@@ -57,9 +59,6 @@ def repaired_scans() -> Iterator[None]:
 
 def replacing(repairs: Iterable[Repair]) -> Undo:
     """Replace functions of packages that are imported.
-
-    Args:
-        repairs: which, and by what.
 
     Returns:
         What puts the originals back.
@@ -136,6 +135,70 @@ def _of_griffin(original: Function) -> Function:
 def _of_rwkv(_: Function) -> Function:
     """``rwkv_linear_attention_cpu``."""
     return wkv
+
+
+def rg_lru(
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """What RecurrentGemma's ``_rnn_scan`` computes, with the same arguments.
+
+    Args:
+        hidden_states: gated inputs (B, L, D).
+        recurrent_gate: decays (B, L, D).
+        reset: True where a document begins (B, L, 1).
+        recurrent_states: the state before the first token (B, D), or None.
+        acc_dtype: in which states are kept. Default: float32.
+    """
+    decays = (recurrent_gate * ~reset).to(acc_dtype)
+    inputs = hidden_states.to(acc_dtype)
+    state = inputs.new_zeros(inputs[:, 0].shape) if recurrent_states is None else recurrent_states
+    states = []
+    for decay, entering in zip(decays.unbind(1), inputs.unbind(1), strict=True):
+        state = decay * state.to(decay.device) + entering
+        states.append(state)
+    return torch.stack(states, 1).to(hidden_states.dtype), state
+
+
+def wkv(
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Average | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Average | None]:
+    """What RWKV-4's ``rwkv_linear_attention_cpu`` computes, with the same arguments.
+
+    Args:
+        time_decay: logarithms of the decay rates (D,).
+        time_first: bonus of a token's own key (D,).
+        key: (B, L, D).
+        value: (B, L, D).
+        state: the average before the first token. Default: None, nothing was read.
+        return_state: also return the average after the last token. Default: False.
+    """
+    rate = -torch.exp(time_decay)
+    none = torch.zeros_like(key[:, 0], dtype=torch.float32)
+    average = [none, none, none - 1e38] if state is None else state
+    outputs = []
+    for k, v in zip(key.float().unbind(1), value.unbind(1), strict=True):
+        numerator, denominator, _ = _joined(average, k + time_first, v)
+        outputs.append((numerator / denominator).to(key.dtype))
+        average = _joined([*average[:2], average[2] + rate], k, v)
+    kept = average if return_state or state is not None else None
+    return torch.stack(outputs, 1), kept
+
+
+def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
+    """The average with ``value`` of weight exp(exponent) taken in, by exponents at most 0."""
+    numerator, denominator, largest = average
+    top = torch.maximum(largest, exponent)
+    before, here = torch.exp(largest - top), torch.exp(exponent - top)
+    return [before * numerator + here * value, before * denominator + here, top]
 
 
 def _without_kernel(kernel: Function) -> Function:

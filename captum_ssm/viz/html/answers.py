@@ -144,13 +144,7 @@ def packed_size(known: Outline) -> int:
 def facts_of(
     answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """What a page is told of a method's answers, and the blocks that hold their streams.
-
-    Args:
-        answers: the answers.
-        values: makes relevance a list of a number per token.
-        name: what the names of the blocks begin with.
-    """
+    """What a page is told of a method's answers, and the blocks that hold their streams."""
     facts, blocks = [], {}
     for number, answer in enumerate(answers):
         block = None if answer.streams is None else f"{name}-{number}"

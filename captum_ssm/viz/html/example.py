@@ -67,12 +67,7 @@ def read_examples(
     additional_forward_args: Any,
     tokens: Names | None,
 ) -> list[Example]:
-    """The examples, each by itself.
-
-    Args:
-        subject: the model, and the tokenizer for texts.
-        inputs, target, additional_forward_args, tokens: see :func:`captum_ssm.viz.report`.
-    """
+    """The examples, each by itself."""
     additional = as_tuple(additional_forward_args)
     if isinstance(inputs, str):
         inputs = [inputs]

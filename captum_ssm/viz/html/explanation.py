@@ -120,15 +120,7 @@ class Explanation:
 def explain(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, number: int
 ) -> Explanation:
-    """Explain one example.
-
-    Args:
-        subject: the model.
-        example: the example.
-        known: its outline.
-        wanted: what is wanted.
-        number: of the example, which keeps the names of its blocks apart from others'.
-    """
+    """Explain one example."""
     gridded = known.grid is not None
     found = compare(
         subject.forward_func,
@@ -212,12 +204,7 @@ def _parts(
 
 
 def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
-    """The most bytes that a page holds of what enters layers.
-
-    Args:
-        outlines: of its examples.
-        methods: the methods by name.
-    """
+    """The most bytes that a page holds of what enters layers."""
     count = sum(switches(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 

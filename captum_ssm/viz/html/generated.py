@@ -75,14 +75,7 @@ def explain_answers(
 
 
 def about_answers(model: str, method: str, contrast: str | None, identity: bool) -> str:
-    """What stands below the heading of a page.
-
-    Args:
-        model: its name.
-        method: the method's.
-        contrast: what each token was held against; None for methods that know of no contrast.
-        identity: whether the identity is left out.
-    """
+    """What stands below the heading of a page."""
     said = {
         None: "",
         "mean": ", of each token's logit less the mean of all",

@@ -34,14 +34,7 @@ Link: TypeAlias = tuple[int, int, float]
 
 
 def graph_of(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
-    """What runs through which activations on the way to the target, or why this is not known.
-
-    Args:
-        subject: the model.
-        example: the example.
-        known: its outline.
-        count: how many activations are followed; 0 for no graph.
-    """
+    """What runs through which activations on the way to the target, or why this is not known."""
     told: dict[str, Any] = {
         "rows": [],
         "kind": "blocks",

@@ -172,13 +172,7 @@ def _said(
 
 
 def label_of(subject: Subject, index: int, output: Tensor) -> str:
-    """What a class, or a token, is called.
-
-    Args:
-        subject: the model.
-        index: of the class or token.
-        output: what the model returned, (B, ...).
-    """
+    """What a class, or a token, is called."""
     if subject.labels is not None and index < len(subject.labels):
         return str(subject.labels[index])
     if output.dim() == 3 and subject.codec is not None:
@@ -190,11 +184,7 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, the token that the head reads by that, others by number.
-
-    Args:
-        known: what is known of an image.
-    """
+    """Patches by row and column, the token that the head reads by that, others by number."""
     names = [f"token {i}" for i in known.real]
     if known.grid is not None and known.asking is not None:
         names[known.asking] = "class token"

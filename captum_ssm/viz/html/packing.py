@@ -67,12 +67,7 @@ class PackedMap:
 
 
 def entries_kept(sizes: Sequence[int], room: int) -> int:
-    """How many entries of each row fit.
-
-    Args:
-        sizes: the tokens of each map.
-        room: bytes for all of them.
-    """
+    """How many entries of each row fit."""
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
@@ -98,17 +93,7 @@ def maps_of(
     kept: int,
     show_progress: bool,
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """An example's maps: what the page is told of each, and its bytes.
-
-    Args:
-        subject: the model.
-        example: the example.
-        known: its outline.
-        kind: a key of :data:`MAPS`.
-        layers: indices of the layers.
-        kept: the most entries of each row to keep.
-        show_progress: show a progress bar.
-    """
+    """An example's maps: what the page is told of each, and its bytes."""
     maps = _matrices(subject, example, known, kind, layers, show_progress)
     for index, matrix in zip(layers, maps, strict=True):
         packed, layer = pack(matrix, kept), known.layers[index]
@@ -151,12 +136,7 @@ def _matrices(
 
 
 def pack(matrix: Tensor, kept: int) -> PackedMap:
-    """Pack a map.
-
-    Args:
-        matrix: (L, L).
-        kept: the most entries of each row to keep.
-    """
+    """Pack a map."""
     values = matrix.detach().cpu().to(torch.promote_types(matrix.dtype, torch.float32))
     size = len(values)
     scales = values.abs().amax(-1)  # (L,)

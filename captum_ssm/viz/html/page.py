@@ -44,13 +44,7 @@ _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
 def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
-    """A report as a whole file.
-
-    Args:
-        title: the heading.
-        facts: what the script reads as JSON.
-        blocks: bytes that it reads when they are needed, by the id of their element.
-    """
+    """A report as a whole file."""
     return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
 
@@ -91,12 +85,7 @@ def whole_page(
 
 
 def filled(skeleton: str, parts: Mapping[str, str]) -> str:
-    """A skeleton with its places filled, in one pass: what is put in is not searched again.
-
-    Args:
-        skeleton: the name of the file.
-        parts: what comes to each place: title, policy, style, data and script, as HTML.
-    """
+    """A skeleton with its places filled, in one pass: what is put in is not searched again."""
     return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
@@ -104,11 +93,6 @@ def framed(page: str, title: str, height: int) -> str:
     """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
 
     Its styles and those of the notebook are kept apart, and its script from all but the page.
-
-    Args:
-        page: the HTML of the page.
-        title: what the element is called for those who listen.
-        height: of the element, in pixels.
     """
     return (
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" '

@@ -93,14 +93,7 @@ def decomposition(
     options: Mapping[str, Any],
     roles: bool,
 ) -> Parts:
-    """All that a method sums up.
-
-    Args:
-        method: the method.
-        inputs, target, additional: as its ``attribute`` takes them.
-        options: those of its ``attribute``.
-        roles: whether relevance is told apart by role.
-    """
+    """All that a method sums up."""
     chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)

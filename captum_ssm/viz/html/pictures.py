@@ -40,12 +40,7 @@ class Raster(NamedTuple):
 
 
 def raster(values: Tensor, *, extremes: bool) -> Raster:
-    """Relevance (h, w) for a page.
-
-    Args:
-        values: the relevance.
-        extremes: whether the scale ends at the largest; else a few of the largest lie beyond.
-    """
+    """Relevance (h, w) for a page."""
     values = values.detach().cpu().double()
     known = values.isfinite()
     finite = torch.where(known, values, 0.0)

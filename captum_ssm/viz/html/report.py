@@ -14,8 +14,8 @@ from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
 from ...attr.comparison import named_methods
 from ...attr.engine.fold import shown
+from ...attr.engine.fold import wanted as layers_wanted
 from ...attr.text.spans import Spans
-from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
@@ -261,14 +261,7 @@ def explain_all(
 
 
 def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
-    """Write what :func:`explain_all` returned as a page.
-
-    Args:
-        subject: the model.
-        found: the explanations.
-        title: the page's heading.
-        path: the file to write.
-    """
+    """Write what :func:`explain_all` returned as a page."""
     facts = {
         "model": type(subject.module).__name__,
         "layers": len(found[0].layers),

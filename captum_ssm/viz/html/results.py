@@ -30,21 +30,12 @@ _HEIGHT = 560
 
 
 def frame_of(result: Result) -> str:
-    """The page of a result in a frame, as notebooks show it.
-
-    Args:
-        result: what a method returned.
-    """
+    """The page of a result in a frame, as notebooks show it."""
     return framed(page_of(result), type(result).__name__, _HEIGHT)
 
 
 def page_of(result: Result, title: str | None = None) -> str:
-    """The page of a result.
-
-    Args:
-        result: what a method returned.
-        title: a heading. Default: None, what it is.
-    """
+    """The page of a result."""
     if isinstance(result, SSMLLMAttributionResult):
         return answers_page([result], title or "What an answer is due to")
     assert isinstance(result, Comparison | Decomposition | LogitContributions)
