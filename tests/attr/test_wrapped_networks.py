@@ -1,6 +1,6 @@
 """What people build around mixers: every method, held to dense matrices of the same run.
 
-Each case was once silently wrong, or refused without need; ``pytest -m fuzz`` draws others.
+Each case was once silently wrong, or refused without need; ``tests/fuzz`` draws others.
 """
 
 from __future__ import annotations
