@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -47,16 +45,6 @@ def test_costs_in_words() -> None:
     assert str(Cost("")) == ""
     assert str(Cost("2 maps", backward=3)) == "2 maps, 3 backward"
     assert str(Cost("", backward=1, linear=True)) == "1 backward, linear"
-
-
-@pytest.mark.slow
-def test_no_method_waits_for_the_catalogue() -> None:
-    """It is read by those who list methods; the package, and a method, do without it."""
-    said = (
-        "import sys, captum_ssm, captum_ssm.attr; print('captum_ssm.attr.catalogue' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])

@@ -87,12 +87,12 @@ MATRICES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
 def shown(value: Any) -> str:
     """The id of a method or of options, the same in every process."""
     return re.sub(r" at 0x\w+", "", str(getattr(value, "__name__", value)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MATRICES, ids=shown)
 def test_matrices(options: dict[str, Any]) -> None:
     for make in (mamba_lm, falcon_lm):

@@ -44,6 +44,10 @@ CASES = {
         "blocks": (BLOCK, ("norm", "layer"), ("Residual", "lfm2", "rms", True, "one", "plain",
                                               "beside"), BLOCK)
     },
+    "two mixers that read the same": {
+        "blocks": (BLOCK, ("Beside", ("mamba", "llama"), "rms", False, False, False)), "query": 2,
+    },
+    "every second one from the other end": {"blocks": (BLOCK, ("Backwards", BLOCK), BLOCK)},
     "an output that is scaled": {
         "blocks": (("Residual", "llama", "rms", False, "half", "none", "behind"), BLOCK)
     },

@@ -25,7 +25,6 @@ from zoo.delta import Family
 from captum_ssm import trace
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.parts.softmax import seen_pairs
-from captum_ssm.testing.adapters import check_adapter
 from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
@@ -132,14 +131,6 @@ def test_probabilities_equal_those_of_eager_attention(
         blind = (wanted * (mask == 1)[:, None, None, :]).sum(-1) < 0.999
         assert not found[blind].any()
         assert bool(blind.any()) == (family != "bert")
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_contract_of_grouped_keys_and_values(heads: int) -> None:
-    model = attention_model("llama", num_key_value_heads=heads)
-    check_adapter(lambda: model, some_input("llama"), clauses=contract.CORE)
-    layers = record(model, some_input("llama"), attention_mask=torch.ones(2, 9).long())
-    assert all(layer.linear.mask is None for layer in layers)
 
 
 # --- masks of other forms --------------------------------------------------------------------
