@@ -210,12 +210,9 @@ def test_layers_vouch_for_other_mixers(method):
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
-    "NoneType": lambda out: None,
-    "str": lambda out: "cat",
-    "dict": lambda out: {"prediction": out},
-    "tuple": lambda out: ("cat", out),
-    "ndarray": lambda out: out.detach().numpy(),
-}
+    "NoneType": lambda out: None, "str": lambda out: "cat", "dict": lambda out: {"prediction": out},
+    "tuple": lambda out: ("cat", out), "ndarray": lambda out: out.detach().numpy(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

@@ -35,16 +35,11 @@ from captum_ssm import (
 
 #: By the option: the components that it stands for.
 COMPONENTS: dict[Any, frozenset[str]] = {
-    "s6": S6,
-    "unified": UNIFIED,
-    "exact": EXACT,
-    "unified-conv": UNIFIED - {"conv"},
-    "exact-gate-skip": EXACT - {"gate", "skip"},
-    "unified-activation": UNIFIED - {"activation"},
-    ("skip",): frozenset({"skip"}),
-    ("conv", "gate"): frozenset({"conv", "gate"}),
+    "s6": S6, "unified": UNIFIED, "exact": EXACT, "unified-conv": UNIFIED - {"conv"},
+    "exact-gate-skip": EXACT - {"gate", "skip"}, "unified-activation": UNIFIED - {"activation"},
+    ("skip",): frozenset({"skip"}), ("conv", "gate"): frozenset({"conv", "gate"}),
     ("scan", "activation"): frozenset({"scan", "activation"}),
-}
+}  # fmt: skip
 
 
 def norm(channels: Tensor) -> Tensor:

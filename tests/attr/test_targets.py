@@ -17,20 +17,15 @@ pytestmark = pytest.mark.slow
 BATCH = 4
 #: name: (target, the class it means for each example)
 CLASS_TARGETS = {
-    "int": (3, [3] * 4),
-    "negative int": (-2, [3] * 4),
-    "np.int64": (np.int64(3), [3] * 4),
-    "0-d tensor": (torch.tensor(2), [2] * 4),
-    "0-d array": (np.array(2), [2] * 4),
+    "int": (3, [3] * 4), "negative int": (-2, [3] * 4), "np.int64": (np.int64(3), [3] * 4),
+    "0-d tensor": (torch.tensor(2), [2] * 4), "0-d array": (np.array(2), [2] * 4),
     "tensor of one": (torch.tensor([2]), [2] * 4),
     "1-d tensor": (torch.tensor([0, 4, 2, 1]), [0, 4, 2, 1]),
-    "1-d array": (np.array([0, 4, 2, 1]), [0, 4, 2, 1]),
-    "list": ([0, 4, 2, 1], [0, 4, 2, 1]),
+    "1-d array": (np.array([0, 4, 2, 1]), [0, 4, 2, 1]), "list": ([0, 4, 2, 1], [0, 4, 2, 1]),
     "list with negatives": ([0, -1, 2, -4], [0, 4, 2, 1]),
     "list of 0-d tensors": ([torch.tensor(k) for k in (0, 4, 2, 1)], [0, 4, 2, 1]),
-    "tuple": ((3,), [3] * 4),
-    "list of tuples": ([(0,), (4,), (2,), (1,)], [0, 4, 2, 1]),
-}
+    "tuple": ((3,), [3] * 4), "list of tuples": ([(0,), (4,), (2,), (1,)], [0, 4, 2, 1]),
+}  # fmt: skip
 #: name: (target, position and token it means for each example)
 TOKEN_TARGETS = {
     "pair": ((3, 7), [(3, 7)] * 4),

@@ -70,18 +70,11 @@ CALLS = [
     (method, name)
     for method in METHODS
     for name in (
-        "attribute_each",
-        "matrices",
-        "states",
-        "factors",
-        "maps",
-        "decomposition_error",
-        "decompose",
-        "decompose_each",
-        "compute_convergence_delta",
+        "attribute_each", "matrices", "states", "factors", "maps", "decomposition_error",
+        "decompose", "decompose_each", "compute_convergence_delta",
     )
     if hasattr(method, name) and "args" not in _parameters(getattr(method, name))
-]
+]  # fmt: skip
 
 
 def _model() -> Any:
@@ -91,12 +84,9 @@ def _model() -> Any:
 def _called(model: nn.Module, method: Any, call: str, **given: Any) -> Any:
     """The method's call with what it needs, and with an option."""
     needed = {
-        "inputs": token_ids(BATCH, TOKENS),
-        "target": (-1, 3),
-        "targets": [(-1, 3)],
-        "channels": [0],
-        "attributions": torch.ones(BATCH, TOKENS),
-    }
+        "inputs": token_ids(BATCH, TOKENS), "target": (-1, 3), "targets": [(-1, 3)],
+        "channels": [0], "attributions": torch.ones(BATCH, TOKENS),
+    }  # fmt: skip
     names = _parameters(getattr(method, call))
     arguments = {name: value for name, value in needed.items() if name in names} | given
     return getattr(method(model), call)(**arguments)

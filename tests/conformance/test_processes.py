@@ -15,8 +15,8 @@ from zoo import architectures
 
 pytest.importorskip("transformers")
 
-#: What takes images as well as texts.
-COMMON = [name for name in NAMES if name not in OF_TEXTS]
+#: What takes images as well as texts, without what calls several of them.
+COMMON = [name for name in NAMES if name not in ("compare", "report", *OF_TEXTS)]
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 pytestmark = [
     pytest.mark.slow,

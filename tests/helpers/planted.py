@@ -75,13 +75,8 @@ def planted(linear: LinearMixer, fault: Coefficient, token: int | None = None) -
 
 #: Of their coefficients those that have tokens have them second.
 _BY_TOKEN = (
-    DeltaRule,
-    Diagonal,
-    ElementwiseRecurrence,
-    ScalarDecayHeads,
-    SelectiveScan,
-    VectorDecayHeads,
-)
+    DeltaRule, Diagonal, ElementwiseRecurrence, ScalarDecayHeads, SelectiveScan, VectorDecayHeads,
+)  # fmt: skip
 
 
 def _with(leaf: Operator, coefficient: Tensor, factor: Tensor) -> Operator:

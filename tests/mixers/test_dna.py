@@ -131,13 +131,9 @@ CASCADES: dict[str, dict[str, Any]] = {
     "li": {"state_size": 3},
 }
 SIZES: dict[str, Any] = {
-    "heads": 2,
-    "inner_mlp_size": 10,
-    "se_length": 4,
-    "se_groups": 2,
-    "mr_groups": 4,
+    "heads": 2, "inner_mlp_size": 10, "se_length": 4, "se_groups": 2, "mr_groups": 4,
     "state_size": 3,
-}
+}  # fmt: skip
 LAYOUT = ("se", "mr", "li", "attention", "se")
 
 

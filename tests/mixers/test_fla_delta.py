@@ -16,13 +16,9 @@ OF_GATED = {"num_heads": 3, "head_dim": 6, "norm_eps": EPS}
 OF_PRODUCT = {"num_heads": 2, "head_dim": 5, "expand_v": 2, "norm_eps": EPS}
 OF_MESA = {"num_heads": 3, "head_dim": 5, "norm_eps": EPS}
 OF_RWKV7 = {
-    "norm_eps": EPS,
-    "num_hidden_layers": 2,
-    "decay_low_rank_dim": 4,
-    "gate_low_rank_dim": 5,
-    "a_low_rank_dim": 3,
-    "v_low_rank_dim": 2,
-}
+    "norm_eps": EPS, "num_hidden_layers": 2, "decay_low_rank_dim": 4, "gate_low_rank_dim": 5,
+    "a_low_rank_dim": 3, "v_low_rank_dim": 2,
+}  # fmt: skip
 #: Layers, with the options of one case each.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("DeltaNet", OF_DELTA | {"conv_bias": True, "use_gate": True, "conv_size": 3, "expand_v": 2.0}),

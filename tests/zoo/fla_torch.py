@@ -188,8 +188,5 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
-    "sqrelu": square_relu,
-}
+    "sigmoid": torch.sigmoid, "silu": F.silu, "swish": F.silu, "sqrelu": square_relu,
+}  # fmt: skip

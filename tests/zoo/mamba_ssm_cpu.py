@@ -24,17 +24,9 @@ SKIP_REASON = "mamba-ssm needs special install steps, see CONTRIBUTING.md"
 
 # transformers takes mamba_ssm's kernels for these models if it can import them at this point.
 TRANSFORMERS_MODELS = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "zamba",
-    "zamba2",
-)
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2",
+    "nemotron_h", "zamba", "zamba2",
+)  # fmt: skip
 
 
 def causal_conv1d(
@@ -75,11 +67,8 @@ class MambaSSM:
 
     def make_mamba2(self, d_model: int = 8, *, fused: bool | None = None, **options: Any) -> Any:
         options = {
-            "d_state": 4,
-            "headdim": 4,
-            "chunk_size": 8,
-            "use_mem_eff_path": self._path(fused),
-        } | options
+            "d_state": 4, "headdim": 4, "chunk_size": 8, "use_mem_eff_path": self._path(fused),
+        } | options  # fmt: skip
         return self.Mamba2(d_model, **options)
 
     def make_lm(
@@ -102,11 +91,8 @@ class MambaSSM:
         else:
             small = {"d_state": 4, "use_fast_path": self._path(fused)}
         options = {
-            "n_layer": 2,
-            "vocab_size": 16,
-            "rms_norm": True,
-            "fused_add_norm": False,
-        } | options
+            "n_layer": 2, "vocab_size": 16, "rms_norm": True, "fused_add_norm": False,
+        } | options  # fmt: skip
         config = self._config(d_model=d_model, ssm_cfg=small | ssm_cfg, **options)
         return self.MambaLMHeadModel(config)
 
