@@ -154,7 +154,7 @@ def test_errors_of_the_function_alone_are_not_swallowed(explain: str) -> None:
         COMPARING[explain](function, model=model).attribute(ids, target=TARGET)
 
 
-#: Kinds of models, and how they run; ``test_false_alarms`` draws others.
+#: Kinds of models, and how they run.
 SOUND = {
     "mamba": "float32", "mamba2": "bfloat16", "gla": "float16", "jamba": "autocast",
     "qwen3_next": "bfloat16", "recurrent_gemma": "autocast", "llama with attention": "float16",

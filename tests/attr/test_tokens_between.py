@@ -17,12 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.mamba import randomise, transformers_model
 
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimFlow,
-    MambaAttribution,
-)
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError
 
 pytestmark = pytest.mark.slow

@@ -95,10 +95,7 @@ def waits(make: Callable[[int], nn.Module], layers: int, call: str) -> tuple[flo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "call"),
-    [
-        *(("Mamba", call) for call in budgets.CALLS),
-        *(("softmax", call) for call in OF_VECTORS),
-    ],
+    [*(("Mamba", call) for call in budgets.CALLS), *(("softmax", call) for call in OF_VECTORS)],
 )
 def test_more_layers_are_not_waited_for_more_often(
     family: str, call: str, monkeypatch: pytest.MonkeyPatch

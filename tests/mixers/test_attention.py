@@ -14,12 +14,7 @@ from helpers import contract
 from oracles import relative_error
 from torch import Tensor
 from zoo.adapters import ADAPTERS
-from zoo.attention import (
-    FAMILIES,
-    IMAGES,
-    attention_model,
-    attention_names,
-)
+from zoo.attention import FAMILIES, IMAGES, attention_model, attention_names
 from zoo.delta import Family
 
 from captum_ssm import trace
@@ -281,8 +276,7 @@ def test_output_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "scale", "joins"),
-    [("minimax", 1.5, "residual"), ("zamba", 1.0, "feeds")],
+    ("family", "scale", "joins"), [("minimax", 1.5, "residual"), ("zamba", 1.0, "feeds")]
 )
 def test_joins_and_branch_scale(family: str, scale: float, joins: str) -> None:
     for layer in record(attention_model(family), some_input(family)):

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import check, record, record_one
-from helpers.fla_checks import (
-    EPS,
-    holds,
-    side_mask,
-)
+from helpers.fla_checks import EPS, holds, side_mask
 from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
@@ -74,10 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {**OF_LINEAR, "num_kv_heads": 2, "feature_map": "relu", "expand_k": 2.0, "expand_v": 0.5},
     ),
     ("LinearAttention", {**OF_LINEAR, "output_norm": "identity", "tie_feature_map_qk": True}),
-    (
-        "LinearAttention",
-        {**OF_LINEAR, "feature_map": "hedgehog", "norm_k": True, **NORMED},
-    ),
+    ("LinearAttention", {**OF_LINEAR, "feature_map": "hedgehog", "norm_k": True, **NORMED}),
     ("LinearAttention", {**OF_LINEAR, "feature_map": "dpfp", "elementwise_affine": False}),
     ("LinearAttention", {**OF_LINEAR, "feature_map": "identity"}),
     ("SimpleGatedLinearAttention", OF_LINEAR),

@@ -344,10 +344,7 @@ def test_caches_and_packed_sequences_of_mamba_ssm_are_refused(
     x, given = torch.randn(1, 4, 12), torch.zeros(1, 4, dtype=torch.int32)
     for name, place in places.items():
         error = CachedStateError if name == "inference_params" else InputError
-        for call in (
-            Call((x,), {name: given}, x),
-            Call((x, *[None] * (place - 1), given), {}, x),
-        ):
+        for call in (Call((x,), {name: given}, x), Call((x, *[None] * (place - 1), given), {}, x)):
             with pytest.raises(error, match=name):
                 adapter(mixer, call)
     if kind == "Mamba2":

@@ -673,11 +673,7 @@ SINGLE: dict[str, Kind] = {
     "elementwise": elementwise, "wkv": wkv,
 }  # fmt: skip
 #: Those that mix the channels of a head, and what is left of them in per_channel().
-MIXING: dict[str, Kind] = {
-    "feedback": feedback,
-    "own shares": own_shares,
-    "centering": centering,
-}
+MIXING: dict[str, Kind] = {"feedback": feedback, "own shares": own_shares, "centering": centering}
 _core = total(scan(), diagonal(SKIP, "skip"))
 #: Products and sums whose fast versions differ; ``True`` for heads with one channel.
 COMPOSED: dict[str, tuple[Kind, bool]] = {

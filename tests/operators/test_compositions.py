@@ -23,10 +23,7 @@ from operators.kinds import (
 from operators.small_blocks import blocks
 from oracles import relative_error
 
-from captum_ssm.operators import (
-    Chain,
-    Shape,
-)
+from captum_ssm.operators import Chain, Shape
 
 
 def trees(per_head: int) -> st.SearchStrategy[Kind]:

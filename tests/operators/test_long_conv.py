@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.errors import CaptumSSMError, OptionError
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    LongConv,
-    Shape,
-)
+from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
 
 EXACT = 1e-12
 

@@ -26,12 +26,7 @@ FUNCTIONS: dict[str, Function | None] = {
 
 
 def shares(
-    x: Tensor,
-    taps: Tensor,
-    bias: Tensor,
-    ratio: Tensor,
-    keep: Tensor,
-    function: Function | None,
+    x: Tensor, taps: Tensor, bias: Tensor, ratio: Tensor, keep: Tensor, function: Function | None
 ) -> Tensor:
     """phi[t, k] of eq. 19, what token t - k contributes to the activation at t: (L, K, D).
 

@@ -107,10 +107,7 @@ _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "Glm5NextTextLinearAttention",
         "Glm5NextForConditionalGeneration",
         "Glm5NextTextConfig",
-        {
-            **LATENT_EXPERTS,
-            **INDEXED,
-        },
+        {**LATENT_EXPERTS, **INDEXED},
     ),
 }
 #: What a model's configuration calls options of its delta rule otherwise.
@@ -119,7 +116,7 @@ _OWN_NAMES = {
         "linear_num_heads": "num_attention_heads",
         "linear_head_dim": "head_dim",
         "linear_conv_kernel_dim": "short_conv_kernel_size",
-    },
+    }
 }
 FAMILIES = tuple(_CLASSES)
 #: Embeddings of pairs and triples of tokens, mixed by a convolution, for the first layer.

@@ -100,10 +100,7 @@ class MambaSSM:
         """A language model whose second layer is attention; ``options`` are those of ``MHA``."""
         small = {"num_heads": 4, "num_heads_kv": 2, "causal": True}
         return self.make_lm(
-            d_model,
-            attn_layer_idx=[1],
-            attn_cfg=small | options,
-            d_intermediate=d_intermediate,
+            d_model, attn_layer_idx=[1], attn_cfg=small | options, d_intermediate=d_intermediate
         )
 
     def _path(self, fused: bool | None) -> bool:
