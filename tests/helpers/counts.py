@@ -81,13 +81,9 @@ class Counts:
         return len(self.waits) - self.uploads
 
     def add(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any,
         given: Sequence[Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Count one operation.
 
         Args:

@@ -51,13 +51,9 @@ def fork_of(base: Any, halving: str) -> Any:
 
     class Mamba(base):  # type: ignore[misc]
         def __init__(
-            self,
-            d_model: int,
-            bimamba_type: str = "none",
-            if_devide_out: bool = False,
-            init_layer_scale: float | None = None,
-            **options: Any,
-        ) -> None:
+            self, d_model: int, bimamba_type: str = "none", if_devide_out: bool = False,
+            init_layer_scale: float | None = None, **options: Any,
+        ) -> None:  # fmt: skip
             super().__init__(d_model, **options)
             self.bimamba_type, self.init_layer_scale = bimamba_type, init_layer_scale
             setattr(self, halving, if_devide_out)

@@ -53,14 +53,9 @@ FLAGS = st.sampled_from([False, True])
 @example(23, (0, 1, 2, 3), 4, 2.0, True, False, 1)
 @example(23, (0, 1, 2, 3), 4, 2.0, False, True, 3)
 def test_rows(
-    tokens: int,
-    lags: tuple[int, ...],
-    sources: int,
-    fastest: float,
-    looped: bool,
-    both_ways: bool,
+    tokens: int, lags: tuple[int, ...], sources: int, fastest: float, looped: bool, both_ways: bool,
     stride: int,
-) -> None:
+) -> None:  # fmt: skip
     """As on a processor, and as where launches cost more; states may decay at once."""
     positions = list(range(tokens - 1, -1, -stride))[::-1]
     out = torch.zeros(BATCH, len(positions), tokens, HEADS, dtype=torch.float64)

@@ -54,13 +54,9 @@ class Shares:
 
 
 def divided(
-    factors: Factors,
-    outer: Outer,
-    entering: Tensor,
-    seed: Tensor,
-    rule: str,
+    factors: Factors, outer: Outer, entering: Tensor, seed: Tensor, rule: str,
     mask: Tensor | None = None,
-) -> Shares:
+) -> Shares:  # fmt: skip
     """The relevance of what enters by a rule.
 
     Args:

@@ -153,12 +153,9 @@ def norm(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def matrices(
-    module: nn.Module,
-    hidden: Tensor,
-    kind: str,
-    halve: bool,
+    module: nn.Module, hidden: Tensor, kind: str, halve: bool,
     components: str | Collection[str] = "unified",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """alpha of every channel from the forward and from the backward direction, (B, D, L, L)."""
     w, components = double_weights(module), chosen(components)
     ahead = alpha(parts(w, hidden), components)

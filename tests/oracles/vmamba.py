@@ -101,15 +101,9 @@ class Mixer:
     """
 
     def __init__(
-        self,
-        w: Weights,
-        hidden: Tensor,
-        size: tuple[int, int],
-        kind: str = "cross",
-        gate: str = "none",
-        act: str = "silu",
-        out_act: bool = False,
-    ) -> None:
+        self, w: Weights, hidden: Tensor, size: tuple[int, int], kind: str = "cross",
+        gate: str = "none", act: str = "silu", out_act: bool = False,
+    ) -> None:  # fmt: skip
         tokens, function = size[0] * size[1], ACTIVATIONS[act]
         x = hidden @ w["in_proj.weight"].T
         z = torch.ones(1)

@@ -316,15 +316,9 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         return out.to(v.dtype), None
 
     def run_rwkv7(
-        r: Tensor,
-        w: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor | None = None,
-        kk: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None = None,
+        kk: Tensor | None = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         if kk is not None:
             a, b = -kk, kk * a
         given = head_first(r * r.shape[-1] ** 0.5, k, v, a, b, w)  # the reference divides by it

@@ -30,13 +30,9 @@ TRANSFORMERS_MODELS = (
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: None = None,
-    *,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: None = None, *,
     activation: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The function of the causal_conv1d package: ``x`` is (batch, channels, tokens)."""
     assert seq_idx is None
     channels, width = weight.shape
@@ -72,13 +68,9 @@ class MambaSSM:
         return self.Mamba2(d_model, **options)
 
     def make_lm(
-        self,
-        d_model: int = 8,
-        *,
-        fused: bool | None = None,
-        ssm_cfg: dict[str, Any] | None = None,
+        self, d_model: int = 8, *, fused: bool | None = None, ssm_cfg: dict[str, Any] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """A language model of two layers; ``options`` are those of ``MambaConfig``.
 
         The norms are RMSNorm modules; ``fused_add_norm=True`` has them applied by a function
@@ -199,16 +191,10 @@ def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleTy
     lm = modules["mamba_ssm.models.mixer_seq_simple"]
 
     def add_norm(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        dropout_p: float = 0.0,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-        is_rms_norm: bool = False,
-    ) -> Any:
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
+        eps: float = 1e-6, dropout_p: float = 0.0, prenorm: bool = False,
+        residual_in_fp32: bool = False, is_rms_norm: bool = False,
+    ) -> Any:  # fmt: skip
         assert dropout_p == 0.0
         total = x if residual is None else x + residual
         if residual_in_fp32:
@@ -218,18 +204,10 @@ def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleTy
         return (out, total) if prenorm else out
 
     def chunk_scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        seq_idx: None = None,
-        cu_seqlens: None = None,
-        return_final_states: bool = False,
-        return_varlen_states: bool = False,
-        **options: Any,
-    ) -> Tensor:
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+        seq_idx: None = None, cu_seqlens: None = None, return_final_states: bool = False,
+        return_varlen_states: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
         assert seq_idx is None and not return_final_states and not return_varlen_states
         return ssd.ssd_selective_scan(x, dt.to(x.dtype), A, B, C, **options)
 
