@@ -125,10 +125,7 @@ def test_names_are_made_unique():
 
 
 MISUSE = {
-    "methods is empty": ([], {}),
-    "is no Captum attribution": ([mamba_lm], {}),
     "holds the class NoiseTunnel. Make an instance": ([NoiseTunnel], {}),
-    "options names 'Rollout', but the methods are": ([LatimNorm], {"options": {"Rollout": {}}}),
     "LatimFlow returned tuple in place of one tensor": (
         [LatimFlow],
         {"options": {"LatimFlow": {"return_convergence_delta": True}}},

@@ -151,15 +151,12 @@ def test_functions_that_are_refused(case: str) -> None:
         LatimFlow(function, model=model).attribute(token_ids(), TARGET)
 
 
-@pytest.mark.parametrize(
-    "method, zero_bias, rule, other",
-    [
-        (LatimFlow, False, "frozen", "centred"),
-        (LatimFlow, True, "frozen", "half"),
-        (MambaLRP, False, "half", "centred"),
-        (MambaLRP, True, "half", "frozen"),
-    ],
-)
+@pytest.mark.parametrize("method, zero_bias, rule, other", [
+    (LatimFlow, False, "frozen", "centred"),
+    (LatimFlow, True, "frozen", "half"),
+    (MambaLRP, False, "half", "centred"),
+    (MambaLRP, True, "half", "frozen"),
+])  # fmt: skip
 def test_the_rule_unless_another_is_named(method, zero_bias, rule, other):
     assert rule == method.default_rule
     explain, ids = method(mamba_lm(use_bias=True)), token_ids()

@@ -22,6 +22,7 @@ from captum_ssm import LatimNorm, trace
 from captum_ssm.attr.vectors import contributions
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
+from captum_ssm.operators.readings import scan_tiles
 from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
@@ -191,26 +192,10 @@ def test_tiles_of_any_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LatimNorm(case.model).maps(case.inputs)
     for elements in (1, 100, 2000):
         monkeypatch.setattr(contributions, "_TILE_ELEMENTS", elements)
+        monkeypatch.setattr(scan_tiles, "_TILE_ELEMENTS", elements)
+        monkeypatch.setattr(scan_tiles, "_SOURCES", 1 + elements // 50)
         for found, wanted in zip(LatimNorm(case.model).maps(case.inputs), whole, strict=True):
             assert relative_error(found, wanted) <= 1e-5
-
-
-def test_tiles_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = transformers_model(hidden_size=8), torch.randint(19, (2, 13))
-    monkeypatch.setattr(contributions, "_MANY_QUERIES", 14)
-    wanted, sizes = LatimNorm(model).maps(ids), []
-    before = contributions.Contributions.before_projection
-
-    def scarce(self: contributions.Contributions, index: Tensor) -> Tensor:
-        if index.shape[1] > 4:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        sizes.append(index.shape[1])
-        return before(self, index)
-
-    monkeypatch.setattr(contributions.Contributions, "before_projection", scarce)
-    for one, other in zip(LatimNorm(model).maps(ids), wanted, strict=True):
-        assert relative_error(one, other) <= 1e-5
-    assert sum(sizes) == 2 * 13 and max(sizes) == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"p": 1}, {"activation": "silu"}])

@@ -175,17 +175,14 @@ def test_generate_of_mamba_ssm_counts_the_prompt():
     assert result.output_tokens == ["lamp", "owns"]
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        (LatimFlow, {"contrast": "others"}),
-        (LatimFlow, {"contrast": (-1, 2)}),
-        (LatimFlow, {"rule": "half"}),
-        (ImplicitAttentionRollout, {"components": "s6", "normalize_rows": True}),
-        (MambaAttribution, {"clamp": "abs", "start_layer": 1}),
-        (LatimALTI, {"aggregate": "mean"}),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), [
+    (LatimFlow, {"contrast": "others"}),
+    (LatimFlow, {"contrast": (-1, 2)}),
+    (LatimFlow, {"rule": "half"}),
+    (ImplicitAttentionRollout, {"components": "s6", "normalize_rows": True}),
+    (MambaAttribution, {"clamp": "abs", "start_layer": 1}),
+    (LatimALTI, {"aggregate": "mean"}),
+])  # fmt: skip
 def test_options_go_to_the_method(method, options):
     model, tokenizer = mamba_lm(), language.word_tokenizer()
     explain = SSMLLMAttribution(method(model), tokenizer)

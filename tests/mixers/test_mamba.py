@@ -66,14 +66,11 @@ def matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor]:
     return {name: alpha(parts, name) for name in ABLATIONS}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"d_conv": 1, "bias": True, "d_state": 1},
-        {"d_model": 17, "d_conv": 2, "bias": True, "conv_bias": False},
-        {"d_model": 1, "d_conv": 7, "d_state": 16},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"d_conv": 1, "bias": True, "d_state": 1},
+    {"d_model": 17, "d_conv": 2, "bias": True, "conv_bias": False},
+    {"d_model": 1, "d_conv": 7, "d_state": 16},
+])  # fmt: skip
 def test_contract(make_mixer: MakeMixer, options: dict[str, Any]) -> None:
     leaks = LEAKS if options.get("bias") and options["d_conv"] > 1 else {}
     contract.holds(make_mixer(**options), options.get("d_model", 5), matrices, leaks)
@@ -187,18 +184,15 @@ def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any) -> None:
             _ = layer.operator
 
 
-@pytest.mark.parametrize(
-    ("parameter", "component"),
-    [
-        ("D", "skip"),
-        ("A_log", "scan"),
-        ("x_proj.weight", "scan"),
-        ("dt_proj.bias", "scan"),
-        ("conv1d.weight", "conv"),
-        ("conv1d.bias", "conv"),
-        ("in_proj.weight", "values"),
-    ],
-)
+@pytest.mark.parametrize(("parameter", "component"), [
+    ("D", "skip"),
+    ("A_log", "scan"),
+    ("x_proj.weight", "scan"),
+    ("dt_proj.bias", "scan"),
+    ("conv1d.weight", "conv"),
+    ("conv1d.bias", "conv"),
+    ("in_proj.weight", "values"),
+])  # fmt: skip
 def test_a_bad_weight_is_named(parameter: str, component: str) -> None:
     for bad in (float("nan"), float("inf")):
         model, name = transformers_model("mamba"), "backbone.layers.1.mixer"
@@ -297,17 +291,14 @@ def hybrid_matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor
     return {name: torch.cat([each[name] for each in found], 1) for name in ABLATIONS}
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("jamba", {"mamba_proj_bias": True}),
-        ("jamba", {"mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_state": 1}),
-        ("jamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
-        ("zamba", {"n_mamba_heads": 1, "mamba_d_conv": 2, "mamba_conv_bias": False}),
-        ("zamba", {"n_mamba_heads": 4, "mamba_proj_bias": True}),
-        ("zamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [
+    ("jamba", {"mamba_proj_bias": True}),
+    ("jamba", {"mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_state": 1}),
+    ("jamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
+    ("zamba", {"n_mamba_heads": 1, "mamba_d_conv": 2, "mamba_conv_bias": False}),
+    ("zamba", {"n_mamba_heads": 4, "mamba_proj_bias": True}),
+    ("zamba", {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5}),
+])  # fmt: skip
 def test_contract_of_hybrids(family: str, options: dict[str, Any]) -> None:
     model, ids = hybrid(family, **options), torch.randint(1, 23, (2, 9))
     leaks = LEAKS if "mamba_proj_bias" in options else {}

@@ -105,13 +105,10 @@ def alpha(mixer: Any, hidden: Tensor, kind: tuple[str, bool], components: Any) -
     return ahead + back
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"d_conv": 1, "bias": True, "d_state": 16, "dt_rank": 3},
-        {"d_conv": 2, "conv_bias": False, "init_layer_scale": 0.2},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"d_conv": 1, "bias": True, "d_state": 16, "dt_rank": 3},
+    {"d_conv": 2, "conv_bias": False, "init_layer_scale": 0.2},
+])  # fmt: skip
 def test_contract(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[str, Any]) -> None:
     mixer = make_mixer(*kind, **options)
 
