@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -202,20 +201,3 @@ def test_no_graph_where_nobody_takes_gradients():
     with torch.no_grad(), without_replays(recording):
         compare(model, [ImplicitAttention, MambaAttribution], ids, (-1, 3))
     assert recording == [True]
-
-
-def test_batches_in_parts_hold_one_run_at_a_time():
-    alive = []
-    model = mamba_lm()
-    runs = []
-
-    def function(ids):
-        gc.collect()
-        alive.append(sum(run() is not None for run in runs))
-        out = model(ids).logits
-        runs.append(weakref.ref(out))
-        return Counted.apply(out)
-
-    with without_replays(runs):
-        compare(function, SHARING, token_ids(4, 5), (-1, 3), model=model, internal_batch_size=1)
-    assert len(runs) == 4 and not any(alive)

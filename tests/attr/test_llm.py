@@ -195,16 +195,6 @@ def test_options_go_to_the_method(method, options):
     assert oracles.relative_error(result.token_attr, plain.token_attr) > 1e-4
 
 
-def test_additional_arguments_reach_the_model():
-    model, tokenizer = mamba_lm(), language.word_tokenizer()
-    explain = SSMLLMAttribution(LatimFlow(lambda ids, scale: model(ids).logits * scale, model),
-                                tokenizer)  # fmt: skip
-    once, twice = (
-        explain.attribute(PROMPT, TEXT, additional_forward_args=(scale,)) for scale in (1, 2)
-    )
-    assert oracles.relative_error(twice.token_attr, 2 * once.token_attr) <= 1e-5
-
-
 @each_method
 def test_the_bundled_model_with_its_vocabulary(method):
     model, vocabulary = load_bundled()

@@ -208,18 +208,6 @@ def test_sums_in_place_are_explained_or_refused_with_the_remedy(method: Any) -> 
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@each_method
-def test_a_random_model_is_sent_to_eval(method: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=3, target_modules=["in_proj"], lora_dropout=0.5, init_lora_weights=False
-    )
-    model = peft.get_peft_model(transformers_model("mamba"), config)
-    with pytest.raises(CaptumSSMError, match=r"lora_dropout.*model\.eval\(\)"):
-        method(model.train()).attribute(tokens(), target=TARGET)
-    method(model.eval()).attribute(tokens(), target=TARGET)
-
-
 @pytest.mark.parametrize("name", FOLLOW)
 def test_examples_that_mix_are_not_blamed_on_functions(name: str) -> None:
     model = transformers_model("mamba")
