@@ -53,24 +53,6 @@ def test_relevance_lies_on_the_given_tokens(method: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@each_method
-def test_virtual_tokens_have_no_place(method: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=5, num_layers=2,
-        num_attention_heads=1,
-    )  # fmt: skip
-    model = transformers_model("mamba")
-    tuned = peft.get_peft_model(model, config).eval()
-    ids = torch.randint(0, 19, (2, 9))
-    found = method(tuned).attribute(ids, target=TARGET)
-    assert found.shape == ids.shape
-    prompts = tuned.get_prompt(batch_size=2).detach()
-    read = torch.cat([prompts, model.get_input_embeddings()(ids)], 1).detach()
-    expected = method(model).attribute(read, target=TARGET).sum(-1)[:, 3:]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(

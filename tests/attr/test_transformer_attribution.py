@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from helpers.latim_vectors import a_model
 from oracles import relative_error, vim
-from oracles.transformer import betas_to_row, channel_betas, chefer, written_out
+from oracles.transformer import betas_to_row, channel_betas, chefer
 from zoo import attention as attention_models
 from zoo.mamba import transformers_model
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, TransformerAttribution
+from captum_ssm import TransformerAttribution
 from captum_ssm.models import VisionMamba
 
 pytestmark = pytest.mark.slow
@@ -79,38 +77,6 @@ def test_a_transformers_padding_on_the_right(form):
         alone = betas_to_row(chefer(model, inputs, 2, form), [0])
         assert relative_error(found[b : b + 1, :n], alone) <= 1e-10
         assert not found[b, n:].any()
-
-
-@pytest.mark.parametrize("family", ["bert", "vit", "gpt_neox"])
-def test_raw_attention_and_rollout_of_transformers(family):
-    model, inputs, target, query = a_transformer(family)
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-    model = model.double()
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("eager")
-    with torch.no_grad(), written_out(twin, cut=False) as attention:
-        twin(**inputs)
-    with torch.no_grad():
-        own = twin(**inputs, output_attentions=True).attentions  # rounded to float32 by some
-    for matrices, real in zip(attention, own, strict=True):
-        assert relative_error(real, matrices) <= 1e-6
-    attention = [matrices.mean(1) for matrices in attention]
-    eye = torch.eye(attention[0].shape[-1]).double()
-    (tensor,) = inputs.values()
-    raw = sum(a[:, query] for a in attention) / len(attention)
-    found = [
-        method(model).attribute(tensor, target, per_token=True, **options)
-        for method, options in (
-            (ImplicitAttention, {}),
-            (ImplicitAttentionRollout, {}),
-            (ImplicitAttentionRollout, {"normalize_rows": True}),  # Abnar & Zuidema 2020
-        )
-    ]
-    plain, halved = ([scale * (eye + a) for a in attention] for scale in (1, 0.5))
-    rows = [betas_to_row(matrices, [query] * 2) for matrices in (plain, halved)]
-    for expected, row in zip([raw, *rows], found, strict=True):
-        expected = expected[:, 1:].unflatten(1, (3, 3)) if family == "vit" else expected
-        assert relative_error(row, expected) <= 1e-10
 
 
 @forms

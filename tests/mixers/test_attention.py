@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -273,15 +272,6 @@ def test_output_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = torch.einsum("bihp,bhij->bhpij", gate, probabilities).flatten(1, 2)
         assert relative_error(layer.operator.dense(None), wanted) <= 1e-5
         assert {leaf.component for leaf in layer.operator.leaves()} == {"gate", "scan"}
-
-
-@pytest.mark.parametrize(
-    ("family", "scale", "joins"), [("minimax", 1.5, "residual"), ("zamba", 1.0, "feeds")]
-)
-def test_joins_and_branch_scale(family: str, scale: float, joins: str) -> None:
-    for layer in record(attention_model(family), some_input(family)):
-        assert layer.joins == joins
-        assert math.isclose(layer.linear.branch_scale, scale)
 
 
 @pytest.mark.parametrize(
