@@ -178,6 +178,15 @@ def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tenso
     return [tensor.detach() for tensor in found]
 
 
+def call_all(queue: Any, names: list[str], cases: list[tuple[nn.Module, Tensor, Any]]) -> None:
+    """In another process: what every method finds in every model, or the error."""
+    torch.set_num_threads(1)
+    try:
+        queue.put([[x.numpy() for x in call(name, *case)] for case in cases for name in names])
+    except BaseException as error:
+        queue.put(repr(error))
+
+
 @contextmanager
 def without_replays(runs: list[Any]) -> Iterator[None]:
     """Take off a list what replays of a run add to it, as hooks on the model do."""

@@ -16,7 +16,7 @@ from oracles import vim as oracle
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
+from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
 
@@ -116,15 +116,6 @@ def test_contract(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[s
         return {name: alpha(mixer, hidden, kind, name) for name in ABLATIONS}
 
     contract.holds(mixer, 5, matrices)
-
-
-def test_not_a_number_is_found() -> None:
-    for what, component in (("A_b_log", "scan"), ("conv1d_b.weight", "conv")):
-        mixer = own_mixer("v2", True)
-        with torch.no_grad():
-            mixer.get_parameter(what)[0] = torch.nan
-        with pytest.raises(NonFiniteError, match=component):
-            _ = record_one(mixer, torch.randn(1, 5, 5)).linear
 
 
 # --- the published fork ---------------------------------------------------------------------
