@@ -6,11 +6,10 @@ Each case was once silently wrong, or refused without need; ``tests/fuzz`` draws
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from fuzz.wrapper_checks import METHODS, check
-from fuzz.wrappers import Drawn, draw
+from fuzz.wrappers import Drawn
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +98,3 @@ def test_a_network_of_one_stage_that_runs_twice(blocks: tuple[str, ...], reads: 
     reasons = check(replace(PLAIN, blocks=blocks, reads=reads, twice=True))
     assert reasons.keys() == METHODS.keys() - {"LatimFlow", "MambaLRP"}
     assert all("NotAChain" in reason for reason in reasons.values())
-
-
-def test_random_ones(seed: int) -> None:
-    for number in range(3):
-        check(draw(Random(f"{seed} {number}")))
