@@ -30,6 +30,7 @@ def device() -> Iterator[StandIn]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", METHODS)
 @pytest.mark.parametrize("family", ["Mamba", "Mamba-2", "softmax"])
 def test_no_projection_is_copied(device: StandIn, family: str, call: str) -> None:
