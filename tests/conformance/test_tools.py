@@ -1,4 +1,4 @@
-"""Captum's tools around a method: noise, texts, interpretable embeddings, Insights, pictures."""
+"""Captum's tools around a method: noise, texts, interpretable embeddings."""
 
 from __future__ import annotations
 
