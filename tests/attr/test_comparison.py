@@ -18,7 +18,6 @@ from captum_ssm import (
     LatimFlow,
     LatimNorm,
     MambaAttribution,
-    MambaLRP,
     TransformerAttribution,
     compare,
 )
@@ -174,19 +173,6 @@ def test_one_forward_and_one_backward():
     with without_replays(runs):
         compare(function, methods, token_ids(2, 6), (-1, 3))
     assert (len(runs), Counted.passes) == (1, 1)
-
-
-def test_what_runs_under_rules_of_its_own_runs_by_itself():
-    function, runs = counted(model := mamba_lm())
-    methods = [*SHARING, LatimFlow, MambaLRP]
-    with without_replays(runs):
-        compare(function, methods, token_ids(2, 6), (-1, 3), model=model)
-    assert len(runs) == 5  # each of the two, and once to compare the number
-    runs.clear()
-    lrp = TransformerAttribution(function, model, form="lrp")
-    with without_replays(runs):
-        compare(function, [MambaAttribution, lrp], token_ids(2, 6), (-1, 3), model=model)
-    assert len(runs) == 2
 
 
 def test_no_graph_where_nobody_takes_gradients():

@@ -92,24 +92,6 @@ def test_a_log_probability(form):
     assert relative_error(found, betas_to_row(betas, [6, 6])) <= 1e-5
 
 
-@forms
-def test_a_function_that_looks_up_more_than_the_inputs(form):
-    """As Captum's wrappers do: the prompt is explained, the model reads what follows it too."""
-    model, ids, more = (
-        transformers_model().double(),
-        torch.randint(19, (1, 5)),
-        torch.randint(19, (1, 2)),
-    )
-
-    def continued(ids):
-        return model(torch.cat([ids, more], 1)).logits[:, -1]
-
-    whole = torch.cat([ids, more], 1)
-    betas = channel_betas(model, whole, lambda out: out.logits[:, -1, 4], form)
-    found = TransformerAttribution(continued, model, form=form).attribute(ids, 4)
-    assert relative_error(found, betas_to_row(betas, [6])[:, :5]) <= 1e-5
-
-
 HYBRIDS = ["bamba", "jamba", "qwen3_next"]
 
 

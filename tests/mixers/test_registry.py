@@ -27,7 +27,7 @@ from captum_ssm import (
     trace,
 )
 from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
-from captum_ssm.mixers import Architecture, Call, LinearMixer, registry
+from captum_ssm.mixers import Call, LinearMixer, registry
 from captum_ssm.mixers.line import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
 
@@ -100,13 +100,6 @@ def test_a_registered_mixer_is_served_and_so_are_subclasses() -> None:
     register_mixer(SlightlyDifferentShift, linearize_shift, family="own")
     layers = record(Net(Shift(), SlightlyDifferentShift()), torch.randn(1, 3, 4))
     assert [layer.architecture for layer in layers] == ["Token shift", "own"]
-
-
-def test_a_class_can_be_registered_by_name() -> None:
-    path = f"{Shift.__module__}.{Shift.__qualname__}"
-    register_mixer(path, linearize_shift)
-    assert supported_architectures()[-1] == Architecture("Shift", path.split(".")[0], path, "")
-    check(*record(Net(Shift()), torch.randn(1, 3, 4)))
 
 
 @pytest.mark.parametrize(
