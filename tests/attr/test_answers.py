@@ -93,17 +93,14 @@ def test_sums_of_each_example_and_in_parts_of_a_batch() -> None:
         assert near(whole[b : b + 1], alone)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Total([1], [2, 3]), "as many of each"),
-        (lambda: Total(torch.zeros(0).long(), torch.zeros(0).long()), "at least one"),
-        (lambda: Total([1.5], [2]), "positions that are integers"),
-        (lambda: Total([12], [2]), "position 12"),
-        (lambda: Total([1], [19]), "token 19"),
-        (lambda: Total(torch.ones(3, 2).long(), torch.ones(3, 2).long()), "3 examples"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Total([1], [2, 3]), "as many of each"),
+    (lambda: Total(torch.zeros(0).long(), torch.zeros(0).long()), "at least one"),
+    (lambda: Total([1.5], [2]), "positions that are integers"),
+    (lambda: Total([12], [2]), "position 12"),
+    (lambda: Total([1], [19]), "token 19"),
+    (lambda: Total(torch.ones(3, 2).long(), torch.ones(3, 2).long()), "3 examples"),
+])  # fmt: skip
 def test_sums_that_do_not_fit(make: Any, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         LatimFlow(mamba_lm()).attribute(torch.randint(15, (2, 12)), make())
@@ -213,23 +210,20 @@ def test_turns_of_a_chat() -> None:
         explain.attribute(PROMPT, "lamp .", spans="all", prompt_spans="turn")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"spans": "line"}, OptionError, "spans='line'"),
-        ({"spans": 3}, OptionError, "spans=3"),
-        ({"spans": [(0, 1, 2)]}, OptionError, "spans holds"),
-        ({"spans": []}, InputError, "spans is empty"),
-        ({"spans": [(0, 9)]}, InputError, "numbered 0 to 7"),
-        ({"spans": [(2, 2)]}, InputError, "at least one"),
-        ({"spans": [(0, 3), (2, 5)]}, InputError, "overlap"),
-        ({"prompt_spans": "stanza"}, OptionError, "prompt_spans"),
-        ({"prompt_spans": torch.zeros(3).long()}, OptionError, "14"),
-        ({"prompt_spans": [(3, 20)]}, InputError, "numbered 0 to 13"),
-        ({"hops": -1}, OptionError, "hops"),
-        ({"hops": 1.5}, OptionError, "hops"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "said"), [
+    ({"spans": "line"}, OptionError, "spans='line'"),
+    ({"spans": 3}, OptionError, "spans=3"),
+    ({"spans": [(0, 1, 2)]}, OptionError, "spans holds"),
+    ({"spans": []}, InputError, "spans is empty"),
+    ({"spans": [(0, 9)]}, InputError, "numbered 0 to 7"),
+    ({"spans": [(2, 2)]}, InputError, "at least one"),
+    ({"spans": [(0, 3), (2, 5)]}, InputError, "overlap"),
+    ({"prompt_spans": "stanza"}, OptionError, "prompt_spans"),
+    ({"prompt_spans": torch.zeros(3).long()}, OptionError, "14"),
+    ({"prompt_spans": [(3, 20)]}, InputError, "numbered 0 to 13"),
+    ({"hops": -1}, OptionError, "hops"),
+    ({"hops": 1.5}, OptionError, "hops"),
+])  # fmt: skip
 def test_wrong_spans(options: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         explainer().attribute(PROMPT, TEXT, **options)

@@ -1,4 +1,7 @@
-"""What stands between a mixer and the residual stream, and stacks that have none."""
+"""What stands between a mixer and the residual stream, and stacks that have none.
+
+Norms that models write by hand, factors of features and bare layers are drawn by ``tests/fuzz``.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +39,9 @@ CLOSE = 1e-6
 Behind = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class RMSNorm(nn.Module):
-    """As transformers writes it: by hand, in float32 at least."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        x = x.to(torch.promote_types(dtype, torch.float32))
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.02)
-        return self.weight * x.to(dtype)
-
-
 def layer_norm(block: Any, v: Tensor, out: Tensor, x: Tensor) -> Tensor:
     spread = (out.var(-1, correction=0, keepdim=True) + block.norm.eps).sqrt()
     return (v - v.mean(-1, keepdim=True)) / spread * block.norm.weight
-
-
-def rms(out: Tensor, eps: float) -> Tensor:
-    return (out.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 def gate(block: Any, x: Tensor) -> Tensor:
@@ -71,16 +56,7 @@ def gated(block: Any, out: Tensor, x: Tensor) -> Tensor:
 #: the tokens of ``out`` and ``x``.
 KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]] = {
     "a number": (lambda block, out, x: out * 0.3, lambda block, v, out, x: v * 0.3),
-    "scaled features": (lambda b, out, x: b.gain * out, lambda b, v, out, x: v * b.gain),
     "layer norm": (lambda b, out, x: b.norm(out), layer_norm),
-    "rms norm": (
-        lambda b, out, x: b.rms(out),
-        lambda b, v, out, x: v / rms(out, b.rms.eps) * b.rms.weight,
-    ),
-    "rms norm by hand": (
-        lambda b, out, x: b.by_hand(out),
-        lambda b, v, out, x: v / rms(out, 0.02) * b.by_hand.weight,
-    ),
     "a gate": (lambda b, out, x: out * gate(b, x), lambda b, v, out, x: v * gate(b, x)),
     "a gate of each example": (
         lambda b, out, x: out * torch.tanh(b.conditions),
@@ -120,14 +96,12 @@ class Block(nn.Module):
         super().__init__()
         config = MambaConfig(hidden_size=WIDTH, state_size=3, num_hidden_layers=3)
         self.mixer = randomise(MambaMixer(config, index))
-        self.norm, self.rms = nn.LayerNorm(WIDTH, eps=0.01), nn.RMSNorm(WIDTH, eps=0.01)
-        self.by_hand, self.gate = RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.gate = nn.LayerNorm(WIDTH, eps=0.01), nn.Linear(WIDTH, WIDTH)
         self.conditions = nn.Parameter(torch.randn(2, 1, WIDTH))
         self.down, self.up = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
         self.gain = nn.Parameter(torch.randn(WIDTH))
         self.behind, self.flips = behind, flips
-        for norm in (self.norm, self.rms):
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
         nn.init.normal_(self.norm.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,27 +295,6 @@ def test_the_identity_stands_for_a_stream_alone(normalize_rows: bool) -> None:
         first, second = (m / m.sum(-1, keepdim=True) for m in (first, second))
     found = rollout(model, x, normalize_rows=normalize_rows)
     assert relative_error(found, (second @ first)[:, -1]) <= CLOSE
-
-
-def test_shares_of_layers_without_a_stream() -> None:
-    model, x = model_of(None, None)
-    first, second = map(own_vectors, layers_of(model, x))
-    wanted = oracle.alti(second) @ oracle.alti(first)
-    found = LatimALTI(model).attribute(x, TARGET).sum(-1)
-    assert relative_error(found, wanted[:, -1]) <= CLOSE
-    for mixing in ("alti", "projection"):
-        parts = LatimLogit(model).decompose(x, TARGET, mixing=mixing)
-        nothing = torch.zeros_like(first[:, 0, 0])
-        shares = oracle.alti(first) if mixing == "alti" else projections(first, nothing[:, None])
-        written = second[:, -1, :, TARGET[1]]
-        assert relative_error(parts.tokens, torch.einsum("bi,bij->bj", written, shares)) <= CLOSE
-        assert not parts.layers[0].any() and parts.delta.abs().max() <= 1e-6
-
-
-def test_a_stack_of_which_one_layer_has_a_stream() -> None:
-    model, x = model_of(None, KINDS["a number"][0], None)
-    first, second, third = dense(model, x)
-    assert relative_error(rollout(model, x), (third @ (EYE + second) @ first)[:, -1]) <= CLOSE
 
 
 def halves(m: Tensor, x: Tensor) -> Any:

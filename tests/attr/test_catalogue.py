@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from zoo.small import VOCABULARY, mamba_lm
 
 import captum_ssm
 from captum_ssm import LatimFlow, LatimLogit, LatimNorm, MambaLRP
-from captum_ssm.attr.catalogue import DEFAULT, METHODS, Cost, Entry
+from captum_ssm.attr.catalogue import DEFAULT, METHODS, Entry
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.testing.options import OPTIONS, Values
 
@@ -41,22 +39,6 @@ def test_options(entry: Entry) -> None:
         words = {each for each in tried if isinstance(each, str)} - {"unified-conv"}
         given = {*option.words} - {None, "cls"}
         assert given == (words if given else set()), option.name
-
-
-def test_costs_in_words() -> None:
-    assert str(Cost("")) == ""
-    assert str(Cost("2 maps", backward=3)) == "2 maps, 3 backward"
-    assert str(Cost("", backward=1, linear=True)) == "1 backward, linear"
-
-
-@pytest.mark.slow
-def test_no_method_waits_for_the_catalogue() -> None:
-    """It is read by those who list methods; the package, and a method, do without it."""
-    said = (
-        "import sys, captum_ssm, captum_ssm.attr; print('captum_ssm.attr.catalogue' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])

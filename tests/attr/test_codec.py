@@ -31,14 +31,11 @@ def inside(text: str, spans: list[Span]) -> list[str]:
     return [text[first:last].strip() for first, last in spans]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "text"),
-    [
-        (word_tokenizer, "anna owns the  $5 lamp .\nbob"),
-        (piece_tokenizer, "abba b$b ab"),
-        (byte_tokenizer, "a \N{EURO SIGN}b \N{ROCKET}\N{ROCKET} c"),
-    ],
-)
+@pytest.mark.parametrize(("tokenizer", "text"), [
+    (word_tokenizer, "anna owns the  $5 lamp .\nbob"),
+    (piece_tokenizer, "abba b$b ab"),
+    (byte_tokenizer, "a \N{EURO SIGN}b \N{ROCKET}\N{ROCKET} c"),
+])  # fmt: skip
 def test_slow_tokenizers_find_what_fast_ones_tell(tokenizer: Any, text: str) -> None:
     fast = tokenizer()
     ids, told = Codec(fast).encode_with_spans(text)
@@ -93,15 +90,12 @@ def test_tokens_that_read_otherwise(name: str) -> None:
     assert find_spans(text, ids, read, marks) == wanted
 
 
-@pytest.mark.parametrize(
-    ("text", "ids", "message"),
-    [
-        ("a lamp", [1, 1], "reads 'a' where the text is 'lamp'"),
-        ("a lamp a", [1, 2], "Its 2 tokens end before ' a'"),
-        ("a zebra", [1, 3], "reads '<unk>' where the text is 'zebra'"),
-        ("a", [1, 2], "reads 'lamp' where the text is ''"),
-    ],
-)
+@pytest.mark.parametrize(("text", "ids", "message"), [
+    ("a lamp", [1, 1], "reads 'a' where the text is 'lamp'"),
+    ("a lamp a", [1, 2], "Its 2 tokens end before ' a'"),
+    ("a zebra", [1, 3], "reads '<unk>' where the text is 'zebra'"),
+    ("a", [1, 2], "reads 'lamp' where the text is ''"),
+])  # fmt: skip
 def test_tokens_that_do_not_read_as_the_text(text: str, ids: list[int], message: str) -> None:
     vocabulary = WordVocabulary(["<pad>", "a", "lamp", "<unk>"])
     with pytest.raises(InputError, match=message):

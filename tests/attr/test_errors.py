@@ -16,7 +16,7 @@ from helpers.every_method import METHODS, each_method, each_of_queries
 from torch import Tensor, nn
 from transformers import DynamicCache, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
-from zoo.small import VOCABULARY, WIDTH, mamba_lm, mixers_of, token_ids
+from zoo.small import VOCABULARY, WIDTH, mamba_lm, token_ids
 
 from captum_ssm import (
     CaptumSSMError,
@@ -26,8 +26,6 @@ from captum_ssm import (
     LatimFlow,
     LatimNorm,
     MambaAttribution,
-    TransformerAttribution,
-    discard_smallest,
 )
 from captum_ssm.errors import InputError
 
@@ -47,73 +45,37 @@ def check(call, builtin, fragments):
     assert message.endswith((".", "?", ")"))
 
 
-# --- arguments of attribute ----------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------
 
-#: By name: a method, its options, and fragments of the error.
-ARGUMENTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "preset": (Row, {"components": "unifed"}, ["components='unifed'", "'unified'", "'s6'"]),
-    "component": (Row, {"components": {"gates"}}, ["components=", "'gates'", "'gate'"]),
-    "reduction": (Row, {"reduce": "median"}, ["reduce='median'", "'mean'", "discard_smallest"]),
-    "no reduction": (Row, {"reduce": None}, ["reduce=None", "several matrices", "'mean'"]),
-    "layer": (Row, {"start_layer": 3}, ["start_layer=3", "the model has 3", "0 to 2"]),
-    "head": (Row, {"heads": [3, 20]}, ["heads=[3, 20]", "between 0 and 19"]),
-    "query": (Row, {"query": "first"}, ["query='first'", "'cls'", "'last'", "'mean'"]),
-    "position": (Row, {"query": 7}, ["query position 7", "7 tokens", "from -7 to 6"]),
-    "queries": (Row, {"query": torch.arange(3)}, ["3 examples", "the batch holds 2", "an int"]),
-    "integer queries": (Row, {"query": torch.ones(2)}, ["query must hold integer positions"]),
-    "mask": (Row, {"additional_forward_args": torch.ones(3, 7)},
-             ["batch of 2", "additional_forward_args[0] has 3", "(3, 7)"]),
-    "second argument": (Row, {"additional_forward_args": (None, torch.ones(5, 7, WIDTH))},
-                        ["batch of 2", "additional_forward_args[1] has 5", "(5, 7, 10)"]),
-    "recipe": (Row, {"recipe": "code"}, ["recipe='code'", "'paper'", "'published_code'"]),
-    "recipe, reduction": (Row, {**CODE, "reduce": "max"}, ["'published_code'", "reduce='mean'"]),
-    "recipe, queries": (Row, {**CODE, "query": [1, 2]}, ["one query token", "'last'"]),
-    "recipe, rows": (Rollout, {**CODE, "normalize_rows": True}, ["'published_code'", "normalize_"]),
-    "recipe, ratio": (Rollout, {**CODE, "discard_ratio": 0.1}, ["'published_code'", "discard_"]),
-    "recipe, clamp": (Weighted, {**CODE, "clamp": "abs"}, ["'published_code'", "clamp"]),
-    "ratio": (Rollout, {"discard_ratio": -0.1}, ["discard_ratio=-0.1", "at least 0", "below 1"]),
-    "clamp": (Weighted, {"clamp": "gelu"}, ["clamp='gelu'", "'relu'", "'abs'", "'none'"]),
-    "no target": (Weighted, {"target": None}, ["(7, 19)", "is needed", "(position, token)"]),
-    "target": (Weighted, {"target": (7, 3)}, ["target=(7, 3)", "out of range", "(2, 7, 19)"]),
-    "baselines": (Weighted, {"baselines": None}, ["baselines is not an argument of Mamba",
-                                                  "Leave it out", "contrast="]),
-    "features": (LatimFlow, {"feature_mask": 3}, ["feature_mask is not an argument", "Leave it"]),
-    "steps": (LatimFlow, {"n_steps": 3}, ["n_steps is not an argument of LatimFlow", "Leave it"]),
-    "aggregate": (LatimALTI, {"aggregate": "sum"}, ["aggregate='sum' is not known"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments(case: str) -> None:
-    method, options, fragments = ARGUMENTS[case]
-    asked = {"target": (-1, 3)} | options
-    check(lambda: method(mamba_lm()).attribute(token_ids(2, 7), **asked), ValueError, fragments)
-
-
-#: Errors of calls beside ``attribute``, of a model and ids (2, 5).
+#: Beside what the contract of methods and ``test_wrong_types`` refuse: calls on a model and ids
+#: (2, 5), and fragments of the error.
 CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], list[str]]] = {
-    "layers": (lambda m, x: Row(m).matrices(x, layers=[3]), ["layers names 3", "3 mixers"]),
-    "layers from the end": (lambda m, x: LatimNorm(m).maps(x, layers=[-4]), ["layers names -4"]),
-    "heads": (lambda m, x: Row(m).matrices(x, reduce="median"), ["'median'", "'heads'", "None"]),
+    "a preset": (lambda m, x: Row(m).attribute(x, components="unifed"),
+                 ["components='unifed'", "'unified'", "'s6'"]),
+    "a mask": (lambda m, x: Row(m).attribute(x, None, torch.ones(3, 5)),
+               ["batch of 2", "additional_forward_args[0] has 3", "(3, 5)"]),
+    "a second argument": (lambda m, x: Row(m).attribute(x, None, (None, torch.ones(5, 5, WIDTH))),
+                          ["batch of 2", "additional_forward_args[1] has 5", "(5, 5, 10)"]),
+    "recipe, reduction": (lambda m, x: Row(m).attribute(x, **CODE, reduce="max"),
+                          ["'published_code'", "reduce='mean'"]),
+    "recipe, queries": (lambda m, x: Row(m).attribute(x, **CODE, query=[1, 2]),
+                        ["one query token", "'last'"]),
+    "recipe, rows": (lambda m, x: Rollout(m).attribute(x, **CODE, normalize_rows=True),
+                     ["'published_code'", "normalize_"]),
+    "recipe, ratio": (lambda m, x: Rollout(m).attribute(x, **CODE, discard_ratio=0.1),
+                      ["'published_code'", "discard_"]),
+    "recipe, clamp": (lambda m, x: Weighted(m).attribute(x, (-1, 3), **CODE, clamp="abs"),
+                      ["'published_code'", "clamp"]),
     "one example": (lambda m, x: Row(m).matrices(x[0]), ["(5,)", "batch dimension"]),
-    "norm": (lambda m, x: LatimNorm(m, p=3), ["p=3 is not known. Use one of 1, 2"]),
-    "activation": (lambda m, x: LatimNorm(m, activation="tanh"), ["activation='tanh' is not"]),
-    "position": (lambda m, x: LatimNorm(m).maps(x, positions=[5]), ["must lie in [-5, 5)"]),
-    "no position": (lambda m, x: LatimNorm(m).maps(x, positions=[]), ["positions is empty"]),
     "positions": (lambda m, x: LatimNorm(m).maps(x, positions=torch.zeros(3, 1).long()),
                   ["positions has 3 rows, but the batch holds 2"]),
     "mean": (lambda m, x: LatimALTI(m, residual=False).attribute(x, query="last"),
              ["residual=False. Use aggregate='mean'"]),
-    "form": (lambda m, x: TransformerAttribution(m, form="a"), ["form='a' is not known"]),
-    "ratio": (lambda m, x: discard_smallest(1.0), ["discard_smallest", "0 <= ratio < 1"]),
-    "features": (lambda m, x: LatimFlow(m).decompose(x, (-1, 3), features="yes"), ["='yes'"]),
-    "a mixer twice": (lambda m, x: Row(m, layers=[f"{LAYERS}1.mixer", mixers_of(m)[1]]),
-                      ["layers names 'backbone.layers.1.mixer' twice"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_other_calls(case: str) -> None:
+def test_calls(case: str) -> None:
     call, fragments = CALLS[case]
     check(lambda: call(mamba_lm(), token_ids(2, 5)), ValueError, fragments)
 
@@ -121,26 +83,16 @@ def test_other_calls(case: str) -> None:
 # --- inputs --------------------------------------------------------------------------------------
 
 
-#: What is given as inputs, and fragments of the error.
+#: What is given as inputs, and the advice; the contract of methods refuses others.
 INPUTS: dict[str, tuple[Any, list[str]]] = {
-    "no batch dimension": (torch.ones(7).long(), ["inputs", "(7,)", "batch dimension", "(B, L)"]),
-    "a number": (torch.tensor(3), ["inputs", "()", "batch dimension"]),
-    "no tokens": (torch.empty(2, 0).long(), ["inputs is empty", "(2, 0)"]),
-    "no examples": (torch.empty(0, 5).long(), ["inputs is empty", "(0, 5)"]),
-    "no embedded tokens": (torch.empty(2, 0, WIDTH), ["inputs is empty", "(2, 0, 10)"]),
     "two inputs": ((IDS, IDS), ["inputs holds 2 tensors", "additional_forward_args"]),
-    "empty tuple": ((), ["inputs holds 0 tensors"]),
     "a list": (IDS.tolist(), ["inputs must be a tensor", "list", "torch.tensor(inputs)"]),
-    "a tuple of a list": ((IDS.tolist(),), ["inputs must be a tensor", "list"]),
     "text": ("hello", ["inputs must be a tensor", "str", "SSMLLMAttribution"]),
     "array": (np.ones((2, 3)), ["torch.from_numpy(inputs)"]),
     "tensors": ([torch.ones(3), torch.ones(3)], ["torch.stack(inputs)"]),
-    "nothing": (None, ["token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"]),
-    "dict": ({"a": 1}, ["out of ['a']"]),
     "pixels": ({"pixel_values": torch.ones(1, 3, 4, 4)}, ["inputs=encoding['pixel_values']."]),
     "ids of three dimensions": (torch.ones(2, 5, 1).long(), ["token ids are (B, L)"]),
     "pixels that are integers": (torch.ones(2, 3, 4, 4).byte(), ["image processor"]),
-    "booleans": (torch.ones(2, 5).bool(), ["dtype torch.bool"]),
     "complex numbers": (torch.ones(2, 5, WIDTH) * 1j, ["dtype torch.complex64"]),
 }
 
@@ -258,12 +210,9 @@ def test_layers_vouch_for_other_mixers(method):
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
-    "NoneType": lambda out: None,
-    "str": lambda out: "cat",
-    "dict": lambda out: {"prediction": out},
-    "tuple": lambda out: ("cat", out),
-    "ndarray": lambda out: out.detach().numpy(),
-}
+    "NoneType": lambda out: None, "str": lambda out: "cat", "dict": lambda out: {"prediction": out},
+    "tuple": lambda out: ("cat", out), "ndarray": lambda out: out.detach().numpy(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -286,29 +235,6 @@ def test_a_model_that_writes_into_a_mixers_input() -> None:
     for method in (Row, Rollout):
         check(lambda method=method: method(model).attribute(IDS, (-1, 3)),
               (ValueError, RuntimeError), [f"{LAYERS}1.mixer", "in place"])  # fmt: skip
-
-
-#: What spoils a component of a mixer.
-SPOILS: dict[str, Callable[[Any], Any]] = {
-    "gate": lambda mixer: mixer.in_proj.weight[mixer.intermediate_size :].fill_(torch.nan),
-    "scan": lambda mixer: mixer.A_log.fill_(torch.nan),
-    "skip": lambda mixer: mixer.D[3].fill_(torch.inf),
-    "conv": lambda mixer: mixer.conv1d.weight[2, 0, 1].fill_(torch.nan),
-}
-
-
-@each_method
-def test_not_finite(method):
-    """The layer where it begins, and the component at fault."""
-    for component, spoil in SPOILS.items():
-        model, ids, layer = mamba_lm(), token_ids(), 1
-        with torch.no_grad():
-            spoil(mixers_of(model)[layer])
-        check(
-            lambda model=model, ids=ids: method(model).attribute(ids, target=(-1, 3)),
-            (ValueError, ArithmeticError),
-            [f"'backbone.layers.{layer}.mixer'", f"the {component} component", "NaN or infinity"],
-        )
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -352,12 +278,6 @@ def test_gradients_that_are_missing(case: str, recipe: str) -> None:
     if case == "a layer":
         last = Weighted(model, layers=[f"{LAYERS}2.mixer"])
         assert last.attribute(ids, **asked).isfinite().all()  # the advice works
-
-
-def test_inference_mode() -> None:
-    said = ["MambaAttribution", "torch.inference_mode()", "no_grad"]
-    with torch.inference_mode():
-        check(lambda: Weighted(mamba_lm()).attribute(token_ids(), (-1, 3)), RuntimeError, said)
 
 
 def test_there_is_no_asynchronous_form() -> None:

@@ -35,16 +35,11 @@ from captum_ssm import (
 
 #: By the option: the components that it stands for.
 COMPONENTS: dict[Any, frozenset[str]] = {
-    "s6": S6,
-    "unified": UNIFIED,
-    "exact": EXACT,
-    "unified-conv": UNIFIED - {"conv"},
-    "exact-gate-skip": EXACT - {"gate", "skip"},
-    "unified-activation": UNIFIED - {"activation"},
-    ("skip",): frozenset({"skip"}),
-    ("conv", "gate"): frozenset({"conv", "gate"}),
+    "s6": S6, "unified": UNIFIED, "exact": EXACT, "unified-conv": UNIFIED - {"conv"},
+    "exact-gate-skip": EXACT - {"gate", "skip"}, "unified-activation": UNIFIED - {"activation"},
+    ("skip",): frozenset({"skip"}), ("conv", "gate"): frozenset({"conv", "gate"}),
     ("scan", "activation"): frozenset({"scan", "activation"}),
-}
+}  # fmt: skip
 
 
 def norm(channels: Tensor) -> Tensor:
@@ -87,12 +82,12 @@ MATRICES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
 def shown(value: Any) -> str:
     """The id of a method or of options, the same in every process."""
     return re.sub(r" at 0x\w+", "", str(getattr(value, "__name__", value)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MATRICES, ids=shown)
 def test_matrices(options: dict[str, Any]) -> None:
     for make in (mamba_lm, falcon_lm):

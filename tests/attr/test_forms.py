@@ -16,12 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
-from transformers import (
-    JambaConfig,
-    JambaForCausalLM,
-    PreTrainedTokenizerFast,
-    TextGenerationPipeline,
-)
+from transformers import PreTrainedTokenizerFast, TextGenerationPipeline
+from zoo.attention import attention_model
 from zoo.small import VOCABULARY, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, LatimNorm, compare
@@ -310,16 +306,6 @@ def module(name: str, **attributes: Any) -> nn.Module:
     return made
 
 
-def jamba(attention_dropout: float) -> nn.Module:
-    config = JambaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1,
-        num_experts=1, num_experts_per_tok=1, mamba_d_state=3, mamba_dt_rank=2,
-        use_mamba_kernels=False, attention_dropout=attention_dropout,
-    )  # fmt: skip
-    return JambaForCausalLM(config)
-
-
 def lora(dropout: float) -> nn.Module:
     adapter = LoraConfig(r=2, target_modules=["in_proj"], lora_dropout=dropout)
     return get_peft_model(mamba_lm(), adapter)
@@ -333,7 +319,10 @@ RANDOM = {
     "paths": (lambda p: module("DropPath", drop_prob=p), "drop_prob=0.5"),
     "attention of torch": (lambda p: nn.MultiheadAttention(4, 2, dropout=p), "dropout=0.5"),
     "LoRA": (lora, "lora_dropout"),
-    "attention of Jamba": (jamba, "attention_dropout=0.5"),
+    "attention of Jamba": (
+        lambda p: attention_model("jamba", attention_dropout=p),
+        "attention_dropout=0.5",
+    ),
 }
 
 

@@ -105,15 +105,6 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-@each_method
-def test_channels_last_images(method):
-    model, pictures = vision("middle"), images(2)
-    expected = method(model).attribute(pictures, target=0)
-    found = method(model).attribute(pictures.to(memory_format=torch.channels_last), target=0)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_patch_may_change_in_one_channel_alone() -> None:
     """Most channels of the patch embedding do not read the image."""
     model, pictures = vision("middle"), images(2)

@@ -56,13 +56,6 @@ def test_a_model_that_takes_sequences_of_features(method: Any, stride: int) -> N
     torch.testing.assert_close(found[:, ::stride].sum(-1), expected, rtol=1e-4, atol=1e-6)
 
 
-@each_method
-def test_sequences_shorter_than_the_convolution(method: Any) -> None:
-    for tokens in (1, 2, 3):
-        found = method(mamba_lm()).attribute(token_ids(1, tokens), target=(-1, 0))
-        assert found.shape == (1, tokens)
-
-
 TARGETS = {
     "tuple": (3, 2),
     "list of tuples": [(3, 2), (0, 4), (-1, 1), (5, 0), (2, 2)],

@@ -7,7 +7,6 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from captum.attr import InputXGradient
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
 from zoo import networks
@@ -53,47 +52,6 @@ def test_masks_survive_where_biases_do_not(monkeypatch):
 def silu(x: Tensor) -> Tensor:
     """With its frozen ratio."""
     return x * torch.sigmoid(x).detach()
-
-
-def test_it_is_gradient_times_input_of_the_rules():
-    """The form of the paper: detached factors, halves of gated products."""
-
-    class Rules(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.model.backbone.layers:
-                scale = (x.pow(2).mean(-1, keepdim=True) + block.norm.variance_epsilon).rsqrt()
-                x = x + mixed(block.mixer, block.norm.weight * (x * scale.detach()))
-            norm = self.model.backbone.norm_f
-            scale = (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-            return self.model.lm_head(norm.weight * (x * scale.detach()))
-
-    def mixed(mixer: nn.Module, h: Tensor) -> Tensor:
-        x, z = mixer.in_proj(h).chunk(2, -1)
-        u = mixer.conv1d(x.mT)[..., : x.shape[1]].mT
-        u = silu(u)
-        sizes = [mixer.dt_proj.in_features, mixer.ssm_state_size, mixer.ssm_state_size]
-        t, b, c = mixer.x_proj(u).detach().split(sizes, -1)
-        dt = nn.functional.softplus(mixer.dt_proj(t))
-        a = -mixer.A_log.exp()
-        state, out = torch.zeros(len(x), *a.shape), []
-        for i in range(x.shape[1]):
-            step = dt[:, i, :, None]
-            state = (step * a).exp() * state + step * b[:, i, None] * u[:, i, :, None]
-            out.append((state * c[:, i, None]).sum(-1) + mixer.D * u[:, i])
-        y = torch.stack(out, 1) * silu(z)
-        return mixer.out_proj(y / 2 + (y / 2).detach())
-
-    model, ids = mamba_lm(), token_ids()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    wanted = InputXGradient(Rules(model)).attribute(embedded, target=(4, 3))
-    found = MambaLRP(model).attribute(embedded, (4, 3))
-    assert oracles.relative_error(found, wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("cls", ["middle", "none"])

@@ -94,13 +94,6 @@ def test_grouped_template_values_share_their_sum(explain):
     assert oracles.relative_error(found, wanted) <= 1e-6
 
 
-def test_a_repeated_value_gathers_all_its_places(explain):
-    prompt = TextTemplateInput("{0} owns {1} . {0} owns", ["anna", "the"])
-    whole = explain.attribute("anna owns the . anna owns", "the $5").token_attr
-    found = explain.attribute(prompt, "the $5").token_attr
-    assert oracles.relative_error(found[:, 0], whole[:, [1, 5]].sum(1)) <= 1e-6
-
-
 def test_tokens_across_values_are_divided_by_characters():
     codec = Codec(language.piece_tokenizer())
     text = "abbab"

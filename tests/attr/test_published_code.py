@@ -8,15 +8,12 @@ the query's own entry is removed and what is negative set to zero.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from oracles import scripts
-from oracles import vim as vim_oracle
 from oracles.dense import UNIFIED, Run, double, error, min_max
 from safetensors.torch import load_file
-from torch import Tensor
 from zoo.mamba2 import make_model
 from zoo.small import falcon_lm, mamba_lm, token_ids
 
@@ -24,8 +21,6 @@ from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribu
 from captum_ssm.models import VisionMamba
 
 pytestmark = pytest.mark.slow
-
-VARIANTS = ["s6", "unified"]
 METHODS = {
     "raw": ImplicitAttention,
     "rollout": ImplicitAttentionRollout,
@@ -128,43 +123,6 @@ def test_language_models(name, make, variant, start_layer):
     exact = METHODS[name](model.double()).attribute(ids, target=target, **options)
     # a minimum and a maximum may amplify transformers' float32 norms; s6 rounds to float32
     assert error(exact, torch.stack(wanted)) <= (1e-6 if variant == "s6" else 1e-10)
-
-
-def vims(cls: str, grid: tuple[int, int]) -> Any:
-    size = 3 * grid[0], 3 * grid[1]
-    options = {"depth": 3, "embed_dim": 6, "num_classes": 5, "d_state": 3, "cls_token": cls}
-    return vim_oracle.randomise(VisionMamba(size, 3, **options))
-
-
-@pytest.mark.parametrize("cls", ["head", "middle", "end"])
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_vision_mamba(variant: str, name: str, cls: str) -> None:
-    """Entries up to the query from the forward direction, beyond it from the backward one."""
-    grid = (3, 4)
-    model = vims(cls, grid).double()
-    pictures = torch.randn(2, 3, 3 * grid[0], 3 * grid[1]).double()
-    inputs, outputs = list[Tensor](), list[Tensor]()
-    for block in model.layers:
-        block.mixer.register_forward_hook(lambda _, args, out: inputs.append(args[0].detach()))
-        block.mixer.register_forward_hook(lambda _, args, out: outputs.append(out))
-    classes = [4, 2]
-    logits = model(pictures)
-    gradients = torch.autograd.grad(logits[range(2), classes].sum(), outputs)
-    patches = grid[0] * grid[1]
-    (query,) = vim_oracle.cls_places(cls, patches)
-    wanted = []
-    for example in range(2):
-        rows = [
-            scripts.rows(block.mixer, hidden[example], query, variant)
-            for block, hidden in zip(model.layers, inputs, strict=True)
-        ]
-        of_layers = [gradient[example] for gradient in gradients[1:]]
-        row = expected(name, rows[1:], query, of_layers, variant)
-        wanted.append(torch.cat([row[:query], row[query + 1 :]]).view(grid))
-    options = {"components": variant, "recipe": "published_code", "start_layer": 1}
-    found = METHODS[name](model).attribute(pictures, classes, per_token=True, **options)
-    assert error(found, torch.stack(wanted)) <= (1e-6 if variant == "s6" else 1e-10)
 
 
 def test_one_layer_by_hand():

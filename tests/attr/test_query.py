@@ -50,13 +50,6 @@ def test_given_queries(query: Any) -> None:
     assert all(error(asked(model, ids, each), expected) <= 1e-5 for each in given)
 
 
-def test_without_target_it_is_the_last_token():
-    model, ids = mamba_lm(), token_ids(2, 7)
-    assert torch.equal(asked(model, ids, None), asked(model, ids, 6))
-    base = model.backbone
-    assert torch.equal(asked(base, ids, None), asked(base, ids, 6))
-
-
 def test_without_target_it_is_the_last_unpadded_token():
     model, ids = mamba_lm(), token_ids(3, 7)
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0] * 2 + [1] * 4 + [0]])

@@ -6,10 +6,8 @@ import pytest
 import torch
 from oracles import relative_error
 from torch import Tensor, nn
-from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, MambaLRP
-from captum_ssm.linear import shares
 from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
@@ -34,28 +32,6 @@ def test_who_asked_who_was_matched_who_answered(
     assert words[first["content"]] == "lamp"
     assert first["key"] == words.index("anna")
     assert first["query"] == words.index("anna", 5)
-
-
-@pytest.mark.parametrize("role", ["key", "query", "gate", "step"])
-def test_in_one_layer_a_role_is_what_cutting_it_takes_away(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No path takes two factors there."""
-    torch.manual_seed(0)
-    model, ids = transformers_model(num_hidden_layers=1).double(), torch.randint(15, (2, 9))
-    method = LatimFlow(model)
-    found = method.decompose(ids, (-1, 3), rule="centred")
-    averaged = shares._Outer.averaged
-
-    def cut(self: shares._Outer, *given: Tensor) -> tuple[Tensor, list[Tensor]]:
-        of_values, of_factors = averaged(self, *given)
-        keep = [leaf.roles[name] != role for leaf, name in self.chosen]
-        return of_values, [x * kept for x, kept in zip(of_factors, keep, strict=True)]
-
-    monkeypatch.setattr(shares._Outer, "averaged", cut)
-    without = method.decompose(ids, (-1, 3), rule="centred", roles=False)
-    assert found.roles is not None
-    assert relative_error(without.tokens + found.roles[role], found.tokens) <= 1e-6
 
 
 def test_nobody_asked_for_roles(recall: tuple[nn.Module, Tensor, list[str]]) -> None:

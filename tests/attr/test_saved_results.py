@@ -102,17 +102,14 @@ def test_what_is_saved_says_what_it_is(tmp_path: Path) -> None:
         load_result(path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"model": "recall-mamba", "answers": []}',
-        b"\xff\xfe",
-        b"<!doctype html>",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"",
+    b"{",
+    b"[]",
+    b'{"model": "recall-mamba", "answers": []}',
+    b"\xff\xfe",
+    b"<!doctype html>",
+])  # fmt: skip
 def test_other_files_are_refused_by_name(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)

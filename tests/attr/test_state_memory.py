@@ -64,20 +64,6 @@ def test_what_a_cache_holds_and_what_is_read_of_it(monkeypatch: pytest.MonkeyPat
         assert layer.half_lives().isinf().all()
 
 
-def test_what_comes_back_is_seen_in_the_states_of_the_run() -> None:
-    """A share is linear: the state with a token's step undone, less that of the others alone."""
-    layer = StateMemory(mamba_lm().double()).of(torch.randint(15, (2, 9)))[1]
-    (memory,) = memories_of(layer.linear.operator, layer.linear.values)
-    found = layer.held_without(2, 7, by_head=True)
-    for token in range(3, 8):
-        decays = memory.log_decay.clone()
-        decays[:, token] = 0
-        size = memory._replace(log_decay=decays).sizes(7)[..., 2]
-        assert torch.allclose(found[..., token], size, rtol=1e-12)
-    assert bool((found >= layer.held(7, by_head=True)[..., 2, None] - 1e-12).all())
-    assert torch.allclose(layer.held_without(2, 7), found.norm(dim=1))
-
-
 def test_reads_until_a_token() -> None:
     layer = StateMemory(mamba_lm()).of(torch.randint(15, (2, 9)))[1]
     whole, early = layer.read(7), layer.read(7, until=4)

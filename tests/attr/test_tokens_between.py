@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import METHODS, OF_QUERIES, each_method, named
+from helpers.every_method import METHODS, each_method, named
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -23,13 +23,7 @@ from transformers import (
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.mamba import randomise, transformers_model
 
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimFlow,
-    LatimLogit,
-    MambaAttribution,
-)
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError
 
 pytestmark = pytest.mark.slow
@@ -63,24 +57,6 @@ def test_relevance_lies_on_the_given_tokens(method: Any) -> None:
         found = method(function, model).attribute(ids, target=TARGET)
         assert found.shape == ids.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@each_method
-def test_virtual_tokens_have_no_place(method: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=5, num_layers=2,
-        num_attention_heads=1,
-    )  # fmt: skip
-    model = transformers_model("mamba")
-    tuned = peft.get_peft_model(model, config).eval()
-    ids = torch.randint(0, 19, (2, 9))
-    found = method(tuned).attribute(ids, target=TARGET)
-    assert found.shape == ids.shape
-    prompts = tuned.get_prompt(batch_size=2).detach()
-    read = torch.cat([prompts, model.get_input_embeddings()(ids)], 1).detach()
-    expected = method(model).attribute(read, target=TARGET).sum(-1)[:, 3:]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def llama(attention: str = "eager") -> Any:
@@ -178,15 +154,6 @@ def mixer(index: int = 0) -> nn.Module:
     return randomise(MambaMixer(config, index))
 
 
-class Bidirectional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ahead, self.back = mixer(0), mixer(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.ahead(x) + self.back(x.flip(1)).flip(1)
-
-
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -194,105 +161,6 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mixer(self.norm(x))
-
-
-class Flipping(nn.Module):
-    """Every second layer reads the tokens from the other end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block(x.flip(1)).flip(1) if i % 2 else block(x)
-        return x
-
-
-class Parallel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.last = mixer(0), mixer(1), Residual()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x + self.one(x) + self.other(x))
-
-
-def deep() -> nn.Module:
-    return nn.Sequential(Bidirectional(), Bidirectional())
-
-
-NETWORKS = (Bidirectional, Flipping, Parallel, deep)
-
-
-def matrix_of(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """The implicit attention of a mixer alone, (B, L, L)."""
-    (found,) = ImplicitAttention(module).matrices(x, **options)
-    return found.double()
-
-
-def stages(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """What each stage adds to the identity, by a run of the network of our own."""
-    found: list[Tensor] = []
-    if isinstance(network, Bidirectional):
-        return [matrix_of(network.ahead, x) + matrix_of(network.back, x.flip(1)).flip(1, 2)]
-    if isinstance(network, Parallel):
-        found = [matrix_of(network.one, x) + matrix_of(network.other, x)]
-        x = x + network.one(x) + network.other(x)
-        return [*found, matrix_of(network.last.mixer, network.last.norm(x))]
-    for i, block in enumerate(getattr(network, "blocks", network)):
-        if isinstance(block, Bidirectional):
-            found += stages(block, x)
-            x = block(x)
-        elif i % 2:
-            found.append(matrix_of(block.mixer, block.norm(x.flip(1))).flip(1, 2))
-            x = block(x.flip(1)).flip(1)
-        else:
-            found.append(matrix_of(block.mixer, block.norm(x)))
-            x = block(x)
-    return found
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-@torch.no_grad()
-def test_rollout(kind: Any) -> None:
-    network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
-    eye = torch.eye(7, dtype=torch.float64)
-    for normalize_rows in (False, True):
-        product = eye.expand(2, 7, 7)
-        for matrix in stages(network, x):
-            matrix = matrix + eye
-            size = matrix.sum(-1, keepdim=True) if normalize_rows else 1
-            product = matrix / size @ product
-        options = {"per_token": True, "normalize_rows": normalize_rows}
-        for query in (0, 3, -1):
-            found = ImplicitAttentionRollout(network).attribute(x, query=query, **options)
-            torch.testing.assert_close(found, product[:, query], rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_an_output_is_the_sum_of_its_parts(kind: Any) -> None:
-    network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
-    asked = {"target": (2, 4), "per_token": True}
-    for mixing in ("alti", "projection"):
-        found = LatimLogit(network).attribute(x, mixing=mixing, **asked)
-        delta = LatimLogit(network).decompose(x, (2, 4), mixing=mixing).delta
-        assert delta.abs().max() < 1e-7  # transformers' scan rounds some of its terms to float32
-        if kind is Bidirectional:  # one stage: all paths are direct
-            torch.testing.assert_close(found, LatimFlow(network).attribute(x, **asked))
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-@each_method
-def test_reversed_as_a_whole(kind: Any, method: Any) -> None:
-    """A network between two flips is explained as itself, between two flips."""
-    network, x = kind().double().eval(), torch.randn(2, 7, 6, dtype=torch.float64)
-    options = {"target": (2, 4), "per_token": True}
-    if method in OF_QUERIES and not method.needs_gradient:
-        options["query"] = 2
-    expected = method(network).attribute(x, **options)
-    found = method(lambda y: network(y.flip(1)), network).attribute(x.flip(1), **options)
-    torch.testing.assert_close(found, expected.flip(1), rtol=1e-6, atol=1e-9)
 
 
 class Overlooked(nn.Module):
@@ -344,22 +212,6 @@ class Branches(nn.Module):
 def test_branches_of_layers_are_refused(method: Any) -> None:
     with pytest.raises(InputError, match=r"branches of layers.*LatimFlow"):
         method(Branches().eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
-
-
-@each_method
-def test_two_runs_in_one_call(method: Any) -> None:
-    model, ids = transformers_model("mamba").double(), torch.randint(0, 19, (2, 7))
-
-    def twice(x: Tensor) -> Tensor:
-        return model(x).logits - model(x.flip(1)).logits
-
-    if method in FOLDING:
-        with pytest.raises(InputError, match="runs several times"):
-            method(twice, model).attribute(ids, target=TARGET)
-        return
-    found = method(twice, model).attribute(ids, target=TARGET)
-    back = method(model).attribute(ids.flip(1), target=TARGET).flip(1)
-    torch.testing.assert_close(found, method(model).attribute(ids, target=TARGET) - back)
 
 
 class Halved(nn.Module):

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import matplotlib
 import pytest
 import torch
 from helpers.snapshots import Snapshot
 from torch import nn
-
-
-@pytest.fixture(autouse=True)
-def without_screen() -> Iterator[None]:
-    backend = matplotlib.get_backend()
-    matplotlib.use("Agg")
-    yield
-    matplotlib.pyplot.close("all")
-    matplotlib.use(backend)
 
 
 @pytest.fixture

@@ -57,13 +57,6 @@ def test_counts_are_those_of_the_table(family: str) -> None:
             assert not budgets.grown(wanted, counts), (family, length, call, "write it anew")
 
 
-@pytest.mark.parametrize("name", ["launches", "synchronisations", "bytes"])
-def test_a_twentieth_more_is_too_much(name: str) -> None:
-    wanted = {"launches": 100.0, "synchronisations": 1.0, "bytes": 1e6, "flops": 1e6}
-    assert budgets.grown({**wanted, name: 1.06 * wanted[name]}, wanted) == [name]
-    assert not budgets.grown({**wanted, name: 1.04 * wanted[name]}, wanted)
-
-
 # --- bounds --------------------------------------------------------------------------------------
 
 
@@ -97,10 +90,7 @@ def waits(make: Callable[[int], nn.Module], layers: int, call: str) -> tuple[flo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "call"),
-    [
-        *(("Mamba", call) for call in budgets.CALLS),
-        *(("softmax", call) for call in OF_VECTORS),
-    ],
+    [*(("Mamba", call) for call in budgets.CALLS), *(("softmax", call) for call in OF_VECTORS)],
 )
 def test_more_layers_are_not_waited_for_more_often(
     family: str, call: str, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ DEVICE = "cuda"
 
 #: The page of a report is text, whose numbers differ in their last digits.
 COMPARED = [name for name in NAMES if name != "report"]
-
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(autouse=True)
@@ -120,17 +117,3 @@ def test_on_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = called(name, case)
     stream.synchronize()
     assert close(found, wanted)
-
-
-@two_devices
-@pytest.mark.parametrize("name", COMPARED)
-def test_spread_over_two_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerate: Any = pytest.importorskip("accelerate")
-    case = architectures.mamba(monkeypatch)
-    wanted = called(name, case)
-    first, second = f"{DEVICE}:0", f"{DEVICE}:1"
-    place = {"backbone.embeddings": first, "backbone.layers.0": first, "backbone.layers.1": second}
-    place |= {"backbone.norm_f": second, "lm_head": second}
-    case.model = accelerate.dispatch_model(case.model, place)
-    case.inputs = case.inputs.to(first)
-    assert close(called(name, case), wanted)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import CASES, call
+from helpers.every_method import MODELS, NAMES, OF_TEXTS, call
 from helpers.snapshots import Snapshot, process_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,15 @@ from captum_ssm.tracing import structure
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
+
+
+#: Every method on every model; what calls several on the first alone.
+CASES = [
+    (make, name)
+    for make in MODELS
+    for name in NAMES
+    if make is MODELS[0] or name not in ("compare", "report", *OF_TEXTS)
+]
 
 
 class Planned(Exception):

@@ -46,13 +46,10 @@ def test_the_classes() -> None:
         assert instance.has_convergence_delta() is True and instance.multiplies_by_inputs is True
 
 
-@pytest.mark.parametrize(
-    "method, captums",
-    [
-        *((method, LayerGradientXActivation) for method in LAYERS),
-        *((method, NeuronGradient) for method in NEURONS),
-    ],
-)
+@pytest.mark.parametrize("method, captums", [
+    *((method, LayerGradientXActivation) for method in LAYERS),
+    *((method, NeuronGradient) for method in NEURONS),
+])  # fmt: skip
 def test_the_signatures_start_as_captums(method: Any, captums: Any) -> None:
     ours = list(inspect.signature(method.attribute).parameters.values())
     theirs = list(inspect.signature(captums.attribute).parameters.values())[:5]

@@ -11,7 +11,14 @@ from helpers.every_method import METHODS, each_method, named
 from torch import Tensor
 from zoo.small import falcon_lm
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, LatimNorm
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimNorm,
+    MambaAttribution,
+)
 from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
 from captum_ssm.testing.options import Values
 
@@ -64,7 +71,7 @@ def test_the_recommended_rule() -> None:
 
 
 @pytest.mark.slow
-@each_method
+@named([LatimFlow, MambaAttribution, LatimALTI])
 def test_on_another_model(method: Any) -> None:
     chosen = ["results", "padding", "parts"]
     check_method(method, clauses=chosen, kinds=["ids"], language=lambda: falcon_lm(**SIZES))

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call
-from helpers.other_processes import explain
+from helpers.every_method import NAMES, OF_TEXTS, call, call_all
 from oracles import relative_error
 from torch import Tensor
 from zoo import architectures
 
 pytest.importorskip("transformers")
 
-#: What takes images as well as texts.
-COMMON = [name for name in NAMES if name not in OF_TEXTS]
+#: What takes images as well as texts, without what calls several of them.
+COMMON = [name for name in NAMES if name not in ("compare", "report", *OF_TEXTS)]
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +28,7 @@ pytestmark = [
 def in_a_process(start: str, names: list[str], cases: list[Any]) -> list[list[Tensor]]:
     context = multiprocessing.get_context(start)
     queue = context.Queue()
-    process = context.Process(target=explain, args=(queue, names, cases))
+    process = context.Process(target=call_all, args=(queue, names, cases))
     process.start()
     found = queue.get(timeout=100)
     process.join(20)

@@ -1,4 +1,4 @@
-"""Captum's tools around a method: noise, texts, interpretable embeddings, Insights, pictures."""
+"""Captum's tools around a method: noise, texts, interpretable embeddings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from captum.attr import (
     configure_interpretable_embedding_layer,
     remove_interpretable_embedding_layer,
 )
-from captum.metrics import infidelity
 from helpers.every_method import each_method
 from zoo.language import word_tokenizer
-from zoo.small import classifier, images, mamba_lm, token_ids, vision
+from zoo.small import mamba_lm, token_ids
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients"),
@@ -48,22 +47,6 @@ def test_noise_tunnel_hands_options_on(method, watched):
     per_token = tunnel.attribute(inputs, per_token=True, **options)
     torch.testing.assert_close(per_token, whole.sum(-1), rtol=1e-4, atol=1e-6)
     assert not whole[:, 4:].any()  # query and target were at the fourth token
-
-
-@each_method
-@pytest.mark.parametrize("label", [None, torch.tensor(3)])
-def test_as_insights_calls_it(method, watched, label):
-    if label is None and (method.needs_gradient or method.__name__ == "LatimLogit"):
-        with pytest.raises(ValueError, match="target is needed"):
-            method(vision()).attribute(images(1))
-        return
-    instance, picture = method(watched(vision("middle"))), images(1)
-    beneath = instance.attribute.__wrapped__
-    (found,) = beneath(instance, (picture,), additional_forward_args=None, target=label)
-    target = None if label is None else 3
-    assert torch.equal(found, instance.attribute(picture, target=target))
-    # its image feature works on channels last, in numpy
-    assert found.squeeze(0).permute(1, 2, 0).numpy().shape == (12, 12, 3)
 
 
 def of_log_probabilities(method, model, whole, token):
@@ -110,21 +93,3 @@ def test_interpretable_embeddings(method, watched):
     finally:
         remove_interpretable_embedding_layer(model, layer)
     assert torch.equal(method(model).attribute(ids, target=(4, 3)), expected)
-
-
-@each_method
-def test_infidelity(method, watched):
-    model = watched(classifier("mean"))
-    inputs, target = model.backbone.embeddings(token_ids(2, 6)).detach(), torch.tensor([4, 1])
-    relevance = method(model).attribute(inputs, target=target)
-    noise = 0.1 * torch.randn_like(inputs)
-
-    def scores(x):
-        return model(inputs_embeds=x)
-
-    found = infidelity(scores, lambda x: (noise, x - noise), inputs, relevance, target=target,
-                       n_perturb_samples=1)  # fmt: skip
-    with torch.no_grad():
-        change = (scores(inputs) - scores(inputs - noise))[range(2), target]
-    expected = ((noise * relevance).flatten(1).sum(1) - change) ** 2
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)

@@ -11,9 +11,9 @@ from collections import Counter
 from random import Random
 
 import pytest
-from fuzz.fuzzing import cases
 from fuzz.wrapper_checks import METHODS, check
 from fuzz.wrappers import draw
+from hypothesis import settings
 
 from captum_ssm.attr import catalogue
 
@@ -30,7 +30,8 @@ def test_no_method_is_forgotten() -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_explained_as_they_are_or_refused(part: int, seed: int) -> None:
-    random, count = Random(f"{seed} {part}"), cases(quick=5, long=2000 // PARTS)
+    many = settings.get_current_profile_name() == "long"  # by --hypothesis-profile=long
+    random, count = Random(f"{seed} {part}"), 2000 // PARTS if many else 5
     refused: Counter[str] = Counter()
     networks = 0
     for _ in range(count):

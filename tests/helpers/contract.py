@@ -51,16 +51,10 @@ class CalledWithMask(Called):
 
 
 def holds(
-    mixer: Any,
-    width: int,
-    formula: Formula | None = None,
-    refuses: Mapping[str, str] | None = None,
-    *,
-    tokens: int = 8,
-    masked: bool | None = None,
-    clauses: Collection[str] = CORE,
-    **arguments: Any,
-) -> None:
+    mixer: Any, width: int, formula: Formula | None = None,
+    refuses: Mapping[str, str] | None = None, *, tokens: int = 8, masked: bool | None = None,
+    clauses: Collection[str] = CORE, **arguments: Any,
+) -> None:  # fmt: skip
     """Check a mixer of embeddings (2, L, E).
 
     Args:

@@ -26,32 +26,17 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = [str(Path(__file__).with_name(name)) for name in ("counts.py", "mps.py", "stand_in.py")]
 #: What the host waits for, besides copies to it.
 _WAITED_FOR = {
-    aten._local_scalar_dense,
-    aten.nonzero,
-    aten.masked_select,
-    aten.equal,
-    aten.unique_consecutive,
-    aten._unique2,
-    aten.unique_dim,
-    aten._linalg_check_errors,
-    aten.bincount,
-}
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.unique_consecutive,
+    aten._unique2, aten.unique_dim, aten._linalg_check_errors, aten.bincount,
+}  # fmt: skip
 #: Of these an index of truth values has to be counted first.
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 #: What only makes memory, or is a copy to the host.
 _NO_LAUNCH = {
-    aten._local_scalar_dense,
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.lift_fresh,
-    aten._reshape_alias,
-    aten._unsafe_view,
-    aten.set_,
+    aten._local_scalar_dense, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
+    aten.new_empty_strided, aten.lift_fresh, aten._reshape_alias, aten._unsafe_view, aten.set_,
     aten.resize_,
-}
+}  # fmt: skip
 #: What moves numbers and computes none.
 _MOVING = {aten._to_copy, aten.clone, aten.copy_}
 #: What reads only what it returns of its first tensor.
@@ -96,13 +81,9 @@ class Counts:
         return len(self.waits) - self.uploads
 
     def add(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any,
         given: Sequence[Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Count one operation.
 
         Args:

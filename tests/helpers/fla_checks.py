@@ -251,14 +251,9 @@ Make = Callable[[Any, Tensor, Tensor], Formula]
 
 
 def holds(
-    layer: Any,
-    width: int,
-    formula: Make | None = None,
-    *,
-    compacted: bool,
-    refuses: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> None:
+    layer: Any, width: int, formula: Make | None = None, *, compacted: bool,
+    refuses: Mapping[str, str] | None = None, **kwargs: Any,
+) -> None:  # fmt: skip
     """The contract of adapters, its matrices for ablations, and padding between tokens.
 
     Args:

@@ -14,25 +14,14 @@ from captum_ssm.linear.rules import RULES
 from helpers.function_arguments import ARGUMENTS, Constants
 
 NAMESPACES = {
-    "torch": torch,
-    "F": F,
-    "linalg": torch.linalg,
-    "special": torch.special,
-    "Tensor": Tensor,
-}
+    "torch": torch, "F": F, "linalg": torch.linalg, "special": torch.special, "Tensor": Tensor,
+}  # fmt: skip
 
 
 #: Changes a tensor in a way that is no function of it, or has arguments of its own.
 WITHOUT_IN_PLACE = {
-    "squeeze",
-    "unsqueeze",
-    "t",
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "bernoulli",
-    "__setitem__",
-}
+    "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "bernoulli", "__setitem__",
+}  # fmt: skip
 
 #: Functions whose first argument is no tensor of the usual shape, or that need a form of their own.
 CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {

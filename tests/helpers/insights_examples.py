@@ -93,14 +93,9 @@ class Answer(NamedTuple):
 
 
 def ask(
-    url: str,
-    path: str = "/",
-    request: Any = None,
-    *,
-    token: str | None = None,
-    headers: dict[str, str] | None = None,
-    method: str | None = None,
-) -> Answer:
+    url: str, path: str = "/", request: Any = None, *, token: str | None = None,
+    headers: dict[str, str] | None = None, method: str | None = None,
+) -> Answer:  # fmt: skip
     """What the server of a page's address answers.
 
     Args:

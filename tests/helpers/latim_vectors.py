@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import architectures, attention, fla_cpu, networks
+from zoo import architectures, attention, networks
 
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.tracing import Layer
@@ -15,11 +15,6 @@ from helpers.contract import record as record
 
 
 def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
-    if name == "rwkv6":
-        package = fla_cpu.install(patch)
-        # heads that come out small are divided by their size, which enlarges rounding
-        sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
-        return architectures.language(package.model("RWKV6", **sizes))
     if name in networks.NETWORKS:
         return networks.NETWORKS[name](patch)
     model = attention.attention_model(name)

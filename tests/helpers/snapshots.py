@@ -17,15 +17,10 @@ from captum_ssm.tracing import eager
 from captum_ssm.tracing.repair import loops
 
 HOOKS = [
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-]
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_state_dict_hooks",
+]  # fmt: skip
 
 
 def hooks(model: nn.Module) -> dict[tuple[str, str], dict[int, Any]]:

@@ -537,14 +537,9 @@ def _convolved(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
 
 
 def _attended(
-    query: Tensor,
-    key: Tensor,
-    log_decay: Tensor,
-    scale: Tensor | None,
-    v: Tensor,
-    *,
+    query: Tensor, key: Tensor, log_decay: Tensor, scale: Tensor | None, v: Tensor, *,
     transposed: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What :func:`fused_heads.run` returns, on a processor: of one chunk after the other."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     heads = ScalarDecayHeads(query, key, log_decay, scale, v.shape[-1])
@@ -556,16 +551,9 @@ def _attended(
 
 
 def _corrected(
-    query: Tensor,
-    key: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    erase: Tensor | None,
-    erase_step: Tensor | None,
-    v: Tensor,
-    *,
-    transposed: bool,
-) -> Tensor:
+    query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor | None, erase: Tensor | None,
+    erase_step: Tensor | None, v: Tensor, *, transposed: bool,
+) -> Tensor:  # fmt: skip
     """What :func:`fused_delta.run` returns, on a processor: of one chunk after the other."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     erasing = {"erase": erase, "erase_step": erase_step}

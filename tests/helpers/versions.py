@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 VERSION_4 = transformers.__version__.startswith("4.")
@@ -52,8 +51,3 @@ def renamed(family: str, options: dict[str, Any]) -> dict[str, Any]:
         name: [old.get(kind, kind) for kind in value] if name in lists else value
         for name, value in options.items()
     }
-
-
-def continuing(position: int) -> dict[str, Any]:
-    """What a mixer is told, beside the cache, that goes on at a position."""
-    return {"cache_position": torch.tensor([position])} if VERSION_4 else {}

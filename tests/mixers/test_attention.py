@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,18 +13,12 @@ from helpers import contract
 from oracles import relative_error
 from torch import Tensor
 from zoo.adapters import ADAPTERS
-from zoo.attention import (
-    FAMILIES,
-    IMAGES,
-    attention_model,
-    attention_names,
-)
+from zoo.attention import FAMILIES, IMAGES, attention_model, attention_names
 from zoo.delta import Family
 
 from captum_ssm import trace
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.parts.softmax import seen_pairs
-from captum_ssm.testing.adapters import check_adapter
 from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
@@ -132,14 +125,6 @@ def test_probabilities_equal_those_of_eager_attention(
         blind = (wanted * (mask == 1)[:, None, None, :]).sum(-1) < 0.999
         assert not found[blind].any()
         assert bool(blind.any()) == (family != "bert")
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_contract_of_grouped_keys_and_values(heads: int) -> None:
-    model = attention_model("llama", num_key_value_heads=heads)
-    check_adapter(lambda: model, some_input("llama"), clauses=contract.CORE)
-    layers = record(model, some_input("llama"), attention_mask=torch.ones(2, 9).long())
-    assert all(layer.linear.mask is None for layer in layers)
 
 
 # --- masks of other forms --------------------------------------------------------------------
@@ -287,16 +272,6 @@ def test_output_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = torch.einsum("bihp,bhij->bhpij", gate, probabilities).flatten(1, 2)
         assert relative_error(layer.operator.dense(None), wanted) <= 1e-5
         assert {leaf.component for leaf in layer.operator.leaves()} == {"gate", "scan"}
-
-
-@pytest.mark.parametrize(
-    ("family", "scale", "joins"),
-    [("minimax", 1.5, "residual"), ("zamba", 1.0, "feeds")],
-)
-def test_joins_and_branch_scale(family: str, scale: float, joins: str) -> None:
-    for layer in record(attention_model(family), some_input(family)):
-        assert layer.joins == joins
-        assert math.isclose(layer.linear.branch_scale, scale)
 
 
 @pytest.mark.parametrize(

@@ -61,15 +61,6 @@ def test_contract_of_caduceus(both: bool) -> None:
         check_formula(strands(both, **options), 10 if both else 5, 7, formula)
 
 
-def test_the_directions_are_mambas_of_mamba_ssm(mamba_ssm: Any) -> None:
-    module, hidden = strands(both=False), torch.randn(2, 9, 5)
-    one, other = (mamba_ssm.Mamba(d_model=5, d_state=3, use_fast_path=False) for _ in range(2))
-    one.load_state_dict(module.mamba_fwd.state_dict())
-    other.load_state_dict(module.mamba_rev.state_dict())
-    wanted = one(hidden) + other(hidden.flip(1)).flip(1)
-    assert relative_error(module(hidden), wanted) <= 1e-6
-
-
 def test_matrices_of_the_heads_of_both_strands() -> None:
     """Those of the second half are those of the reverse complement, seen from the other end."""
     module, hidden = strands(both=True).double(), torch.randn(1, 6, 10).double()
@@ -131,13 +122,9 @@ CASCADES: dict[str, dict[str, Any]] = {
     "li": {"state_size": 3},
 }
 SIZES: dict[str, Any] = {
-    "heads": 2,
-    "inner_mlp_size": 10,
-    "se_length": 4,
-    "se_groups": 2,
-    "mr_groups": 4,
+    "heads": 2, "inner_mlp_size": 10, "se_length": 4, "se_groups": 2, "mr_groups": 4,
     "state_size": 3,
-}
+}  # fmt: skip
 LAYOUT = ("se", "mr", "li", "attention", "se")
 
 

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import check, record, record_one
-from helpers.fla_checks import (
-    EPS,
-    holds,
-    side_mask,
-)
+from helpers.fla_checks import EPS, holds, side_mask
 from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
@@ -38,24 +34,16 @@ OF_HGRN2 = {"expand_ratio": 6, "norm_eps": 10.0}  # the layer's norm is not told
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("MultiScaleRetention", {**OF_RETNET, **SHORT}),
     ("MultiScaleRetention", {**OF_RETNET, **BIASED, "num_kv_heads": 2}),
-    (
-        "MultiScaleRetention",
-        {**OF_RETNET, "fuse_norm": False, "gate_fn": "gelu", "feature_map": "relu"},
-    ),
-    (
-        "MultiScaleRetention",
-        {**OF_RETNET, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1},
-    ),
+    ("MultiScaleRetention",
+     {**OF_RETNET, "fuse_norm": False, "gate_fn": "gelu", "feature_map": "relu"}),
+    ("MultiScaleRetention",
+     {**OF_RETNET, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1}),
     ("GatedLinearAttention", {**OF_GLA, **SHORT, "gate_logit_normalizer": 1}),
     ("GatedLinearAttention", {**OF_GLA, **BIASED, "num_kv_heads": 2, "clamp_min": -0.05}),
-    (
-        "GatedLinearAttention",
-        {**OF_GLA, "gate_fn": "sigmoid", "feature_map": "relu", "expand_v": 2.0},
-    ),
-    (
-        "GatedLinearAttention",
-        {**OF_GLA, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1},
-    ),
+    ("GatedLinearAttention",
+     {**OF_GLA, "gate_fn": "sigmoid", "feature_map": "relu", "expand_v": 2.0}),
+    ("GatedLinearAttention",
+     {**OF_GLA, "use_output_gate": False, "elementwise_affine": False, "num_heads": 1}),
     ("HGRN2Attention", OF_HGRN2),
     ("HGRN2Attention", {**OF_HGRN2, **SHORT, "elementwise_affine": False}),
     ("HGRN2Attention", {**OF_HGRN2, **BIASED, "expand_ratio": None, "num_heads": 2}),
@@ -65,30 +53,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("RWKV6Attention", {**OF_RWKV6, "expand_k": 1.0, "expand_v": 2.0, "num_heads": 2}),
     ("RWKV6Attention", {**OF_RWKV6, "num_heads": 1, "gate_fn": "sigmoid"}),
     ("RWKV6Attention", {**OF_RWKV6, "elementwise_affine": False}),
-    (
-        "LinearAttention",
-        {**OF_LINEAR, "feature_map": "elu", "do_feature_map_norm": True, "norm_q": True},
-    ),
-    (
-        "LinearAttention",
-        {**OF_LINEAR, "num_kv_heads": 2, "feature_map": "relu", "expand_k": 2.0, "expand_v": 0.5},
-    ),
+    ("LinearAttention",
+     {**OF_LINEAR, "feature_map": "elu", "do_feature_map_norm": True, "norm_q": True}),
+    ("LinearAttention",
+     {**OF_LINEAR, "num_kv_heads": 2, "feature_map": "relu", "expand_k": 2.0, "expand_v": 0.5}),
     ("LinearAttention", {**OF_LINEAR, "output_norm": "identity", "tie_feature_map_qk": True}),
-    (
-        "LinearAttention",
-        {**OF_LINEAR, "feature_map": "hedgehog", "norm_k": True, **NORMED},
-    ),
+    ("LinearAttention", {**OF_LINEAR, "feature_map": "hedgehog", "norm_k": True, **NORMED}),
     ("LinearAttention", {**OF_LINEAR, "feature_map": "dpfp", "elementwise_affine": False}),
     ("LinearAttention", {**OF_LINEAR, "feature_map": "identity"}),
     ("SimpleGatedLinearAttention", OF_LINEAR),
-    (
-        "SimpleGatedLinearAttention",
-        {**OF_LINEAR, "num_kv_heads": 2, "conv_bias": True, "gate_logit_normalizer": 1},
-    ),
-    (
-        "SimpleGatedLinearAttention",
-        {**OF_LINEAR, "use_short_conv": False, "gate_fn": "sigmoid", "feature_map": "relu"},
-    ),
+    ("SimpleGatedLinearAttention",
+     {**OF_LINEAR, "num_kv_heads": 2, "conv_bias": True, "gate_logit_normalizer": 1}),
+    ("SimpleGatedLinearAttention",
+     {**OF_LINEAR, "use_short_conv": False, "gate_fn": "sigmoid", "feature_map": "relu"}),
     ("BasedLinearAttention", OF_BASED),
     ("BasedLinearAttention", {**OF_BASED, "mode": "chunk"}),
     # the norms are not told this eps
@@ -99,7 +76,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LightNetAttention", {**OF_LIGHTNET, "norm_eps": 10.0}),
     ("LightNetAttention", {**OF_LIGHTNET, **SHORT, "elementwise_affine": False}),
     ("LightNetAttention", {**OF_LIGHTNET, **BIASED, "expand_ratio": None, "num_heads": 2}),
-]
+]  # fmt: skip
 
 
 def make(fla: FLA, kind: str, **options: Any) -> Any:

@@ -20,11 +20,8 @@ from captum_ssm.tracing.projection import projection_of
 #: Two numbers of bfloat16 keep 16 of the 24 bits of a number of float32.
 SPLIT = 2.0**-16
 METHODS = (
-    "LatimFlow, frozen",
-    "LatimFlow, centred",
-    "ImplicitAttentionRollout",
-    "MambaAttribution",
-)
+    "LatimFlow, frozen", "LatimFlow, centred", "ImplicitAttentionRollout", "MambaAttribution",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -33,6 +30,7 @@ def device() -> Iterator[StandIn]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", METHODS)
 @pytest.mark.parametrize("family", ["Mamba", "Mamba-2", "softmax"])
 def test_no_projection_is_copied(device: StandIn, family: str, call: str) -> None:

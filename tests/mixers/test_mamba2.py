@@ -90,13 +90,10 @@ def check(mixer: Any, form: Form, hidden: Tensor, **options: Any) -> tuple[Layer
     return layer, parts
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ngroups": 1, "bias": True, "conv_bias": False},
-        {"ngroups": 6, "d_conv": 2, "dt_limit": (0.5, 1.0)},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"ngroups": 1, "bias": True, "conv_bias": False},
+    {"ngroups": 6, "d_conv": 2, "dt_limit": (0.5, 1.0)},
+])  # fmt: skip
 def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
     mixer, form = make(**options)
 
@@ -111,14 +108,11 @@ def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"D_has_hdim": True},
-        {"rmsnorm": False},
-        {"norm_before_gate": True, "D_has_hdim": True, "ngroups": 1},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"D_has_hdim": True},
+    {"rmsnorm": False},
+    {"norm_before_gate": True, "D_has_hdim": True, "ngroups": 1},
+])  # fmt: skip
 def test_options_of_mamba_ssm(
     request: pytest.FixtureRequest, options: dict[str, Any], fused: bool
 ) -> None:
@@ -344,10 +338,7 @@ def test_caches_and_packed_sequences_of_mamba_ssm_are_refused(
     x, given = torch.randn(1, 4, 12), torch.zeros(1, 4, dtype=torch.int32)
     for name, place in places.items():
         error = CachedStateError if name == "inference_params" else InputError
-        for call in (
-            Call((x,), {name: given}, x),
-            Call((x, *[None] * (place - 1), given), {}, x),
-        ):
+        for call in (Call((x,), {name: given}, x), Call((x, *[None] * (place - 1), given), {}, x)):
             with pytest.raises(error, match=name):
                 adapter(mixer, call)
     if kind == "Mamba2":

@@ -80,17 +80,6 @@ def test_mamba(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     against(record_one(block, hidden), gated(F.silu(z), one_direction(block, "", hidden)))
 
 
-@pytest.mark.parametrize("options", [
-    {"use_mem_eff_path": True, "n_groups": 2},
-    {"learnable_init_states": True, "bias": True, "dt_limit": (0.2, 0.9)},
-])  # fmt: skip
-def test_mamba2(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matrices are those of the adapter of Mamba-2, which has tests of its own."""
-    model = MODELS["mamba2"](monkeypatch, **options)
-    for layer in record(model, torch.randint(16, (2, 11))):
-        check(layer)
-
-
 def test_jamba(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["jamba"](monkeypatch)
     ids = torch.randint(16, (2, 7))

@@ -30,13 +30,9 @@ WHOLE, FILLED_UP = (96, 96), (75, 110)
 def small_model(mambavision: Any, **options: Any) -> Any:
     """Maps of 6 x 6 and 3 x 3 tokens for images of 96 x 96, both in windows of 3 x 3."""
     small = {
-        "dim": 4,
-        "in_dim": 6,
-        "depths": [1, 1, 3, 2],
-        "num_heads": [1, 1, 2, 4],
-        "window_size": [8, 8, 3, 3],
-        "num_classes": 5,
-    }
+        "dim": 4, "in_dim": 6, "depths": [1, 1, 3, 2], "num_heads": [1, 1, 2, 4],
+        "window_size": [8, 8, 3, 3], "num_classes": 5,
+    }  # fmt: skip
     return randomised(mambavision.mamba_vision_T(**small | options))
 
 

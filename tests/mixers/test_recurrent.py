@@ -281,16 +281,13 @@ def xlstm_formula(module: Any, hidden: Tensor, _: Any) -> Tensor:
     return diagonal_matrices(own_share, v.shape) @ core
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_bias": False},
-        {"weight_mode": "fused"},
-        {"num_heads": 1, "chunk_size": 64},
-        {"num_heads": 4, "v_dim_factor": 2.0},
-        {"v_dim_factor": 0.5},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"use_bias": False},
+    {"weight_mode": "fused"},
+    {"num_heads": 1, "chunk_size": 64},
+    {"num_heads": 4, "v_dim_factor": 2.0},
+    {"v_dim_factor": 0.5},
+])  # fmt: skip
 def test_contract_of_xlstm(options: dict[str, Any]) -> None:
     clauses = set(contract.CORE)
     if "chunk_size" not in options:

@@ -16,7 +16,7 @@ from oracles import vim as oracle
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
+from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
 
@@ -51,13 +51,9 @@ def fork_of(base: Any, halving: str) -> Any:
 
     class Mamba(base):  # type: ignore[misc]
         def __init__(
-            self,
-            d_model: int,
-            bimamba_type: str = "none",
-            if_devide_out: bool = False,
-            init_layer_scale: float | None = None,
-            **options: Any,
-        ) -> None:
+            self, d_model: int, bimamba_type: str = "none", if_devide_out: bool = False,
+            init_layer_scale: float | None = None, **options: Any,
+        ) -> None:  # fmt: skip
             super().__init__(d_model, **options)
             self.bimamba_type, self.init_layer_scale = bimamba_type, init_layer_scale
             setattr(self, halving, if_devide_out)
@@ -109,13 +105,10 @@ def alpha(mixer: Any, hidden: Tensor, kind: tuple[str, bool], components: Any) -
     return ahead + back
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"d_conv": 1, "bias": True, "d_state": 16, "dt_rank": 3},
-        {"d_conv": 2, "conv_bias": False, "init_layer_scale": 0.2},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"d_conv": 1, "bias": True, "d_state": 16, "dt_rank": 3},
+    {"d_conv": 2, "conv_bias": False, "init_layer_scale": 0.2},
+])  # fmt: skip
 def test_contract(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[str, Any]) -> None:
     mixer = make_mixer(*kind, **options)
 
@@ -123,15 +116,6 @@ def test_contract(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[s
         return {name: alpha(mixer, hidden, kind, name) for name in ABLATIONS}
 
     contract.holds(mixer, 5, matrices)
-
-
-def test_not_a_number_is_found() -> None:
-    for what, component in (("A_b_log", "scan"), ("conv1d_b.weight", "conv")):
-        mixer = own_mixer("v2", True)
-        with torch.no_grad():
-            mixer.get_parameter(what)[0] = torch.nan
-        with pytest.raises(NonFiniteError, match=component):
-            _ = record_one(mixer, torch.randn(1, 5, 5)).linear
 
 
 # --- the published fork ---------------------------------------------------------------------

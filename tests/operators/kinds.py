@@ -645,56 +645,35 @@ def windowed(kind: Kind, more: int = 1) -> Kind:
 SKIP, PER_CHANNEL = (0, 0, 1, 0), (0, 0, 1, 1)
 #: Elementary operators of heads with any number of channels.
 LEAVES: dict[str, Kind] = {
-    "diagonal": diagonal(),
-    "diagonal per head": diagonal(SKIP, "skip"),
+    "diagonal": diagonal(), "diagonal per head": diagonal(SKIP, "skip"),
     "diagonal per token": diagonal((1, 1, 0, 0), None),
-    "diagonal per channel": diagonal(PER_CHANNEL),
-    "conv": conv(0, 1, 2, 3),
+    "diagonal per channel": diagonal(PER_CHANNEL), "conv": conv(0, 1, 2, 3),
     "conv of one tap": conv(0, bias=PER_CHANNEL),
     "conv with a bias per token": conv(0, 1, bias=(1, 1, 1, 0)),
-    "conv both ways": conv(-2, 0, 1, 1, 3, bias=(0, 1, 0, 1)),
-    "conv ahead": conv(-1, -4),
-    "conv of a far lag": conv(7),
-    "conv over a map": map_conv,
-    "long conv": long_conv(),
+    "conv both ways": conv(-2, 0, 1, 1, 3, bias=(0, 1, 0, 1)), "conv ahead": conv(-1, -4),
+    "conv of a far lag": conv(7), "conv over a map": map_conv, "long conv": long_conv(),
     "long conv shared by heads": long_conv(shared=True, extra=5),
-    "long conv of a short kernel": long_conv(extra=-4),
-    "running sum": running_sum,
-    "permute": permute,
-    "flip": flip,
-    "given": given,
-    "softmax": softmax,
-    "scalar decay": scalar_decay(0, scaled=False),
-    "scalar decay of one group": scalar_decay(1),
-    "scalar decay of groups": scalar_decay(2),
-    "vector decay": vector_decay(),
-    "vector decay, bonus": vector_decay(has_bonus=True),
-    "delta rule": delta_rule(),
-    "delta rule, decay": delta_rule(1),
-    "delta rule, decay of channels": delta_rule(2),
+    "long conv of a short kernel": long_conv(extra=-4), "running sum": running_sum,
+    "permute": permute, "flip": flip, "given": given, "softmax": softmax,
+    "scalar decay": scalar_decay(0, scaled=False), "scalar decay of one group": scalar_decay(1),
+    "scalar decay of groups": scalar_decay(2), "vector decay": vector_decay(),
+    "vector decay, bonus": vector_decay(has_bonus=True), "delta rule": delta_rule(),
+    "delta rule, decay": delta_rule(1), "delta rule, decay of channels": delta_rule(2),
     "delta rule of two keys": delta_rule(erase=True, steps=True),
     "delta rule of two keys, decay": delta_rule(1, erase=True, steps=True),
     "delta rule of two keys, decay of channels": delta_rule(2, erase=True, steps=True),
-    "delta rule asked by another key": delta_rule(1, erase=True),
-    "delta product": delta_product(),
+    "delta rule asked by another key": delta_rule(1, erase=True), "delta product": delta_product(),
     "delta product, decay": delta_product(decays=True),
     "scored by scalar decay": scored(scalar_decay(0, scaled=False), forgets=True),
     "scored by delta rule": scored(delta_rule(erase=True, steps=True), padded=True),
-}
+}  # fmt: skip
 #: Those of heads with one channel.
 SINGLE: dict[str, Kind] = {
-    "scan": scan(),
-    "scan of one state": scan(states=1),
-    "scan of groups": scan(2),
-    "elementwise": elementwise,
-    "wkv": wkv,
-}
+    "scan": scan(), "scan of one state": scan(states=1), "scan of groups": scan(2),
+    "elementwise": elementwise, "wkv": wkv,
+}  # fmt: skip
 #: Those that mix the channels of a head, and what is left of them in per_channel().
-MIXING: dict[str, Kind] = {
-    "feedback": feedback,
-    "own shares": own_shares,
-    "centering": centering,
-}
+MIXING: dict[str, Kind] = {"feedback": feedback, "own shares": own_shares, "centering": centering}
 _core = total(scan(), diagonal(SKIP, "skip"))
 #: Products and sums whose fast versions differ; ``True`` for heads with one channel.
 COMPOSED: dict[str, tuple[Kind, bool]] = {

@@ -42,16 +42,6 @@ def test_restrict_keeps_the_named_and_the_structural() -> None:
             assert relative_error(offset, times(ahead, bias)) <= 1e-12
 
 
-def test_nothing_left_is_none() -> None:
-    shape = Shape(1, 3, 2, 1)
-    gate, skip = diagonal()(shape).operator, diagonal(SKIP, "skip")(shape).operator
-    assert gate.restrict({"scan"}) is None
-    assert Chain(gate, skip).restrict({"conv"}) is None
-    assert Sum(gate, skip).restrict({"conv"}) is None
-    assert Chain(gate, Sum(gate, skip)).restrict(()) is None
-    assert gate.restrict({"gate"}) is gate
-
-
 def test_a_part_of_which_nothing_is_left_passes_values_on() -> None:
     first, skip = scan()(Shape(2, 7, 5, 1)), diagonal((1, 1, 1, 1), "skip")(Shape(2, 7, 5, 1))
     last = conv(0, 1)(Shape(2, 7, 2, 1))

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.errors import CaptumSSMError, OptionError
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    LongConv,
-    Shape,
-)
+from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
 
 EXACT = 1e-12
 
@@ -59,17 +54,14 @@ def test_autocast_is_kept_out() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
-        (torch.zeros(3, 2, 5, dtype=torch.complex64), "real kernel"),
-        (torch.zeros(3, 5), r"\(3, 5\).*kernel\[:, None\]"),
-        (torch.zeros(2, 3, 5), r"H = 3 and P = 2 or 1"),
-        (torch.zeros(1, 1, 5), r"H = 3 and P = 2 or 1"),
-        (torch.zeros(3, 2, 0), r"\(3, 2, 0\)"),
-        (torch.zeros(3, 2, 5, 1), r"\(3, 2, 5, 1\)"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "message"), [
+    (torch.zeros(3, 2, 5, dtype=torch.complex64), "real kernel"),
+    (torch.zeros(3, 5), r"\(3, 5\).*kernel\[:, None\]"),
+    (torch.zeros(2, 3, 5), r"H = 3 and P = 2 or 1"),
+    (torch.zeros(1, 1, 5), r"H = 3 and P = 2 or 1"),
+    (torch.zeros(3, 2, 0), r"\(3, 2, 0\)"),
+    (torch.zeros(3, 2, 5, 1), r"\(3, 2, 5, 1\)"),
+])  # fmt: skip
 def test_a_kernel_that_does_not_fit_is_refused(kernel: Tensor, message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         LongConv(kernel, Shape(1, 4, 3, 2))

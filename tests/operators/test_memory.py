@@ -15,17 +15,11 @@ from captum_ssm.operators.readings.memory import memories_of
 B, L, H, P = 2, 7, 3, 2
 #: Kinds with states, and what reads these.
 READS = {
-    "scan": "C",
-    "scan of groups": "C",
-    "scalar decay of one group": "query",
-    "vector decay": "query",
-    "delta rule": "query",
-    "delta rule, decay": "query",
-    "delta rule, decay of channels": "query",
-    "delta rule of two keys, decay of channels": "query",
-    "elementwise": "",
-    "feedback": "gate",
-}
+    "scan": "C", "scan of groups": "C", "scalar decay of one group": "query",
+    "vector decay": "query", "delta rule": "query", "delta rule, decay": "query",
+    "delta rule, decay of channels": "query", "delta rule of two keys, decay of channels": "query",
+    "elementwise": "", "feedback": "gate",
+}  # fmt: skip
 #: Coefficients with which a token leaves the states as they are.
 NO_STEP = {"log_decay": 0.0, "beta": 0.0, "erase_step": 0.0, "dt": 0.0, "decay": 1.0, "write": 0.0}
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from operators.kinds import COMPOSED
 
-from captum_ssm.errors import OptionError, QueryError
-from captum_ssm.operators import Shape, discard_smallest
-
-mamba, _ = COMPOSED["mamba"]
+from captum_ssm.errors import OptionError
+from captum_ssm.operators import discard_smallest
 
 
 def test_discard_smallest_by_hand() -> None:
@@ -34,22 +29,3 @@ def test_discard_smallest_drops_the_asked_number(percent: int) -> None:
 def test_discard_smallest_refuses(ratio: float) -> None:
     with pytest.raises(OptionError, match="ratio"):
         discard_smallest(ratio)
-
-
-@pytest.mark.parametrize("reduce", ["median", "", "Mean", 3, 0.5, ["mean"]])
-def test_unknown_reduction_is_refused(reduce: Any) -> None:
-    operator = mamba(Shape(2, 4, 5, 1)).operator
-    for call in (lambda: operator.rows([0], reduce), lambda: operator.dense(reduce)):
-        with pytest.raises(OptionError, match="reduce") as caught:
-            call()
-        assert isinstance(caught.value, ValueError)
-        for known in ("mean", "max", "min", "product", "heads", "None", "discard_smallest"):
-            assert known in str(caught.value)
-
-
-@pytest.mark.parametrize("asked", [[4], [0, -5], [[0, 1], [1, 4]], [[0], [-5]], []])
-def test_positions_outside_are_named(asked: list[Any]) -> None:
-    given = torch.tensor(asked) if asked and isinstance(asked[0], list) else asked
-    with pytest.raises(QueryError, match=r"positions must lie in \[-4, 4\)") as caught:
-        mamba(Shape(2, 4, 5, 1)).operator.rows(given)
-    assert str(given) in str(caught.value)

@@ -156,12 +156,9 @@ def scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mamba1_parts(
-    mixer: Any,
-    hidden: Tensor,
-    mask: Tensor | None = None,
-    *,
+    mixer: Any, hidden: Tensor, mask: Tensor | None = None, *,
     adapters: Collection[str] = ("in_proj", "x_proj", "out_proj"),
-) -> Parts:
+) -> Parts:  # fmt: skip
     """The mixer's forward pass from its parameters in float64.
 
     Args:

@@ -11,30 +11,15 @@ from typing import Any
 
 #: By part of the file, the type of every key that must be there; several where one may be null.
 METADATA = {
-    "slug": str,
-    "scan": str,
-    "transcoder_list": list,
-    "prompt_tokens": list,
-    "prompt": str,
-    "node_threshold": float,
-    "schema_version": int,
-}
+    "slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list, "prompt": str,
+    "node_threshold": float, "schema_version": int,
+}  # fmt: skip
 QPARAMS = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
 NODE = {
-    "node_id": str,
-    "feature": int,
-    "layer": str,
-    "ctx_idx": int,
-    "feature_type": str,
-    "token_prob": float,
-    "is_target_logit": bool,
-    "run_idx": int,
-    "reverse_ctx_idx": int,
-    "jsNodeId": str,
-    "clerp": str,
-    "influence": (float, type(None)),
-    "activation": float,
-}
+    "node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str,
+    "token_prob": float, "is_target_logit": bool, "run_idx": int, "reverse_ctx_idx": int,
+    "jsNodeId": str, "clerp": str, "influence": (float, type(None)), "activation": float,
+}  # fmt: skip
 LINK = {"source": str, "target": str, "weight": float}
 
 FEATURE, ERROR = "cross layer transcoder", "mlp reconstruction error"

@@ -59,12 +59,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *args: Any,
-        select: Callable[[Tensor], Tensor] | None = None,
+        self, model: nn.Module, *args: Any, select: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.mixers = mixers_of(model)
         self.inputs: list[Tensor] = []

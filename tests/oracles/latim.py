@@ -19,22 +19,14 @@ Function = Callable[[Tensor], Tensor]
 
 #: f of eq. 19; None stands for the frozen ratio.
 FUNCTIONS: dict[str, Function | None] = {
-    "linearized": None,
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-    "taylor1": lambda x: 0.5 * x,
+    "linearized": None, "silu": lambda x: x / (1 + torch.exp(-x)), "taylor1": lambda x: 0.5 * x,
     "taylor2": lambda x: 0.5 * x + 0.25 * x * x,
-    "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
-    "identity": lambda x: x,
-}
+    "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)), "identity": lambda x: x,
+}  # fmt: skip
 
 
 def shares(
-    x: Tensor,
-    taps: Tensor,
-    bias: Tensor,
-    ratio: Tensor,
-    keep: Tensor,
-    function: Function | None,
+    x: Tensor, taps: Tensor, bias: Tensor, ratio: Tensor, keep: Tensor, function: Function | None
 ) -> Tensor:
     """phi[t, k] of eq. 19, what token t - k contributes to the activation at t: (L, K, D).
 

@@ -59,12 +59,9 @@ def form_of(mixer: Any, config: Any) -> Form:
 
 @torch.no_grad()
 def mamba2_parts(
-    mixer: Any,
-    hidden: Tensor,
-    form: Form,
-    mask: Tensor | None = None,
+    mixer: Any, hidden: Tensor, form: Form, mask: Tensor | None = None,
     initial: Tensor | None = None,
-) -> Parts:
+) -> Parts:  # fmt: skip
     """The mixer's forward pass from its parameters in float64, of D = H P channels."""
     keep, heads = keep_of(mask, hidden), len(mixer.A_log)
     entering = hidden.double() * keep[..., None] * form.before_in_proj

@@ -51,12 +51,9 @@ def cut_output(
 
 
 def run_without(
-    model: Any,
-    inputs: Tensor,
-    zeroed: Zeroed,
-    change: Callable[[Operator], Tensor] = whole_matrix,
+    model: Any, inputs: Tensor, zeroed: Zeroed, change: Callable[[Operator], Tensor] = whole_matrix,
     **options: Any,
-) -> tuple[Any, list[Tensor]]:
+) -> tuple[Any, list[Tensor]]:  # fmt: skip
     """What the model returns without some entries, and what the mixers with any returned.
 
     Args:

@@ -28,14 +28,10 @@ DIVIDED = {
         "sigmoid gate": ("one half", 1.0),
     },
     "centred": {
-        "content": ("zero", 1.0),
-        "gate": ("zero", 1.0),
-        "sigmoid gate": ("one half", 1.0),
-        "key": ("mean", 0.5),
-        "query": ("mean", 0.5),
-        "step": ("own", 0.5),
+        "content": ("zero", 1.0), "gate": ("zero", 1.0), "sigmoid gate": ("one half", 1.0),
+        "key": ("mean", 0.5), "query": ("mean", 0.5), "step": ("own", 0.5),
     },
-}
+}  # fmt: skip
 
 #: Factors by name, each with its role.
 Factors = dict[str, tuple[Tensor, str]]
@@ -58,13 +54,9 @@ class Shares:
 
 
 def divided(
-    factors: Factors,
-    outer: Outer,
-    entering: Tensor,
-    seed: Tensor,
-    rule: str,
+    factors: Factors, outer: Outer, entering: Tensor, seed: Tensor, rule: str,
     mask: Tensor | None = None,
-) -> Shares:
+) -> Shares:  # fmt: skip
     """The relevance of what enters by a rule.
 
     Args:
@@ -211,13 +203,10 @@ def gated_delta_net(
     query, key = (_unit(x.unflatten(-1, (shared[0], -1)), 1e-6) for x in (query, key))
     query, key = (x.repeat_interleave(shared[1], 2) for x in (query, key))
     factors = {
-        "v": v.unflatten(-1, (module.num_v_heads, -1)),
-        "z": silu(z),
-        "key": key,
-        "query": query * module.head_k_dim**-0.5,
-        "write": torch.sigmoid(b),
+        "v": v.unflatten(-1, (module.num_v_heads, -1)), "z": silu(z), "key": key,
+        "query": query * module.head_k_dim**-0.5, "write": torch.sigmoid(b),
         "step": -module.A_log.exp() * F.softplus(a + module.dt_bias),
-    }
+    }  # fmt: skip
 
     def rule(v: Tensor, key: Tensor, query: Tensor, write: Tensor, step: Tensor) -> Tensor:
         operator = SimpleNamespace(query=query, key=key, beta=write, log_decay=step)
@@ -258,11 +247,8 @@ def rg_lru(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
     gating = module.linear_y(entering)
     ratio = (module.act_fn(gating) / gating).detach()
     factors = {
-        "v": x,
-        "z": gating * ratio,
-        "key": product + halves - halves.detach(),
-        "step": decay,
-    }
+        "v": x, "z": gating * ratio, "key": product + halves - halves.detach(), "step": decay,
+    }  # fmt: skip
 
     def returned(v: Tensor, z: Tensor, key: Tensor, step: Tensor) -> Tensor:
         state, out = torch.zeros_like(v[:, 0]), []
@@ -311,12 +297,9 @@ def gla(module: Any, entering: Tensor, *, tangents: bool) -> tuple[Factors, Oute
     )
     step = F.logsigmoid(module.gk_proj(entering)) / module.gate_logit_normalizer
     factors = {
-        "v": v,
-        "z": silu(z) if module.fuse_norm_and_gate else torch.sigmoid(z),
-        "key": key,
-        "query": query * module.head_k_dim**-0.5,
-        "step": step.unflatten(-1, (heads, -1)),
-    }
+        "v": v, "z": silu(z) if module.fuse_norm_and_gate else torch.sigmoid(z), "key": key,
+        "query": query * module.head_k_dim**-0.5, "step": step.unflatten(-1, (heads, -1)),
+    }  # fmt: skip
 
     def attention(v: Tensor, key: Tensor, query: Tensor, step: Tensor) -> Tensor:
         operator = SimpleNamespace(query=query, key=key, log_decay=step, bonus=None)

@@ -1,7 +1,8 @@
 """Transformer-Attribution written again in float64: every matrix formed, networks of LRP by hand.
 
-``chefer`` is the authors' formula for transformers, ``mamba_betas`` a Mamba written out, and
-``channel_betas`` the sums over channels for any mixer, from the matrices of its operator.
+``chefer`` is the authors' formula for transformers, and ``channel_betas`` the sums over channels
+for any mixer, from the matrices of its operator.  :mod:`oracles.wrapped` has whole networks of
+other mixers.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-import oracles
 from captum_ssm import trace
 from captum_ssm.linear import linearised
-from oracles import PRESETS, mamba1_parts, relative_error
+from oracles import PRESETS
 
 
 def betas_to_row(betas, query, normalize=False):
@@ -125,72 +125,6 @@ def chefer(model, inputs, target, form):
         with_identity((g * r).clamp(min=0).mean(1).detach())
         for g, r in zip(gradients, relevance, strict=True)
     ]
-
-
-# --- Mamba-1: a network written again ------------------------------------------------------------
-
-
-def shared(product):
-    """The product, of whose relevance each factor gets half."""
-    return product.detach() + 0.5 * (product - product.detach())
-
-
-def rms(x, norm, freeze):
-    size = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
-    return x / (size.detach() if freeze else size) * norm.weight.double()
-
-
-def mamba_coefficients(model, ids, mask, select):
-    """LRP's gradients with respect to each mixer's output, and the parts of each mixer."""
-    weight = {k: w.detach().double() for k, w in model.state_dict().items()}
-    stream = weight["backbone.embeddings.weight"][ids].requires_grad_()
-    outputs, found = [], []
-    for block in model.backbone.layers:
-        hidden = rms(stream, block.norm, freeze=True)
-        parts = mamba1_parts(block.mixer, hidden.detach(), mask)
-        keep = 1 if mask is None else mask.double()[..., None]
-        x, z = nn.functional.linear(hidden * keep, block.mixer.in_proj.weight.double()).chunk(2, -1)
-        matrices = oracles.alpha(parts, "exact-gate")
-        y = torch.einsum("bcij,bjc->bic", matrices, x)
-        y = y + (parts.before_projection / parts.gate - y).detach()  # what biases add
-        gate = z * torch.sigmoid(z).detach()
-        outputs.append(shared(y * gate) @ block.mixer.out_proj.weight.double().T)
-        found.append(parts)
-        stream = stream + outputs[-1]
-    logits = rms(stream, model.backbone.norm_f, freeze=True) @ weight["lm_head.weight"].T
-    with torch.no_grad():
-        assert relative_error(logits, copy.deepcopy(model).double()(ids, mask).logits) <= 1e-6
-    return torch.autograd.grad(select(logits).sum(), outputs), found
-
-
-def mamba_gradients(model, ids, mask, select):
-    """Ordinary gradients with respect to each mixer's output."""
-    model, outputs = copy.deepcopy(model).double(), []
-    hooks = [
-        block.mixer.register_forward_hook(lambda m, a, out: outputs.append(out))
-        for block in model.backbone.layers
-    ]
-    logits = model(ids, mask).logits
-    for hook in hooks:
-        hook.remove()
-    return torch.autograd.grad(select(logits).sum(), outputs)
-
-
-def mamba_betas(model, ids, select, form, mask=None, components="unified", heads=None):
-    lrp, parts = mamba_coefficients(model, ids, mask, select)
-    real = mamba_gradients(model, ids, mask, select)
-    betas = []
-    for block, g, lower, part in zip(model.backbone.layers, real, lrp, parts, strict=True):
-        weight = block.mixer.out_proj.weight.double()
-        alpha = oracles.alpha(part, components)  # (B, C, L, L)
-        gradient = torch.einsum("bie,ec,bjc->bcij", g, weight, part.values)
-        relevance = alpha
-        if form == "lrp":
-            relevance = alpha * torch.einsum("bie,ec,bjc->bcij", lower, weight, part.values)
-        weighted = (gradient * relevance).clamp(min=0)
-        weighted = weighted if heads is None else weighted[:, heads]
-        betas.append(with_identity(weighted.mean(1).detach()))
-    return betas
 
 
 # --- every kind of mixer: a dense formula per channel --------------------------------------------

@@ -22,14 +22,10 @@ def released_shapes(width: int, depth: int = 24) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the released checkpoints, of patches of 16 in images of 224."""
     inner, rank, state = 2 * width, width // 16, 16
     shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, 197, width),
-        "patch_embed.proj.weight": (width, 3, 16, 16),
-        "patch_embed.proj.bias": (width,),
-        "head.weight": (1000, width),
-        "head.bias": (1000,),
-        "norm_f.weight": (width,),
-    }
+        "cls_token": (1, 1, width), "pos_embed": (1, 197, width),
+        "patch_embed.proj.weight": (width, 3, 16, 16), "patch_embed.proj.bias": (width,),
+        "head.weight": (1000, width), "head.bias": (1000,), "norm_f.weight": (width,),
+    }  # fmt: skip
     for layer in range(depth):
         shapes[f"layers.{layer}.norm.weight"] = (width,)
         mixer = f"layers.{layer}.mixer"
@@ -141,12 +137,9 @@ def _one(
 
 def cls_places(cls: str, patches: int) -> list[int]:
     return {
-        "middle": [patches // 2],
-        "head": [0],
-        "end": [patches],
-        "double": [0, patches + 1],
+        "middle": [patches // 2], "head": [0], "end": [patches], "double": [0, patches + 1],
         "none": [],
-    }[cls]
+    }[cls]  # fmt: skip
 
 
 def norm(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -160,12 +153,9 @@ def norm(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def matrices(
-    module: nn.Module,
-    hidden: Tensor,
-    kind: str,
-    halve: bool,
+    module: nn.Module, hidden: Tensor, kind: str, halve: bool,
     components: str | Collection[str] = "unified",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """alpha of every channel from the forward and from the backward direction, (B, D, L, L)."""
     w, components = double_weights(module), chosen(components)
     ahead = alpha(parts(w, hidden), components)

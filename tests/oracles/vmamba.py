@@ -49,14 +49,11 @@ def released_shapes(width: int, depths: tuple[int, ...], ratio: int) -> dict[str
                 f"{block}.op.conv2d.weight": (inner, 1, 3, 3),
                 f"{block}.op.x_proj_weight": (4, rank + 2, inner),
                 f"{block}.op.dt_projs_weight": (4, inner, rank),
-                f"{block}.op.dt_projs_bias": (4, inner),
-                f"{block}.op.A_logs": (4 * inner, 1),
-                f"{block}.op.Ds": (4 * inner,),
-                f"{block}.mlp.fc1.weight": (4 * size, size),
-                f"{block}.mlp.fc1.bias": (4 * size,),
-                f"{block}.mlp.fc2.weight": (size, 4 * size),
+                f"{block}.op.dt_projs_bias": (4, inner), f"{block}.op.A_logs": (4 * inner, 1),
+                f"{block}.op.Ds": (4 * inner,), f"{block}.mlp.fc1.weight": (4 * size, size),
+                f"{block}.mlp.fc1.bias": (4 * size,), f"{block}.mlp.fc2.weight": (size, 4 * size),
                 f"{block}.mlp.fc2.bias": (size,),
-            }
+            }  # fmt: skip
         if stage + 1 < len(depths):
             shapes[f"layers.{stage}.downsample.1.weight"] = (2 * size, size, 3, 3)
             shapes[f"layers.{stage}.downsample.1.bias"] = (2 * size,)
@@ -104,15 +101,9 @@ class Mixer:
     """
 
     def __init__(
-        self,
-        w: Weights,
-        hidden: Tensor,
-        size: tuple[int, int],
-        kind: str = "cross",
-        gate: str = "none",
-        act: str = "silu",
-        out_act: bool = False,
-    ) -> None:
+        self, w: Weights, hidden: Tensor, size: tuple[int, int], kind: str = "cross",
+        gate: str = "none", act: str = "silu", out_act: bool = False,
+    ) -> None:  # fmt: skip
         tokens, function = size[0] * size[1], ACTIVATIONS[act]
         x = hidden @ w["in_proj.weight"].T
         z = torch.ones(1)

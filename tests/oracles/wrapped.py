@@ -108,18 +108,11 @@ class Walk:
         ):
             x = self.entered(x)
         go = {
-            wrapped.Residual: self.residual,
-            wrapped.Parts: self.parts,
-            wrapped.Bare: self.bare,
-            wrapped.Doubled: self.doubled,
-            wrapped.Pair: self.pair,
-            wrapped.Beside: self.beside,
-            wrapped.Local: self.local,
-            wrapped.Backwards: self.backwards,
-            wrapped.Turned: self.turned,
-            wrapped.Twice: self.twice,
-            wrapped.Branches: self.branches,
-        }.get(type(block))
+            wrapped.Residual: self.residual, wrapped.Parts: self.parts, wrapped.Bare: self.bare,
+            wrapped.Doubled: self.doubled, wrapped.Pair: self.pair, wrapped.Beside: self.beside,
+            wrapped.Local: self.local, wrapped.Backwards: self.backwards,
+            wrapped.Turned: self.turned, wrapped.Twice: self.twice, wrapped.Branches: self.branches,
+        }.get(type(block))  # fmt: skip
         return self.norm(block, x) if go is None else go(block, x) * self.factors.get(block, 1)
 
     def entered(self, x: Tensor) -> Tensor:

@@ -134,20 +134,10 @@ Make = Callable[[pytest.MonkeyPatch], Case]
 TRANSFORMERS: dict[str, Make] = {
     make.__name__: make
     for make in (
-        mamba,
-        falcon_mamba,
-        mamba2,
-        jamba,
-        bamba,
-        recurrent_gemma,
-        rwkv,
-        qwen3_next,
-        minimax,
-        lfm2,
-        gpt_neox,
-        vit,
+        mamba, falcon_mamba, mamba2, jamba, bamba, recurrent_gemma, rwkv, qwen3_next, minimax, lfm2,
+        gpt_neox, vit,
     )
-}
+}  # fmt: skip
 ZOO: dict[str, Make] = TRANSFORMERS | {
     make.__name__: make for make in (vim, mamba_ssm, mamba_ssm_fused, mamba2_ssm, gla)
 }

@@ -12,13 +12,10 @@ from helpers.versions import named
 from zoo.mamba import randomise
 
 _KERNELS = (
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn",
     "causal_conv1d_update",
-)
+)  # fmt: skip
 _COMMON: dict[str, Any] = {
     "vocab_size": 19,
     "hidden_size": 12,
@@ -31,12 +28,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED: dict[str, Any] = {
-    "num_key_value_heads": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-}
+    "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3, "linear_value_head_dim": 5,
+}  # fmt: skip
 _WIDE = {"intermediate_size": 16}
 EXPERTS = {
     "num_experts": 2,
@@ -46,46 +40,25 @@ EXPERTS = {
     "experts_implementation": "eager",  # the others know no float64
 }
 _LATENT: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "linear_num_heads": 2,
-    "linear_head_dim": 5,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
-    "kv_lora_rank": 6,
-}
+    "num_key_value_heads": 2, "linear_num_heads": 2, "linear_head_dim": 5, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2, "v_head_dim": 3, "kv_lora_rank": 6,
+}  # fmt: skip
 LATENT_EXPERTS: dict[str, Any] = {
-    **_LATENT,
-    **_WIDE,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7,
-    "n_group": 2,
-    "topk_group": 1,
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "experts_implementation": "eager",
-}
+    **_LATENT, **_WIDE, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7, "n_group": 2, "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "experts_implementation": "eager",
+}  # fmt: skip
 INDEXED: dict[str, Any] = {
-    "qk_rope_head_dim": 0,
-    "q_lora_rank": 5,
-    "index_topk": 4,
-    "index_kpool": 2,
-    "index_head_dim": 3,
-    "index_n_heads": 2,
-    "hc_mult": 2,
-}
+    "qk_rope_head_dim": 0, "q_lora_rank": 5, "index_topk": 4, "index_kpool": 2, "index_head_dim": 3,
+    "index_n_heads": 2, "hc_mult": 2,
+}  # fmt: skip
 
 #: Two streams between the layers, and attention to four tokens that an indexer chooses.
 _STREAMS: dict[str, Any] = {
-    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-    "hc_count": 2,
-    "hc_lowrank": 5,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 4,
-    "indexer_compress_ratio": 2,
-}
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2,
+    "hc_lowrank": 5, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 4, "indexer_compress_ratio": 2,
+}  # fmt: skip
 #: By model: mixer class, model class, config class and options.
 _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -134,10 +107,7 @@ _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "Glm5NextTextLinearAttention",
         "Glm5NextForConditionalGeneration",
         "Glm5NextTextConfig",
-        {
-            **LATENT_EXPERTS,
-            **INDEXED,
-        },
+        {**LATENT_EXPERTS, **INDEXED},
     ),
 }
 #: What a model's configuration calls options of its delta rule otherwise.
@@ -146,20 +116,15 @@ _OWN_NAMES = {
         "linear_num_heads": "num_attention_heads",
         "linear_head_dim": "head_dim",
         "linear_conv_kernel_dim": "short_conv_kernel_size",
-    },
+    }
 }
 FAMILIES = tuple(_CLASSES)
 #: Embeddings of pairs and triples of tokens, mixed by a convolution, for the first layer.
 N_GRAMS: dict[str, Any] = {
-    "ple_layer_ids": [1],
-    "ple_embed_dim": 12,
-    "ple_conv_kernel_size": 3,
-    "ngram_size": 3,
-    "heads_per_ngram": 2,
-    "ngram_vocab_size_base": 20,
-    "make_ngram_vocab_size_divisible_by": 4,
+    "ple_layer_ids": [1], "ple_embed_dim": 12, "ple_conv_kernel_size": 3, "ngram_size": 3,
+    "heads_per_ngram": 2, "ngram_vocab_size_base": 20, "make_ngram_vocab_size_divisible_by": 4,
     "split_ngram_parts": 1,
-}
+}  # fmt: skip
 
 
 class Family:

@@ -45,26 +45,14 @@ from zoo.fla_torch import (
 SKIP_REASON = "flash-linear-attention needs special install steps, see CONTRIBUTING.md"
 
 LAYERS = {
-    "MultiScaleRetention": "multiscale_retention",
-    "HGRNAttention": "hgrn",
-    "HGRN2Attention": "hgrn2",
-    "GatedLinearAttention": "gla",
-    "RWKV6Attention": "rwkv6",
-    "RWKV7Attention": "rwkv7",
-    "DeltaNet": "delta_net",
-    "GatedDeltaNet": "gated_deltanet",
-    "KimiDeltaAttention": "kda",
-    "Mamba": "mamba",
-    "Mamba2": "mamba2",
-    "Mamba3": "mamba3",
-    "LinearAttention": "linear_attn",
-    "SimpleGatedLinearAttention": "simple_gla",
-    "BasedLinearAttention": "based",
-    "LightNetAttention": "lightnet",
-    "GatedSlotAttention": "gsa",
-    "Attention": "attn",
-    **fla_references.LAYERS,
-}
+    "MultiScaleRetention": "multiscale_retention", "HGRNAttention": "hgrn",
+    "HGRN2Attention": "hgrn2", "GatedLinearAttention": "gla", "RWKV6Attention": "rwkv6",
+    "RWKV7Attention": "rwkv7", "DeltaNet": "delta_net", "GatedDeltaNet": "gated_deltanet",
+    "KimiDeltaAttention": "kda", "Mamba": "mamba", "Mamba2": "mamba2", "Mamba3": "mamba3",
+    "LinearAttention": "linear_attn", "SimpleGatedLinearAttention": "simple_gla",
+    "BasedLinearAttention": "based", "LightNetAttention": "lightnet", "GatedSlotAttention": "gsa",
+    "Attention": "attn", **fla_references.LAYERS,
+}  # fmt: skip
 #: Families of language models, and what makes them small.
 MODELS: dict[str, dict[str, Any]] = {
     "RetNet": {"num_heads": 4},
@@ -73,12 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "GLA": {"num_heads": 2},
     "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
     "RWKV7": {
-        "head_dim": 8,
-        "decay_low_rank_dim": 4,
-        "gate_low_rank_dim": 5,
-        "a_low_rank_dim": 4,
-        "v_low_rank_dim": 3,
-        "fuse_norm": False,
+        "head_dim": 8, "decay_low_rank_dim": 4, "gate_low_rank_dim": 5, "a_low_rank_dim": 4,
+        "v_low_rank_dim": 3, "fuse_norm": False,
     },
     "DeltaNet": {"num_heads": 2},
     "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
@@ -95,7 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_ratio": 1,
         "attn": {"layers": [1], "num_heads": 2, "window_size": 3},
     },
-}
+}  # fmt: skip
 #: Layers that know nothing of the place they have in a model.
 _PLACELESS = ("BasedLinearAttention",)
 #: Families of models whose configuration makes the width of the mixers itself.
@@ -139,12 +123,9 @@ class FLA:
     def model(self, name: str, **options: Any) -> Any:
         """A language model of two layers by its family, such as ``"RetNet"``."""
         small = {
-            "vocab_size": 19,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "intermediate_size": 24,
+            "vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
             "fuse_cross_entropy": False,
-        }
+        }  # fmt: skip
         if name in _WIDTH_OF_ITS_OWN:
             del small["intermediate_size"]
         models = importlib.import_module("fla.models")
@@ -335,15 +316,9 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         return out.to(v.dtype), None
 
     def run_rwkv7(
-        r: Tensor,
-        w: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor | None = None,
-        kk: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None = None,
+        kk: Tensor | None = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         if kk is not None:
             a, b = -kk, kk * a
         given = head_first(r * r.shape[-1] ** 0.5, k, v, a, b, w)  # the reference divides by it

@@ -13,20 +13,14 @@ from torch import Tensor
 from zoo.fla_torch import convolution, l2norm, one_by_one
 
 LAYERS = {
-    "GatedDeltaProduct": "gated_deltaproduct",
-    "Comba": "comba",
-    "MesaNet": "mesa_net",
-    "PaTHAttention": "path_attn",
-    "ForgettingAttention": "forgetting_attn",
+    "GatedDeltaProduct": "gated_deltaproduct", "Comba": "comba", "MesaNet": "mesa_net",
+    "PaTHAttention": "path_attn", "ForgettingAttention": "forgetting_attn",
     "LogLinearMamba2": "log_linear_mamba2",
-}
+}  # fmt: skip
 #: Small models of them, by family.
 MODELS: dict[str, dict[str, Any]] = {
     "GatedDeltaProduct": {
-        "num_heads": 2,
-        "head_dim": 5,
-        "expand_v": 1.2,
-        "num_householder": 2,
+        "num_heads": 2, "head_dim": 5, "expand_v": 1.2, "num_householder": 2,
         "use_forget_gate": True,
     },
     "Comba": {"num_heads": 2, "head_dim": 5, "expand_v": 1.2},
@@ -34,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "PaTHAttention": {"num_heads": 4, "num_kv_heads": 2, "use_forget_gate": True},
     "ForgettingTransformer": {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
     "LogLinearMamba2": {"num_heads": 4, "head_dim": 8, "state_size": 3, "n_groups": 2},
-}
+}  # fmt: skip
 
 
 def use(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:

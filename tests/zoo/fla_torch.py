@@ -43,16 +43,10 @@ def activated(x: Tensor, activation: str | None) -> Tensor:
 
 
 def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: None = None,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    backend: str = "triton",
-    chunk_indices: None = None,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    residual: None = None, initial_state: None = None, output_final_state: bool = False,
+    backend: str = "triton", chunk_indices: None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """fla's causal_conv1d for ``x`` (B, L, C) and ``weight`` (C, K), its state for a cache."""
     assert residual is None and initial_state is None
     channels, width = weight.shape
@@ -74,16 +68,10 @@ def convolution_step(
 
 
 def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    num_groups: int = 1,
-) -> Any:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None,
+    eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
+    is_rms_norm: bool = False, num_groups: int = 1,
+) -> Any:  # fmt: skip
     """fla's layer_norm, rms_norm and group_norm."""
     total = x if residual is None else x + residual
     out = total.float().unflatten(-1, (num_groups, -1))
@@ -100,16 +88,9 @@ def rms_norm(*args: Any, **options: Any) -> Any:
 
 
 def rms_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: None,
-    activation: str,
-    residual: None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    eps: float,
-) -> Tensor:
+    x: Tensor, g: Tensor, weight: Tensor | None, bias: None, activation: str, residual: None,
+    prenorm: bool, residual_in_fp32: bool, eps: float,
+) -> Tensor:  # fmt: skip
     assert bias is None and residual is None and not prenorm
     out = rms_norm(x.float(), weight, eps=eps)
     gate = torch.sigmoid(g.float()) if activation == "sigmoid" else F.silu(g.float())
@@ -117,25 +98,16 @@ def rms_norm_gated(
 
 
 def rms_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float = 1e-5,
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+    linear_bias: Tensor | None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     return F.linear(rms_norm(x, norm_weight, norm_bias, eps=eps), linear_weight, linear_bias)
 
 
 def rms_norm_swish_gate_linear(
-    x: Tensor,
-    g: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float = 1e-6,
-) -> Tensor:
+    x: Tensor, g: Tensor, norm_weight: Tensor | None, norm_bias: None, linear_weight: Tensor,
+    linear_bias: Tensor | None, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
     gated = rms_norm_gated(x, g, norm_weight, norm_bias, "silu", None, False, False, eps)
     return F.linear(gated, linear_weight, linear_bias)
 
@@ -188,8 +160,5 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
-    "sqrelu": square_relu,
-}
+    "sigmoid": torch.sigmoid, "silu": F.silu, "swish": F.silu, "sqrelu": square_relu,
+}  # fmt: skip

@@ -39,13 +39,9 @@ def transformers_model(family: str = "mamba", **options: Any) -> Any:
     name = {"mamba": "Mamba", "falcon_mamba": "FalconMamba"}[family]
     config, model = named(f"{name}Config"), named(f"{name}ForCausalLM")
     small = {
-        "vocab_size": 19,
-        "hidden_size": 5,
-        "num_hidden_layers": 2,
-        "state_size": 3,
-        "conv_kernel": 4,
-        "time_step_rank": 2,
-    }
+        "vocab_size": 19, "hidden_size": 5, "num_hidden_layers": 2, "state_size": 3,
+        "conv_kernel": 4, "time_step_rank": 2,
+    }  # fmt: skip
     if family == "falcon_mamba":  # norms of few features that do not blow rounding errors up
         small["mixer_rms_eps"] = 0.05
     return randomise(model(config(**small | options)))

@@ -60,22 +60,10 @@ def randomised(mixer: Any) -> nn.Module:
 
 
 def siso(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ADT: Tensor,
-    DT: Tensor,
-    Trap: Tensor,
-    Q_bias: Tensor,
-    K_bias: Tensor,
-    Angles: Tensor,
-    D: Tensor,
-    Z: Tensor | None,
-    chunk_size: int,
-    Input_States: None = None,
-    return_final_states: bool = False,
-    cu_seqlens: None = None,
-) -> Tensor:
+    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
+    K_bias: Tensor, Angles: Tensor, D: Tensor, Z: Tensor | None, chunk_size: int,
+    Input_States: None = None, return_final_states: bool = False, cu_seqlens: None = None,
+) -> Tensor:  # fmt: skip
     """What ``mamba3_siso_combined`` documents, one token after the other.
 
     Q and K are (B, L, G, N); V and Z (B, L, H, P); ADT, DT and Trap (B, H, L); the biases (H, N);

@@ -24,27 +24,15 @@ SKIP_REASON = "mamba-ssm needs special install steps, see CONTRIBUTING.md"
 
 # transformers takes mamba_ssm's kernels for these models if it can import them at this point.
 TRANSFORMERS_MODELS = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "zamba",
-    "zamba2",
-)
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2",
+    "nemotron_h", "zamba", "zamba2",
+)  # fmt: skip
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: None = None,
-    *,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: None = None, *,
     activation: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The function of the causal_conv1d package: ``x`` is (batch, channels, tokens)."""
     assert seq_idx is None
     channels, width = weight.shape
@@ -75,21 +63,14 @@ class MambaSSM:
 
     def make_mamba2(self, d_model: int = 8, *, fused: bool | None = None, **options: Any) -> Any:
         options = {
-            "d_state": 4,
-            "headdim": 4,
-            "chunk_size": 8,
-            "use_mem_eff_path": self._path(fused),
-        } | options
+            "d_state": 4, "headdim": 4, "chunk_size": 8, "use_mem_eff_path": self._path(fused),
+        } | options  # fmt: skip
         return self.Mamba2(d_model, **options)
 
     def make_lm(
-        self,
-        d_model: int = 8,
-        *,
-        fused: bool | None = None,
-        ssm_cfg: dict[str, Any] | None = None,
+        self, d_model: int = 8, *, fused: bool | None = None, ssm_cfg: dict[str, Any] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """A language model of two layers; ``options`` are those of ``MambaConfig``.
 
         The norms are RMSNorm modules; ``fused_add_norm=True`` has them applied by a function
@@ -102,11 +83,8 @@ class MambaSSM:
         else:
             small = {"d_state": 4, "use_fast_path": self._path(fused)}
         options = {
-            "n_layer": 2,
-            "vocab_size": 16,
-            "rms_norm": True,
-            "fused_add_norm": False,
-        } | options
+            "n_layer": 2, "vocab_size": 16, "rms_norm": True, "fused_add_norm": False,
+        } | options  # fmt: skip
         config = self._config(d_model=d_model, ssm_cfg=small | ssm_cfg, **options)
         return self.MambaLMHeadModel(config)
 
@@ -114,10 +92,7 @@ class MambaSSM:
         """A language model whose second layer is attention; ``options`` are those of ``MHA``."""
         small = {"num_heads": 4, "num_heads_kv": 2, "causal": True}
         return self.make_lm(
-            d_model,
-            attn_layer_idx=[1],
-            attn_cfg=small | options,
-            d_intermediate=d_intermediate,
+            d_model, attn_layer_idx=[1], attn_cfg=small | options, d_intermediate=d_intermediate
         )
 
     def _path(self, fused: bool | None) -> bool:
@@ -216,16 +191,10 @@ def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleTy
     lm = modules["mamba_ssm.models.mixer_seq_simple"]
 
     def add_norm(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        dropout_p: float = 0.0,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-        is_rms_norm: bool = False,
-    ) -> Any:
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
+        eps: float = 1e-6, dropout_p: float = 0.0, prenorm: bool = False,
+        residual_in_fp32: bool = False, is_rms_norm: bool = False,
+    ) -> Any:  # fmt: skip
         assert dropout_p == 0.0
         total = x if residual is None else x + residual
         if residual_in_fp32:
@@ -235,18 +204,10 @@ def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleTy
         return (out, total) if prenorm else out
 
     def chunk_scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        seq_idx: None = None,
-        cu_seqlens: None = None,
-        return_final_states: bool = False,
-        return_varlen_states: bool = False,
-        **options: Any,
-    ) -> Tensor:
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+        seq_idx: None = None, cu_seqlens: None = None, return_final_states: bool = False,
+        return_varlen_states: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
         assert seq_idx is None and not return_final_states and not return_varlen_states
         return ssd.ssd_selective_scan(x, dt.to(x.dtype), A, B, C, **options)
 

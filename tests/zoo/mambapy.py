@@ -86,14 +86,9 @@ def deeptab(patch: pytest.MonkeyPatch, **options: Any) -> Any:
     patch.setitem(sys.modules, "deeptab", bare)
     blocks = importlib.import_module("deeptab.nn.blocks.mamba")
     small = {
-        "d_model": 8,
-        "n_layers": 2,
-        "d_state": 3,
-        "expand_factor": 2,
-        "conv_bias": True,
-        "norm": "RMSNorm",
-        "layer_norm_eps": 0.05,
-    }
+        "d_model": 8, "n_layers": 2, "d_state": 3, "expand_factor": 2, "conv_bias": True,
+        "norm": "RMSNorm", "layer_norm_eps": 0.05,
+    }  # fmt: skip
     return randomise(blocks.Mamba(SimpleNamespace(**small | options)))
 
 

@@ -35,13 +35,10 @@ _VIM: dict[str, dict[str, Any]] = {
 _VMAMBA: dict[str, dict[str, Any]] = {
     "without gate": {"depths": (1, 2), "mlp_ratio": 2.0, "conv_bias": False, "downsample": "v3"},
     "with gate": {
-        "depths": (1, 1),
-        "forward_type": "v0",
-        "patch_embed": "v1",
-        "downsample": "v1",
+        "depths": (1, 1), "forward_type": "v0", "patch_embed": "v1", "downsample": "v1",
         "mlp_ratio": 0.0,
     },
-}
+}  # fmt: skip
 
 
 def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
@@ -52,13 +49,9 @@ def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
 
 def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
     small = {
-        "img_size": (12, 20),
-        "patch_size": 4,
-        "depth": 2,
-        "embed_dim": 6,
-        "num_classes": 5,
+        "img_size": (12, 20), "patch_size": 4, "depth": 2, "embed_dim": 6, "num_classes": 5,
         "d_state": 3,
-    }
+    }  # fmt: skip
     return architectures.pictures(vim_oracle.randomise(VisionMamba(**small | options)), (12, 20))
 
 

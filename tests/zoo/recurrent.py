@@ -33,17 +33,10 @@ def _decays(noise: Tensor) -> Tensor:
 
 def griffin_config(**options: Any) -> Any:
     small = {
-        "vocab_size": 19,
-        "hidden_size": 12,
-        "intermediate_size": 18,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-        "lru_width": 9,
-        "attention_window_size": 5,
-        "block_types": ["recurrent", "recurrent", "attention"],
-    }
+        "vocab_size": 19, "hidden_size": 12, "intermediate_size": 18, "num_hidden_layers": 3,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4, "lru_width": 9,
+        "attention_window_size": 5, "block_types": ["recurrent", "recurrent", "attention"],
+    }  # fmt: skip
     return named("RecurrentGemmaConfig")(**small | options)
 
 

@@ -10,14 +10,10 @@ from zoo.delta import EXPERTS
 from zoo.mamba import randomise
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 19,
-    "hidden_size": 12,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "vocab_size": 19, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
     "layer_types": ["conv", "full_attention", "conv"],
-}
+}  # fmt: skip
 #: Attention in windows, rotations of half a head, and taps that reach seven tokens.
 _GATED: dict[str, Any] = {
     "layer_types": ["conv", "sliding_attention", "full_attention"],

@@ -18,13 +18,9 @@ WIDTH = 10
 CLASSES = 5
 
 SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "state_size": 3,
-    "num_hidden_layers": 3,
-    "time_step_rank": 2,
-    "conv_kernel": 4,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 3, "num_hidden_layers": 3,
+    "time_step_rank": 2, "conv_kernel": 4,
+}  # fmt: skip
 
 
 @torch.no_grad()

@@ -20,59 +20,33 @@ from zoo.mamba import randomise
 #: The token in whose place a feature of an image stands, and the size of the vocabulary.
 IMAGE, VOCABULARY = 17, 19
 _TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _QWEN: dict[str, Any] = {
-    **_TEXT,
-    **GROUPED,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-3,
+    **_TEXT, **GROUPED, "head_dim": 8, "rms_norm_eps": 1e-3,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 _TOWER: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 10, "patch_size": 2}
 _QWEN_TOWER: dict[str, Any] = {
-    **_TOWER,
-    "depth": 2,
-    "num_heads": 2,
-    "in_channels": 3,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 16,
-    "num_position_embeddings": 16,
-}
+    **_TOWER, "depth": 2, "num_heads": 2, "in_channels": 3, "temporal_patch_size": 1,
+    "spatial_merge_size": 2, "out_hidden_size": 16, "num_position_embeddings": 16,
+}  # fmt: skip
 _GLM: dict[str, Any] = {
-    **_TEXT,
-    **LATENT_EXPERTS,
-    **INDEXED,
-    "rms_norm_eps": 1e-3,
-    "layer_types": ["linear_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
-}
+    **_TEXT, **LATENT_EXPERTS, **INDEXED, "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 _GLM_TOWER = {k: v for k, v in _QWEN_TOWER.items() if k != "num_position_embeddings"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _SIGLIP: dict[str, Any] = {
-    **_TOWER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_patches": 16,
+    **_TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16,
     "vision_use_head": False,
-}
+}  # fmt: skip
 _LFM3_TOWER: dict[str, Any] = {
-    **_TOWER,
-    **_CONV,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **_TOWER, **_CONV, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "temporal_patch_size": 1,
-}
+}  # fmt: skip
 
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

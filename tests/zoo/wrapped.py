@@ -33,57 +33,25 @@ _MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MambaConfig",
         {"hidden_size": WIDTH, "state_size": 3, "time_step_rank": 2, "conv_kernel": 3, "expand": 1},
     ),
-    "mamba2": (
-        "mamba2.Mamba2Mixer",
-        "Mamba2Config",
-        {
-            "hidden_size": WIDTH,
-            "expand": 1,
-            "num_heads": 4,
-            "head_dim": 2,
-            "n_groups": 2,
-            "state_size": 3,
-            "conv_kernel": 3,
-            "chunk_size": 4,
-            "layer_norm_epsilon": EPS,
-        },
-    ),
+    "mamba2": ("mamba2.Mamba2Mixer", "Mamba2Config", {
+        "hidden_size": WIDTH, "expand": 1, "num_heads": 4, "head_dim": 2, "n_groups": 2,
+        "state_size": 3, "conv_kernel": 3, "chunk_size": 4, "layer_norm_epsilon": EPS,
+    }),
     "rwkv": ("rwkv.RwkvSelfAttention", "RwkvConfig", {"hidden_size": WIDTH}),
-    "griffin": (
-        "recurrent_gemma.RecurrentGemmaRecurrentBlock",
-        "RecurrentGemmaConfig",
-        {
-            "hidden_size": WIDTH,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 4,
-            "lru_width": WIDTH,
-            "conv1d_width": 3,
-        },
-    ),
-    "lfm2": (
-        "lfm2.Lfm2ShortConv",
-        "Lfm2Config",
-        {
-            "hidden_size": WIDTH,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "layer_types": ["conv"],
-            "conv_bias": True,
-        },
-    ),
-    "llama": (
-        "llama.LlamaAttention",
-        "LlamaConfig",
-        {
-            "hidden_size": WIDTH,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "attention_bias": True,
-        },
-    ),
+    "griffin": ("recurrent_gemma.RecurrentGemmaRecurrentBlock", "RecurrentGemmaConfig", {
+        "hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+        "lru_width": WIDTH, "conv1d_width": 3,
+    }),
+    "lfm2": ("lfm2.Lfm2ShortConv", "Lfm2Config", {
+        "hidden_size": WIDTH, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "layer_types": ["conv"], "conv_bias": True,
+    }),
+    "llama": ("llama.LlamaAttention", "LlamaConfig", {
+        "hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "attention_bias": True,
+    }),
     "gpt2": ("gpt2.GPT2Attention", "GPT2Config", {"n_embd": WIDTH, "n_head": 2}),
-}
+}  # fmt: skip
 KINDS = tuple(_MIXERS)
 
 

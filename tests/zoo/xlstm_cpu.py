@@ -23,12 +23,9 @@ _CONFIGURATION = "transformers.models.xlstm.configuration_xlstm"
 _MODELING = "transformers.models.xlstm.modeling_xlstm"
 #: Kernels that are torch functions.
 _NATIVE = {
-    "chunkwise_kernel": "chunkwise--native_autograd",
-    "sequence_kernel": "native_sequence__native",
-    "step_kernel": "native",
-    "mode": "inference",
-    "chunk_size": 16,
-}
+    "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native",
+    "step_kernel": "native", "mode": "inference", "chunk_size": 16,
+}  # fmt: skip
 
 
 def is_installed() -> bool:
@@ -71,13 +68,9 @@ def of_transformers(**options: Any) -> Any:
     """transformers' language model of the package's layers."""
     module = transformers_module()
     small = {
-        "vocab_size": 19,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "num_hidden_layers": 2,
-        "ffn_round_up_to_multiple_of": 8,
-        "norm_eps": 0.05,
-    }
+        "vocab_size": 19, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2,
+        "ffn_round_up_to_multiple_of": 8, "norm_eps": 0.05,
+    }  # fmt: skip
     config = module.xLSTMConfig(**small | _NATIVE | options)
     return randomise(module.xLSTMForCausalLM(config))
 
@@ -87,13 +80,9 @@ def large(**options: Any) -> Any:
     package()
     model = importlib.import_module("xlstm.xlstm_large")
     small = {
-        "embedding_dim": 16,
-        "num_heads": 2,
-        "num_blocks": 2,
-        "vocab_size": 19,
-        "ffn_round_up_to_multiple_of": 8,
-        "norm_eps": 0.05,
-    }
+        "embedding_dim": 16, "num_heads": 2, "num_blocks": 2, "vocab_size": 19,
+        "ffn_round_up_to_multiple_of": 8, "norm_eps": 0.05,
+    }  # fmt: skip
     return randomise(model.xLSTMLarge(model.xLSTMLargeConfig(**small | _NATIVE | options)))
 
 

@@ -14,13 +14,7 @@ from oracles import kernels as naive
 from oracles import token_loops
 from torch import Tensor
 
-from captum_ssm.operators.kernels import (
-    chunk_tree,
-    chunks,
-    pivot_strip,
-    pivot_tree,
-    ut_transform,
-)
+from captum_ssm.operators.kernels import chunk_tree, chunks, pivot_strip, pivot_tree, ut_transform
 from captum_ssm.operators.kernels.arithmetic import fading_log_sums
 from captum_ssm.operators.kernels.attention_backward import attend
 from captum_ssm.operators.kernels.bands import convolve_band

@@ -50,12 +50,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, tuple[str, ...]
         ("dt", "a", "b", "c", "kept", "of_dt", "of_shared"),
     ),
     "fading": (fused_fading.compiled, {"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
-    "taps": (
-        fused_taps.compiled,
-        {"TAPS": 4, "T": 16, "BLOCK": 64},
-        "TRANSPOSED",
-        ("weight",),
-    ),
+    "taps": (fused_taps.compiled, {"TAPS": 4, "T": 16, "BLOCK": 64}, "TRANSPOSED", ("weight",)),
     "heads": (
         fused_heads.compiled,
         {**BINARY, "SCALED": True, "T": 16, "BLOCK": 32, "STATES": 128},

@@ -11,11 +11,7 @@ from oracles import kernels as naive
 from oracles import relative_error, scan_matrices, times
 from torch import Tensor
 
-from captum_ssm.operators import (
-    WKV,
-    SelectiveScan,
-    Shape,
-)
+from captum_ssm.operators import WKV, SelectiveScan, Shape
 from captum_ssm.operators.kernels import pivot_tree
 from captum_ssm.operators.kernels.arithmetic import (
     exponential,
