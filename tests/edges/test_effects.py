@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles.messages import whole_matrix
 from torch import Tensor
-from zoo.architectures import IMAGES, ZOO, Case, every
+from zoo.architectures import QUICK, Case, every
 from zoo.networks import NETWORKS
 from zoo.small import mamba_lm
 
@@ -42,7 +42,7 @@ def by_hand(case: Case, number: int) -> Tensor:
     return found.detach()
 
 
-@every(mark=pytest.mark.slow)
+@every(QUICK)
 def test_every_edge(case: Case) -> None:
     effects = EdgeEffects(case.model, exact_norms=False).attribute(case.inputs, **case.target)
     for number in {0, len(effects.layers) - 1}:
@@ -59,14 +59,13 @@ def test_every_edge(case: Case) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rwkv7", "fla RWKV6"])
 def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In RWKV-7 a part of what is read passes by the norm."""
     test_every_edge(NETWORKS[name](monkeypatch))
 
 
-@every([name for name in ZOO if name not in IMAGES], mark=pytest.mark.slow)
+@every(("mamba2", "recurrent_gemma", "gpt_neox"))
 @pytest.mark.parametrize("rule", ["frozen", "centred"])
 def test_in_the_linear_network_they_add_up_to_what_the_mixer_adds(case: Case, rule: str) -> None:
     effects = EdgeEffects(case.model, rule=rule).attribute(case.inputs, **case.target)
@@ -110,7 +109,6 @@ def test_layers_by_number_name_and_range() -> None:
             effects.matrix(wrong)
 
 
-@pytest.mark.slow
 def test_truth_is_what_knocking_out_does() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 8))
     method = EdgeEffects(model, exact_norms=False)

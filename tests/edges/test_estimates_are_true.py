@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from zoo.architectures import vit
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, report
-from captum_ssm.cli import main
 from captum_ssm.models import load_bundled
 from captum_ssm.viz import plot_edges
 from tests.helpers.pages import read_page
@@ -64,13 +62,6 @@ def test_a_report_marks_layers_of_first_order(
     rough = EdgeEffects(case.model).attribute(case.inputs[:1], example["asked"]).first_order
     rows = example["edges"]["rows"]
     assert [row["first_order"] for row in rows] == [row["module"] in rough for row in rows]
-
-
-def test_the_command_marks_them(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["knockout", "recall-mamba", PROMPT, "--json"])
-    found = json.loads(capsys.readouterr().out)["edges"]
-    assert found[0]["first_order"] is False
-    assert found[0]["effect"] == pytest.approx(found[0]["true"], rel=0.02)
 
 
 def test_a_picture_marks_them() -> None:

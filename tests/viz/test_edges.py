@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -51,23 +50,6 @@ def test_an_arc_goes_from_its_source_to_its_target_and_shows_size_and_sign() -> 
     (legend,) = figure.legends
     said = [text.get_text() for text in legend.get_texts()]
     assert said == ["speaks for the output", "speaks against it"]
-
-
-@pytest.mark.slow
-def test_arcs_that_meet_at_a_word_do_not_cross() -> None:
-    both_ways = [*itertools.product(range(5), repeat=2)]
-    edges = [edge(i, j, 1.0, layer) for layer in range(2) for i, j in both_ways]
-    _, (axis,) = plot_edges(WORDS, edges)
-    ends = arcs(axis)
-    assert len({x for pair in ends for x in pair}) == 100
-
-    def cross(one: tuple[float, float], other: tuple[float, float]) -> bool:
-        (a, b), (c, d) = sorted((sorted(one), sorted(other)))
-        return a < c < b < d
-
-    tokens = [(edge.source, edge.target) for edge in reversed(edges)]
-    for i, j in itertools.combinations(range(50), 2):
-        assert cross(ends[i], ends[j]) == cross(tokens[i], tokens[j])
 
 
 def test_a_row_for_each_layer() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Callable
-from itertools import pairwise
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -118,38 +117,11 @@ def test_matrices_show_their_values() -> None:
     assert [float(axis.images[0].get_array()[0, 0]) for axis in axes] == [0, 2, 4, 8]
     assert axes[1].get_title() == "layer 2  (25%)"
     assert len(plot_depths(matrices)[1]) == 3
-
-
-@pytest.mark.slow
-def test_matrices_say_what_they_are() -> None:
-    matrices = [torch.rand(3, 3)] * 5
-    figure, axes = plot_matrices(matrices, title="$all$ of them", columns=2)
-    assert figure.get_suptitle() == r"\$all\$ of them"
-    assert [axis.get_ylabel() for axis in axes] == ["taking token", ""] * 2 + ["taking token"]
-    assert [axis.get_xlabel() for axis in axes] == ["", "", "", *["source token"] * 2]
-    draw(figure)
-    assert plot_depths(matrices, title="some")[0].get_suptitle() == "some"
-    assert not plot_matrices(matrices)[0].get_suptitle()
-    # absolute ones are stretched like the papers'
-    size = matrices[0].abs()
-    _, axes = plot_matrices([-size, torch.zeros(3, 3)], absolute=True)
+    size = matrix[0].abs().double()  # absolute ones are stretched as in the papers
+    _, axes = plot_matrices([-size, torch.zeros(5, 5)], absolute=True)
     expected = (size - size.min()) / (size.max() - size.min())
     np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
     assert not axes[1].images[0].get_array().any()
-
-
-@pytest.mark.slow
-def test_labels_of_long_texts_do_not_collide() -> None:
-    tokens = (AWKWARD * 20)[:200]
-    figure, axes = plot_matrices([torch.rand(200, 200)], tokens)
-    draw(figure)
-    canvas = figure.canvas.get_renderer()
-    for ticks, side in ((axes[0].get_xticklabels(), "x"), (axes[0].get_yticklabels(), "y")):
-        places = [t.get_window_extent(canvas) for t in ticks]
-        ends = sorted((getattr(p, f"{side}0"), getattr(p, f"{side}1")) for p in places)
-        assert len(ends) >= 40
-        for (_, before), (after, _) in pairwise(ends):
-            assert after >= before - 1  # a pixel's rounding
 
 
 @pytest.mark.slow
@@ -233,19 +205,6 @@ def test_a_bar_stands_over_its_word_and_roles_are_named_at_their_largest_part() 
     assert [word.get_bbox_patch() is not None for word in words] == [False, True, False]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(ROLES)
-
-
-@pytest.mark.slow
-def test_lines_of_a_long_text_have_one_scale_and_hold_every_token_once() -> None:
-    tokens = AWKWARD * 6
-    roles = {"content": torch.arange(len(tokens)) - 5.0, "key": torch.rand(len(tokens))}
-    figure, axes = plot_roles(tokens, roles)
-    draw(figure)
-    assert len(axes) > 1
-    assert len({axis.get_ylim() for axis in axes}) == 1
-    assert sum(len(axis.patches) for axis in axes) == 2 * len(tokens)
-    total = sum(bar.get_height() for axis in axes for bar in axis.patches)
-    assert total == pytest.approx(sum(float(x.sum()) for x in roles.values()))
 
 
 def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import Saliency
-from helpers.pages import ReadPage, read_page
+from helpers.pages import ReadPage, read_page, streams
 from helpers.pictures import AWKWARD
 from torch import nn
 from zoo.language import word_tokenizer
@@ -127,6 +127,10 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
             check_values(method, found, 1e-4 * float(found.abs().max()))
         exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
         check_map(page, example["maps"][0]["layers"][1], exact)
+        told = example["methods"][0]["answers"][example["asked"]]["streams"]
+        entering = LatimFlow(model).decompose(alone, answer).streams
+        for row, stream in zip(streams(page, told, alone.shape[1]), entering, strict=True):
+            np.testing.assert_allclose(row, stream[0], atol=1e-3 * float(stream.abs().max()))
 
 
 def test_images_have_patches(path: Path) -> None:
@@ -172,6 +176,12 @@ def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
         assert np.abs(steps / 127 * end - exact.clip(-end, end)).max() <= end / 254 * 1.01
         patches = exact.reshape(3, 4, 5, 3).sum((1, 3)).flatten()
         np.testing.assert_allclose(values(method)[model.patch_tokens()], patches, rtol=1e-4)
+    # other classes are explained by patches, too
+    best = model(picture)[0].topk(5).indices.tolist()
+    for label, answer in zip(best, flow["answers"], strict=False):
+        exact = LatimFlow(model).attribute(picture, label, per_token=True).flatten()
+        found = np.array(answer["values"])[model.patch_tokens()].astype(float)
+        np.testing.assert_allclose(found, exact, atol=1e-4 * float(exact.abs().max()))
 
 
 @pytest.mark.slow
@@ -179,10 +189,12 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
     rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
-    methods["row"] = ImplicitAttentionRollout
+    methods |= {"row": ImplicitAttentionRollout, "own": LatimFlow}
+    rules["own"] = {"contrast": "mean"}
     report(model, ids, methods, target=(-1, 4), options=rules, path=path)
     (example,) = read_page(path).facts["examples"]
-    content, cause, lrp, row = example["methods"]
+    content, cause, lrp, row, own = example["methods"]
+    assert own["answers"] == [] and len(lrp["answers"]) == 5  # a contrast of the user's own
     assert content["roles"] == row["roles"] == {}
     assert set(cause["roles"]) == {"content", "key", "query", "gate", "step"}
     assert set(lrp["roles"]) == {"content", "gate"}  # what else its rule tells is all zero
