@@ -20,42 +20,6 @@ HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>",
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
 
 
-def test_a_report_lists_the_strongest(page: Page, tmp_path: Path) -> None:
-    path, ids = tmp_path / "edges.html", token_ids(2, 9)
-    report(mamba_lm(), ids, [LatimFlow], tokens=[WORDS[:9], WORDS[4:13]], edges=4, path=path)
-    page.goto(path)
-    assert page.texts("#edges thead th")[-2:] == ["Estimated effect of cutting", "True effect"]
-    for number_, example in enumerate(read_page(path).facts["examples"]):
-        page.choose("#example", number_)
-        cells = page.texts("#edges tbody td")
-        tokens, rows = example["tokens"], example["edges"]["rows"]
-        assert len(rows) == 4
-        for place, row in enumerate(rows):
-            *ends, effect, true = cells[7 * place : 7 * place + 7]
-            source, target = row["source"], row["target"]
-            told = [row["layer"], source, tokens[source], target, tokens[target]]
-            assert ends == [str(one) for one in told]
-            assert number(effect) == pytest.approx(row["effect"], rel=0.01)
-            assert number(true) == pytest.approx(row["true"], rel=0.01)
-    assert page.is_hidden("#edges-obstacle")
-    assert page.errors == [] and page.dialogs == []
-
-
-def test_words_of_a_long_text_that_have_no_nodes_are_left_out(page: Page, tmp_path: Path) -> None:
-    path, words = tmp_path / "graph.html", [f"word{i}" for i in range(300)]
-    report(mamba_lm(), token_ids(1, 300), [LatimFlow], tokens=words, graph=4, path=path)
-    (example,) = read_page(path).facts["examples"]
-    page.goto(path)
-    written = page.texts(".graph svg text:not(.row)")
-    shown = {int(word.removeprefix("word")) for word in written if word != "⋮"}
-    assert shown >= {node["position"] for node in example["graph"]["nodes"]}
-    assert len(shown) <= 40 and "⋮" in written
-    for width in (320, 1280):
-        page.resize(width)
-        assert page.overflow() <= 0
-    assert page.errors == []
-
-
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     visualizer = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS)
     page = shown(visualizer)
@@ -86,13 +50,29 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
 MANY = [*HOSTILE, *(f"w{i}" for i in range(60))]
 
 
+def check_edges(page: Page, example: dict[str, Any]) -> None:
+    """The strongest edges are listed with their estimated and their true effects."""
+    cells = page.texts("#edges tbody td")
+    tokens, rows = example["tokens"], example["edges"]["rows"]
+    assert len(rows) == 4 and page.is_hidden("#edges-obstacle")
+    for place, row in enumerate(rows):
+        *ends, effect, true = cells[7 * place : 7 * place + 7]
+        source, target = row["source"], row["target"]
+        told = [row["layer"], source, tokens[source], target, tokens[target]]
+        assert ends == [str(one) for one in told]
+        assert number(effect) == pytest.approx(row["effect"], rel=0.01)
+        assert number(true) == pytest.approx(row["true"], rel=0.01)
+
+
 def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path, names = tmp_path / "graph.html", [MANY[:9], MANY[4:13]]
-    report(mamba_lm(), token_ids(2, 9), [LatimFlow], tokens=names, graph=6, path=path)
+    given: dict[str, Any] = {"tokens": names, "graph": 6, "edges": 4}
+    report(mamba_lm(), token_ids(2, 9), [LatimFlow], **given, path=path)
     page.goto(path)
     for number_, example in enumerate(read_page(path).facts["examples"]):
         page.choose("#example", number_)
+        check_edges(page, example)
         tokens, graph = example["tokens"], example["graph"]
         nodes, links = graph["nodes"], graph["links"]
         assert page.count(".graph .dot") == len(nodes) > 6

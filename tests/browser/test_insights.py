@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import (
@@ -15,7 +14,6 @@ from helpers.insights_examples import (
     table,
     table_model,
 )
-from zoo.small import VOCABULARY
 
 from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
@@ -34,13 +32,6 @@ SEEN = {
 def show(page: Page, button: str = "#show") -> None:
     page.click(button)
     page.settle()
-
-
-def shade(page: Page, selector: str) -> list[float]:
-    """Red, green, blue and opacity of a background."""
-    found = page.style(selector, "background-color").partition("(")[2].rstrip(")")
-    colour = [float(part) for part in found.replace("/", ",").split(",")]
-    return [*colour, 1.0] if len(colour) == 3 else colour
 
 
 def fill(page: Page, selector: str, text: str) -> None:
@@ -111,16 +102,6 @@ def test_methods_and_their_arguments(shown):
     assert page.evaluate("document.querySelector('#argument-n_steps').value") == "3"
     show(page)
     assert page.texts("td.number") == second
-
-
-def test_methods_that_do_not_fit_say_why(shown):
-    page = shown(table(table_model(), [numbers(1)]))
-    names = page.each("#method option:disabled", "e.value")
-    assert "LatimFlow" in names and "Saliency" not in names
-    page.click("#unfit summary")
-    reasons = dict(zip(page.texts("#unfit dt"), page.texts("#unfit dd"), strict=True))
-    assert "token ids, embeddings or images" in reasons["LatimFlow"]
-    assert "ReLU" in reasons["Guided Backprop"] and "Saliency" not in reasons
 
 
 def test_another_class_is_explained_where_it_is_clicked(shown):
@@ -195,21 +176,6 @@ def test_hostile_texts_are_text(shown):
     page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))  # which runs to the left
     places = page.each(".token", "e.getBoundingClientRect().left")
     assert places == sorted(places, reverse=True)
-
-
-def test_relevant_words_are_coloured(shown):
-    words = [f"w{i}" for i in range(VOCABULARY)]
-    visualizer = prompts(words, [3, 1, 4, 1, 5])
-    page = shown(visualizer)
-    (output,) = visualizer.search(visualizer.view).examples[0][1]
-    percent = output.feature_outputs[0].modified
-    told = page.each(".token", "Number(e.dataset.percent)")
-    assert told == pytest.approx(percent, abs=6e-4)
-    more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
-    for i, share in enumerate(percent, 1):
-        *colour, opacity = shade(page, f".token:nth-child({i})")
-        assert opacity == pytest.approx(0.62 * abs(share) / 100, abs=0.62 / 64)
-        assert not opacity or colour == (more if share > 0 else less)[:3]
 
 
 WORDS = ["the", "lamp", "<b>kite</b>", "owns", "anna", "שלום", "."]

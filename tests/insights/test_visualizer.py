@@ -21,9 +21,9 @@ from helpers.insights_examples import (
     table_model,
     without_end,
 )
-from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids, vision
+from zoo.small import VOCABULARY, mamba_lm, token_ids, vision
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.insights import (
     AttributionVisualizer,
@@ -160,20 +160,6 @@ def test_a_class_is_held_against_another_by_its_name():
         visualizer.search(visualizer.view, again=True)
 
 
-def test_the_filter_is_by_prediction_and_by_class():
-    dataset = [numbers(1, 0, 1, 4, 1, 2)]
-    for options, wanted in [
-        ({"prediction": "correct"}, [1, 1, 1]),
-        ({"prediction": "incorrect"}, [0, 4, 2]),
-        ({"classes": ["bee"], "num_examples": 9}, [1, 0, 1, 4, 1, 2]),
-        ({"classes": ["ant", "bee"], "prediction": "incorrect"}, [0, 4, 2]),
-        ({"classes": ["ant"]}, []),
-    ]:
-        visualizer = table(Always(1), dataset)
-        visualizer.config = FilterConfig(**options)
-        assert [o.actual.index for (o,) in visualizer.visualize()] == wanted, options
-
-
 def test_an_empty_dataset_shows_nothing():
     for dataset in ([], iter([])):
         visualizer = table(Always(1), dataset)
@@ -293,24 +279,6 @@ def test_one_number_is_the_nearest_of_the_classes():
     of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
     (found,), _ = of.relevance(model, (numbers,), (), 1, "Saliency", {})
     torch.testing.assert_close(found, Saliency(model).attribute(numbers))
-
-
-OURS = [
-    (mamba_lm, token_ids(1, 6), (-1, 3)),
-    (lambda: classifier("mean"), token_ids(1, 6), 3),
-    (vision, torch.randn(1, 3, 12, 12), 3),
-]
-
-
-def test_our_methods_say_what_they_say_alone():
-    for make, inputs, target in OURS:
-        model = make()
-        of = calculation(model)
-        for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
-            (found,), _ = of.relevance(model, (inputs,), (), target, name, {})
-            by_patch = inputs.dim() == 4 and method is MambaAttribution
-            alone = method(model).attribute(inputs, target=target, per_token=by_patch)
-            torch.testing.assert_close(found, alone)
 
 
 def test_an_image_by_its_patches_and_by_its_pixels():
