@@ -126,6 +126,7 @@ def test_pictures(tmp_path: Path, run: Run) -> None:
     assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
 
 
+@pytest.mark.slow
 def test_reports(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "report.html"
     asked = ["explain", *RECALL, PROMPT, "--out", out, "--force"]

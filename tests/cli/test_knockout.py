@@ -68,6 +68,7 @@ def test_the_prediction_with_and_without_an_edge(answered: Any, run: Any) -> Non
     assert "the estimate beforehand was" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "edges", "replace"),
     [

@@ -63,7 +63,7 @@ def close(found: Tensor, expected: Tensor) -> float:
     return oracles.relative_error(found.double(), expected.double())
 
 
-@every(QUICK)
+@every(QUICK, ("mamba2",))
 def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Case) -> None:
     before, hooks = logits(case.model(case.inputs)), hook_count(case.model)
     layers, *_ = size_of(case)
@@ -80,7 +80,7 @@ def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Ca
     assert torch.equal(logits(case.model(case.inputs)), before)
 
 
-@every(QUICK)
+@every(QUICK, ("mamba2",))
 def test_components_and_heads(case: Case) -> None:
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
@@ -206,7 +206,7 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
             model(ids)
 
 
-@every(("mamba2", "recurrent_gemma", "gpt_neox"))
+@every(("mamba2", "recurrent_gemma", "gpt_neox"), ("mamba2",))
 def test_without_a_share_in_the_selection_either(case: Case) -> None:
     """Targets read what the module itself makes of its input with zeros for the sources."""
     with torch.no_grad(), trace(case.model) as record:
@@ -229,6 +229,7 @@ def test_without_a_share_in_the_selection_either(case: Case) -> None:
     assert close(outputs[layer.name], expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_text_is_generated_without_the_messages() -> None:
     model, ids = mamba_lm(), torch.randint(1, 15, (1, 5))
     edges = Edges(sources=0, targets=lambda target, source: target > 2)
@@ -312,6 +313,7 @@ def test_what_cannot_be_cut() -> None:
             pass
 
 
+@pytest.mark.slow
 def test_one_message_is_not_cut_in_two_ways() -> None:
     model, ids = mamba_lm(), torch.randint(15, (1, 9))
     with (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import CheckpointError, DataNotFoundError, OptionError
+from captum_ssm.errors import CheckpointError, DataNotFoundError
 from captum_ssm.inside.dictionary import SparseAutoencoder
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -103,22 +103,6 @@ def test_gradients_are_those_of_what_is_active(kind: str, seed: int, vectors: Te
     with torch.no_grad():
         moved = [(found.encode(x + d) - found.encode(x - d)) / 2e-6 for d in step]
     torch.testing.assert_close(jacobian, torch.stack(moved, -1), rtol=1e-6, atol=1e-7)
-
-
-def test_arguments_that_do_not_fit() -> None:
-    for arguments, said in (
-        ({"architecture": "batchtopk"}, r"architecture='batchtopk' is not known.*jumprelu"),
-        ({"architecture": "topk"}, "k=None: of 12 features, 1 to 12"),
-        ({"architecture": "topk", "k": 13}, "k=13: of 12 features"),
-        ({"architecture": "topk", "k": 0}, "k=0: of 12 features"),
-        ({"k": 3}, "'standard' has k=3"),
-        (
-            {"architecture": "gated", "rescale_acts_by_decoder_norm": True},
-            "'gated'.*rescale_acts_by_decoder_norm=True",
-        ),
-    ):
-        with pytest.raises(OptionError, match=said):
-            SparseAutoencoder(WIDTH, FEATURES, **arguments)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
+from helpers.marks import slow_but
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
 from zoo.architectures import Case
-from zoo.networks import MASKED
-from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
 from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
@@ -25,7 +25,6 @@ from captum_ssm.errors import (
 )
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 TARGET = (-1, 3)
 BLOCK = "backbone.layers.1"
 EXACT = 1e-6
@@ -188,22 +187,10 @@ def test_outputs_of_transformers() -> None:
     assert close(whole[:, -1, 3], model(ids).logits[:, -1, 3]) and whole.count_nonzero() == 2
 
 
-def test_images() -> None:
-    model, pictures = vision("middle"), images(2)
-    found = LayerLatimFlow(model, "blocks.0").decompose(pictures, 3)
-    assert found.inputs.shape == (2, 13, WIDTH) and not found.virtual.any()
-    assert found.delta.abs().max() <= 1e-4
-    patches = LayerLatimFlow(model, "patch").attribute(pictures, 3)
-    assert patches.shape == (2, WIDTH, 3, 4)
-    wanted = LatimFlow(model).decompose(pictures, 3)
-    constants = [bias for name, bias in wanted.biases.items() if name != "patch"]
-    assert close(patches.flatten(1).sum(1) + sum(constants), wanted.output, 1e-4)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["mamba", *SLOW])
+@pytest.mark.parametrize("name", slow_but(("mamba",), ("mamba", "zamba2", "gpt_neox", "gla")))
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_in_4(name, "zamba2", "lfm2")
+    not_in_4(name, "zamba2")
     case = ADAPTERS[name](monkeypatch)
     block = blocks_of(case)[0]
     mask = torch.ones_like(case.inputs)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
+from helpers.marks import slow_but
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
 from zoo.architectures import Case
-from zoo.networks import MASKED
 from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
@@ -27,7 +27,6 @@ from captum_ssm.errors import (
     TargetError,
 )
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 BLOCK = "backbone.layers.1"
 #: A token of eleven, and a feature.
 NEURON = (7, 2)
@@ -206,9 +205,9 @@ def stream_of(activation: Any) -> Any:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["mamba", *SLOW])
+@pytest.mark.parametrize("name", slow_but(("mamba",), ("mamba", "zamba2", "gpt_neox", "gla")))
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_in_4(name, "zamba2", "lfm2")
+    not_in_4(name, "zamba2")
     case = ADAPTERS[name](monkeypatch)
     block = blocks_of(case)[-1]
     mask = torch.ones_like(case.inputs)
