@@ -14,7 +14,7 @@ from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
-from captum_ssm import Edges, ImplicitAttentionRollout, LatimFlow, knock_out, report
+from captum_ssm import Edges, LatimFlow, knock_out, report
 
 HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
@@ -170,25 +170,6 @@ def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path) -> None:
     expected = np.array(sizes[::-1])
     expected = (expected - expected[0]) / (expected[-1] - expected[0])
     np.testing.assert_allclose(shares, expected, atol=1e-4)
-
-
-def test_a_page_without_a_graph_or_edges_says_why_or_nothing(page: Page, tmp_path: Path) -> None:
-    model, ids, path = mamba_lm(), token_ids(1, 9), tmp_path / "graph.html"
-    report(model, ids, [LatimFlow], matrices=False, path=path)
-    page.goto(path)
-    assert page.is_hidden("#flow") and page.is_hidden("#edges")
-    run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
-    page.goto(path)
-    assert "records no gradients" in page.text("#edges-obstacle")
-    assert page.is_hidden("#edges table")
-    model.config.use_cache = False  # both layers would write to one place of the cache
-    model.backbone.layers[1] = model.backbone.layers[0]
-    report(model, ids, [LatimFlow], matrices=False, graph=3, path=path)
-    page.goto(path)
-    assert "runs several times" in page.text(".graph .obstacle")
-    assert page.count(".graph svg") == 0
-    assert page.errors == []
 
 
 def test_insights_follow_a_text_to_the_class_that_is_explained(shown: Any) -> None:

@@ -165,27 +165,3 @@ def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path)
     # as few as hold half: two of the four, which are equal
     outlined = [found for found in starmap(ends, PLANTED) if found[0] >= ENOUGH]
     assert len(outlined) == 2 and np.min(outlined) >= ENOUGH
-
-
-def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch):
-    """Patches are one colour, pixels are where the relevance is; and there is a way back."""
-    monkeypatch.setattr(Planted, "rows", PATCH[0] // 2)
-    page.resize(390)
-    page, holder = opened()
-    drawn = {}
-    for number, name in enumerate(["patches", "pixels", "outlines", "pixels", "patches"]):
-        manner(page, name)
-        image = seen(page, holder, tmp_path / f"{number}.png")
-        if name in drawn:
-            assert np.abs(drawn[name] - image).max() < 0.02
-        drawn[name] = image
-    for row, column in PLANTED:
-        bare = middle_of(patch_of(drawn["pixels"], row, column + 1))
-        patches, pixels = (patch_of(drawn[name], row, column) for name in ("patches", "pixels"))
-        of_patch, of_pixels = (
-            [middle_of(half) for half in np.array_split(part, 2)] for part in (patches, pixels)
-        )
-        assert np.abs(of_patch[0] - of_patch[1]).max() < 0.02
-        assert contrast(of_patch[0], bare) >= ENOUGH and contrast(of_pixels[0], bare) >= ENOUGH
-        assert np.abs(of_pixels[1] - bare).max() < 0.02
-    assert page.overflow() <= 0

@@ -214,17 +214,6 @@ def test_methods_are_added_and_taken_away_by_keys(shown):
     assert page.evaluate("document.querySelector('#add-method').disabled")
 
 
-def test_a_class_is_explained_by_all_methods_of_its_model(shown):
-    page = shown(texts_of(2, beside=[CENTRED]))
-    before = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
-    page.click("section:nth-child(2) .predicted button:nth-child(3)")
-    page.wait_for("document.querySelector('#status').textContent === 'Explained.'")
-    after = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
-    assert after[0][: len(WORDS)] == before[0][: len(WORDS)]
-    assert page.count("article:first-child section:nth-child(2) .by") == 2
-    assert after[1] != before[1]
-
-
 def test_a_contrast_is_a_word_or_a_class(shown):
     visualizer = texts_of(1)
     page = shown(visualizer)
@@ -259,19 +248,6 @@ def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
     page.leave()
     page.wait_for("document.querySelector('#tip').hidden")
     assert page.overflow() == 0
-
-
-def test_without_labels_it_says_so(shown):
-    page = shown(table(Always(1), [numbers(None, None)]))
-    assert page.texts("h3") == ["Always, no label was given"] * 2
-    assert "No labels were given" in page.text("#status")
-    page.focus("#prediction")
-    page.keys("c")  # correct
-    page.click("#show")
-    page.wait_for("document.querySelectorAll('article').length === 0")
-    page.settle()
-    said = page.text("#status")
-    assert "None passes the filter. No labels were given" in said
 
 
 def test_a_kept_page_shows_what_the_served_one_does(shown, view):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -104,21 +102,6 @@ def test_language_models_are_read_at_the_last_token():
         with torch.no_grad():
             chance = model(torch.tensor([left])).logits[0, -1].softmax(-1)[3 + row].item()
         assert found.probability.values[row, 4].item() == pytest.approx(chance)
-
-
-def test_padding_changes_nothing():
-    model = classifier().double()
-    ids, mask, relevance = padded()
-    together = text_perturbation(Texts(model, ids, UNK, mask), relevance, 1)
-    relevance[mask == 0] = math.nan  # nobody reads it
-    again = text_perturbation(Texts(model, ids, UNK, mask), relevance, 1)
-    for row in range(3):
-        real = mask[row].bool()
-        alone = text_perturbation(
-            Texts(model, ids[row][real][None], UNK), relevance[row][real][None], 1
-        )
-        for found in (together, again):
-            torch.testing.assert_close(found.logit.values[row], alone.logit.values[0])
 
 
 BAD = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -46,13 +45,6 @@ def test_gold_follows_from_the_words() -> None:
         assert example.source_positions == (example.value_position, example.name_position)
 
 
-def test_same_seed_same_examples() -> None:
-    assert generate(20, seed=3) == generate(20, seed=3)
-    assert generate(20, seed=3) != generate(20, seed=4)
-    rng = random.Random(3)
-    assert generate(12, rng) + generate(8, rng) == generate(20, seed=3)
-
-
 def test_parse_gives_back_what_was_generated() -> None:
     for example in generate(200, seed=9):
         assert parse_prompt(example.text) == example
@@ -86,8 +78,6 @@ def test_with_value_changes_one_word() -> None:
     assert changed.text == "bob owns the old boat . also anna owns the drum . ? bob owns the"
     assert changed.answer == "boat"
     assert with_value(example, 1, "boat").answer == "kite"
-    with pytest.raises(ValueError, match="no object of the task"):
-        with_value(example, 0, "red")
 
 
 def test_collate_pads_on_the_left() -> None:
@@ -101,8 +91,6 @@ def test_collate_pads_on_the_left() -> None:
         assert batch.input_ids[row, :offset].tolist() == [0] * offset
         assert batch.attention_mask[row].tolist() == [0] * offset + [1] * len(example.tokens)
         assert batch.input_ids[row, offset + example.value_position] == batch.answer_ids[row]
-    with pytest.raises(ValueError, match="at least one"):
-        collate([])
 
 
 def test_vocabulary() -> None:
