@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")
 
-from bench_helpers.vision import GRID, MODELS, scene_image, vim, vit
+from bench_helpers.vision import scene_image, vim, vit
 
 from captum_ssm import (
     ImplicitAttention,
@@ -94,14 +94,3 @@ def test_formulations_of_scans_say_nothing_of_attention() -> None:
     for cell in applicable:
         assert not any(part in cell.formulation for part in ("s6", "silu"))
     assert all(each.applies(vim()) for each in MAPS.values())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_cell(name: str) -> None:
-    model, image = MODELS[name](), scene_image()
-    applicable = {cell: each for cell, each in MAPS.items() if each.applies(model)}
-    for cell, each in applicable.items():
-        found = each.explain(model, image, ASKED)
-        size = image.shape[2:] if "pixels" in cell.formulation else GRID
-        assert found.shape == (2, *size) and not found.requires_grad, cell
-        assert bool(found.isfinite().all()), cell

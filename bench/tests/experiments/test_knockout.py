@@ -1,4 +1,4 @@
-"""Estimated effects of edges against knock-outs, what is to blame, and hybrids in parts."""
+"""Estimated effects of edges against knock-outs, and the parts that are to blame."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from captum_ssm_bench.experiments.knockout.experiment import (
     Drawn,
 )
 from captum_ssm_bench.experiments.knockout.held import scale_of
-from captum_ssm_bench.experiments.knockout.parts import CHANCE, WHOLE
 
-KNOCKOUT, PARTS = EXPERIMENTS["knockout"], EXPERIMENTS["hybrid-parts"]
+KNOCKOUT = EXPERIMENTS["knockout"]
 ALL_HELD = Cell("all held")
 
 
@@ -144,53 +143,3 @@ def test_scales_are_those_of_norms(norm: nn.Module) -> None:
     x = torch.randn(2, 3, 6)
     centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
     torch.testing.assert_close(scale_of(norm, x) * centred, norm(x))
-
-
-# --- hybrids ---------------------------------------------------------------------------------
-
-
-def test_parts_of_a_hybrid_against_hooks(seed: int) -> None:
-    """Where attention is off its block adds nothing, and where a head is off its channels do not.
-
-    The word that is read in *pairs* is the last one; the value asked for is at its only source.
-    """
-    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
-    model: Any = subject.load(torch.device("cpu"))
-    batch = PARTS.example(subject, 3, seed)
-    attention = model.model.layers[1].self_attn
-    (query,), (token,) = batch.targets.queries.tolist(), batch.targets.tokens.tolist()
-
-    def asked(channels: slice) -> float:
-        def without(module: nn.Module, args: Any) -> Any:
-            kept = args[0].clone()
-            kept[..., channels] = 0
-            return (kept,)
-
-        handle = attention.o_proj.register_forward_pre_hook(without)
-        with torch.no_grad():
-            logits = model(batch.input_ids).logits[0, query]
-        handle.remove()
-        return float(logits.double().softmax(-1)[token])
-
-    def probability(cell: Cell, row: str = "") -> float:
-        return PARTS.measure(model, batch, cell)[row]["probability"]
-
-    width = attention.head_dim
-    assert probability(Cell("off", "attention")) == pytest.approx(asked(slice(None)), abs=1e-5)
-    for head in (0, 3):
-        channels = slice(head * width, (head + 1) * width)
-        found = probability(Cell("one head off", "attention"), f"layer 1, head {head:02}")
-        assert found == pytest.approx(asked(channels), abs=1e-5)
-    with torch.no_grad():
-        whole = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
-        gold = int(batch.gold()[0, query].nonzero()[0])
-        with knock_out(model, Edges("attention", sources=gold, targets=query)):
-            cut = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
-    assert probability(WHOLE) == pytest.approx(float(whole), abs=1e-6)
-    assert probability(Cell("answer to asking token cut", "attention")) == pytest.approx(
-        float(cut), abs=1e-6
-    )
-    assert PARTS.measure(model, batch, CHANCE)[""] == {"right": 1 / 16, "probability": 1 / 16}
-
-
-# --- the command -----------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ pytest.importorskip("skimage")
 
 import skimage.data
 
-from captum_ssm_bench.tasks.outlines import SHAPES, random_shapes
+from captum_ssm_bench.tasks.outlines import random_shapes
 from captum_ssm_bench.tasks.scenes import SCENES, SceneTask
 from captum_ssm_bench.tasks.textures import PHOTOGRAPHS, photographs
 
@@ -90,55 +88,6 @@ def test_training_sees_left_halves_and_tests_right_ones(
     for held_out in (False, True):
         changed = (before[held_out] != after[held_out]).flatten(1).any(1)
         assert changed.all() if held_out == seen else not changed.any()
-
-
-def _polygon(*corners: tuple[float, float]) -> Any:
-    from matplotlib.path import Path
-
-    return Path(np.array([*corners, corners[0]]))
-
-
-def _corners(count: int, radii: tuple[float, ...]) -> list[tuple[float, float]]:
-    turns = [2 * math.pi * i / count for i in range(count)]
-    return [
-        (radii[i % len(radii)] * math.sin(a), radii[i % len(radii)] * math.cos(a))
-        for i, a in enumerate(turns)
-    ]
-
-
-def _rectangle(x: float, y: float) -> list[tuple[float, float]]:
-    return [(-x, -y), (x, -y), (x, y), (-x, y)]
-
-
-POLYGONS = {
-    "bar": [_rectangle(0.95, 0.3)],
-    "cross": [_rectangle(0.95, 0.3), _rectangle(0.3, 0.95)],
-    "triangle": [_corners(3, (1.0,))],
-    "star": [_corners(10, (1.0, 0.4))],
-}
-
-
-@pytest.mark.parametrize("name", POLYGONS)
-def test_polygons(name: str) -> None:
-    points = 2 * torch.rand(4000, 2, dtype=torch.float64) - 1
-    inside = [_polygon(*corners).contains_points(points.numpy()) for corners in POLYGONS[name]]
-    wanted = torch.from_numpy(np.any(inside, axis=0))
-    found = SHAPES[name](*points.unbind(1))
-    assert 100 < int(wanted.sum()) < 3900
-    assert int((found != wanted).sum()) <= 1, "but for a point on an edge"
-
-
-@pytest.mark.parametrize(
-    ("name", "area"),
-    [
-        ("disc", math.pi * 0.8**2),
-        ("ring", math.pi * (0.95**2 - 0.55**2)),
-    ],
-)
-def test_areas_of_round_shapes(name: str, area: float) -> None:
-    x, y = torch.meshgrid(*[torch.linspace(-1, 1, 801, dtype=torch.float64)] * 2, indexing="xy")
-    found = SHAPES[name](x, y)
-    assert float(found.double().mean()) * (2 * 801 / 800) ** 2 == pytest.approx(area, rel=0.01)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench_helpers.valence_texts import rated_texts, write_folder
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -33,7 +33,7 @@ from captum_ssm_bench.training.image_recipes import (
     PixelReader,
     patch_tokens,
 )
-from captum_ssm_bench.training.language_recipes import LanguageRecipe, accuracy_by_length
+from captum_ssm_bench.training.language_recipes import LanguageRecipe
 from captum_ssm_bench.training.loop import fit, recipe_of, train, train_model
 from captum_ssm_bench.training.recipe import Recipe
 from captum_ssm_bench.training.text_recipes import (
@@ -155,65 +155,7 @@ def test_a_model_learns_to_copy(architecture: str) -> None:
     assert answer_accuracy(model, fresh).tokens >= 0.9
 
 
-@pytest.mark.parametrize("draws", [1, 5])
-def test_batches_have_the_greatest_of_the_drawn_lengths(
-    draws: int, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    lengths: list[int | None] = []
-    draw = CopyingTask.draw
-
-    def watched(task: CopyingTask, count: int, seed: Any, length: int | None = None) -> list[Any]:
-        lengths.append(length)
-        return draw(task, count, seed, length)
-
-    monkeypatch.setattr(CopyingTask, "draw", watched)
-    train_model(language(steps=(60,), draws=draws, batch_size=1), seed, log=silent)
-    held_out, *drawn = lengths
-    assert held_out is None and len(drawn) == 60
-    share, expected = drawn.count(COPIES.longest) / 60, 1 - (2 / 3) ** draws
-    assert abs(share - expected) <= 5 * (expected * (1 - expected) / 60) ** 0.5
-
-
-def test_some_of_many_lengths_are_measured() -> None:
-    class Answers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-            logits = nn.functional.one_hot(input_ids.roll(-1, 1), 70).float()
-            return type("Out", (), {"logits": logits})
-
-    scores = accuracy_by_length(Answers(), CopyingTask(shortest=1, longest=20), per_length=2)
-    assert list(scores) == list(range(1, 20, 2))
-    assert set(scores.values()) == {(1.0, 1.0)}
-
-
 # --- image classifiers -----------------------------------------------------------------------
-
-
-def test_all_rounds_but_the_last_show_bright_objects_and_none_held_out(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    drawn: list[tuple[int, str, bool]] = []
-    draw = SceneTask.draw
-
-    def watched(task: SceneTask, count: int, seed: int, held_out: bool = True) -> Any:
-        drawn.append((count, task.polarity, held_out))
-        return draw(task, count, seed, held_out)
-
-    monkeypatch.setattr(SceneTask, "draw", watched)
-    train_model(image("vim", steps=(2, 1, 3)), seed, log=silent)
-    progress, *batches = drawn
-    assert progress == (8, "random", True)
-    assert batches == 3 * [(3, "bright", False)] + 3 * [(3, "random", False)]
-
-
-def test_the_cls_token_stands_where_it_is_told() -> None:
-    recipe = image("vim")
-    first: Any = replace(recipe, size=replace(recipe.size, cls_token="head")).new()
-    middle: Any = recipe.new()
-    assert (middle.cls_positions(10), first.cls_positions(10)) == ([5], [0])
 
 
 @pytest.mark.parametrize("architecture", ["vim", "vit"])
