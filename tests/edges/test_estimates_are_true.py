@@ -38,21 +38,6 @@ def test_the_default_is_near_the_truth() -> None:
     assert abs(first.matrix(1)[0, 13, 3]) < 0.3 * abs(effects.matrix(1)[0, 13, 3])
 
 
-def test_a_report_cuts_what_it_lists(tmp_path: Path) -> None:
-    model, vocabulary = load_bundled()
-    path = report(model, PROMPT, [LatimFlow], tokenizer=vocabulary, path=tmp_path / "page.html")
-    (example,) = read_page(path).facts["examples"]
-    rows = example["edges"]["rows"]
-    ids, lamp = torch.tensor([vocabulary.encode(PROMPT)]), vocabulary.id_of("lamp")
-    assert len(rows) == 10
-    for row in rows:
-        true = lost(model, ids, lamp, Edges(row["module"], row["source"], row["target"]))
-        assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
-        assert row["first_order"] is False
-    (strongest,) = [row for row in rows if (row["source"], row["target"]) == (3, 13)]
-    assert strongest["effect"] == pytest.approx(strongest["true"], rel=0.02)
-
-
 def test_a_report_marks_layers_of_first_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,12 @@ import torch
 from captum.attr import Saliency
 from helpers.pages import ReadPage, read_page, streams
 from helpers.pictures import AWKWARD
-from torch import nn
 from zoo.language import word_tokenizer
 from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     EdgeEffects,
+    Edges,
     ImplicitAttention,
     ImplicitAttentionRollout,
     LatimFlow,
@@ -27,6 +27,7 @@ from captum_ssm import (
     MambaAttribution,
     MambaLRP,
     attribution_graph,
+    knock_out,
     report,
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
@@ -278,6 +279,14 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
             np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
             at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
             assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
+            assert not any(row["first_order"] for row in found)
+    for row in found:  # the truth is a cut by itself, here of the second example
+        ids_alone, cut = ids[1:, 3:], Edges(row["module"], row["source"], row["target"])
+        with torch.no_grad():
+            whole = model(ids_alone).logits[0, -1, 4]
+            with knock_out(model, cut):
+                true = float(whole - model(ids_alone).logits[0, -1, 4])
+        assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
     # and the list may be left out, or be impossible
     for options, rows in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
         report(model, ids[:1], METHODS, path=path, **options)
@@ -373,38 +382,6 @@ def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
         steps = [step["node"] for step in found["path"]] + [len(which) - 1]
         adds = [pairs[pair] for pair in pairwise(steps)]
         assert adds == [step["adds"] for step in found["path"]]
-
-
-class OneMixer(nn.Module):
-    """A language model that holds its mixer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        model = mamba_lm()
-        self.embedding, self.head = model.backbone.embeddings, model.lm_head
-        self.mixer = model.backbone.layers[0].mixer
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        return self.head(x + self.mixer(x))
-
-
-@pytest.mark.slow
-def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
-    model, ids, name = OneMixer(), token_ids(1, 7), "mixer"
-    (found,) = drawn(path, model, ids, target=(-1, 4), graph=EVERYTHING)
-    assert (found["kind"], found["rows"], found["places"]) == ("mixers", [name], 1)
-    graph = attribution_graph(model, ids, (-1, 4), nodes=[name], keep=None)
-    which = numbers_of(found, graph, [name])
-    kinds = [node["kind"] for node in found["nodes"]]
-    ends = [
-        (link["source"], link["weight"])
-        for link in found["links"]
-        if link["target"] == len(which) - 1
-    ]
-    ((source, weight),) = (end for end in ends if kinds[end[0]] == "token")
-    assert found["nodes"][source]["position"] == 6
-    assert weight == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
 
 
 @pytest.mark.slow
