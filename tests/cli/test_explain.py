@@ -116,11 +116,10 @@ def test_two_rules_side_by_side(tmp_path: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_pictures(tmp_path: Path, run: Run) -> None:
     """Roles have pictures of their own."""
-    asked = ["explain", *RECALL, PROMPT, "bob owns", "--out", tmp_path / "picture.png"]
-    run(*asked, "--rule", "frozen", "half", "centred")
+    asked = ["explain", *RECALL, "anna owns the", "--out", tmp_path / "picture.png"]
+    run(*asked, "--rule", "half", "centred")
     stems = ("picture", "picture-roles", "picture-roles-2")
-    wanted = {*stems, "picture-2", "picture-2-roles", "picture-2-roles-2"}
-    assert {path.stem for path in tmp_path.iterdir()} == wanted
+    assert {path.stem for path in tmp_path.iterdir()} == set(stems)
     first, halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems)
     assert halves.shape != centred.shape or not np.array_equal(halves, centred)
     assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
@@ -166,14 +165,13 @@ def test_vision_mamba(tmp_path: Path, vim: Path, picture: Path, labels: Path) ->
     out = tmp_path / "out.json"
     arguments = [str(vim), "--image", str(picture), str(picture), "--labels", str(labels)]
     arguments += ["--method", "ImplicitAttentionRollout", "LatimFlow", "--target"]
-    for target in ("cat", "1"):
-        for example in explained(out, *arguments, target):
-            assert example["explained"] == "the logit of “cat”"
-            assert {each["label"] for each in example["predictions"]} == {"ant", "cat", "dog"}
-            assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
-            for values in example["relevance"].values():
-                assert sum(value is not None for value in values) == 9
-            check_sum(example)
+    for example in explained(out, *arguments, "cat"):
+        assert example["explained"] == "the logit of “cat”"
+        assert {each["label"] for each in example["predictions"]} == {"ant", "cat", "dog"}
+        assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
+        for values in example["relevance"].values():
+            assert sum(value is not None for value in values) == 9
+        check_sum(example)
     assert main(["explain", *arguments, "1", "--out", str(tmp_path / "out.png")]) == 0
     assert (tmp_path / "out-2.png").exists()
 

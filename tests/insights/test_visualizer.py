@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ from captum_ssm.insights import (
 )
 from captum_ssm.insights.calculation import AttributionCalculation
 from captum_ssm.insights.dataset import MOST_SEARCHED, Example
-from captum_ssm.insights.vocabularies import check_sizes, check_tokenizers
 from captum_ssm.viz.html.pictures import heat
 
 
@@ -172,26 +170,6 @@ def test_a_filter_that_nothing_of_an_endless_dataset_passes_ends():
     visualizer.config = FilterConfig(classes=["cat"])
     found = visualizer.search(visualizer.view)
     assert found.examples == [] and found.searched == MOST_SEARCHED and not found.ended
-
-
-def reader(size):
-    return SimpleNamespace(config=SimpleNamespace(vocab_size=size))
-
-
-def test_models_of_one_tokenizer():
-    for sizes in ((50280, 50304), (50280, 50257)):  # large embeddings may be filled up
-        check_sizes([reader(size) for size in sizes])
-    for sizes in ((50280, 50560), (60, 64)):
-        with pytest.raises(OptionError, match="Show models of one tokenizer"):
-            check_sizes([reader(size) for size in sizes])
-    first, same, other, short = (SimpleNamespace(vocab=[*w]) for w in ("abc", "abc", "abd", "ab"))
-    listed = SimpleNamespace(get_vocab=lambda: {word: i for i, word in enumerate("abc")})
-    for alike in (same, listed, SimpleNamespace()):  # the last one does not say
-        check_tokenizers(["one", "two"], [first, alike])
-    with pytest.raises(OptionError, match="one and two have different vocabularies: '"):
-        check_tokenizers(["one", "two"], [first, other])
-    with pytest.raises(OptionError, match=r"'c' is token .* to the one and no token to the"):
-        check_tokenizers(["a", "b"], [first, short])
 
 
 def test_refusals():

@@ -71,20 +71,6 @@ def test_a_cell_is_the_method_that_it_names(make: Any) -> None:
             torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
-def test_pixels_add_up_to_patches(kind: Any, rule: Any) -> None:
-    model, image = vim(), scene_image()
-    pixels = MAPS[Cell(kind.__name__, "pixels")].explain(model, image, ASKED)
-    patches = MAPS[Cell(kind.__name__, "patches")].explain(model, image, ASKED)
-    summed = pixels.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
-    torch.testing.assert_close(summed, patches, rtol=1e-5, atol=1e-6)
-    lengths = MAPS[Cell(kind.__name__, "patches, absolute")].explain(model, image, ASKED)
-    summed = pixels.abs().unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
-    torch.testing.assert_close(16 * lengths, summed, rtol=1e-5, atol=1e-6)
-    given = kind(model).attribute(image, ASKED[1], rule=rule)
-    torch.testing.assert_close(pixels[1], given[0].sum(0), rtol=1e-5, atol=1e-7)
-
-
 def test_formulations_of_scans_say_nothing_of_attention() -> None:
     """Attention has one component and no activation."""
     assert attention_alone(vit()) and not attention_alone(vim())

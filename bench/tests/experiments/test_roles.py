@@ -68,19 +68,6 @@ def test_a_digit_is_told_by_what_stands_before_it(seed: int) -> None:
     assert words_of(batch, "query") == [question[:-1], question]
 
 
-@pytest.mark.parametrize(
-    "subject", [ROLES.subjects()[i] for i in (0, 2, -1)], ids=lambda subject: subject.name
-)
-def test_no_token_has_two_roles(subject: Any, seed: int) -> None:
-    example = ROLES.example(subject, 0, seed)
-    query, key, content = (example.right[role] for role in TOLD)
-    assert not bool((query & key | key & content | content & query).any())
-    positions = torch.tensor([position for position, _ in example.targets])
-    for right in (query, key, content):
-        assert bool(right.any(-1).all())
-        assert not bool((right & (torch.arange(right.shape[1]) > positions[:, None])).any())
-
-
 def test_the_most_relevant_token_counts_whatever_is_least() -> None:
     relevance = torch.tensor([[-9.0, 1.0, 2.0], [-9.0, 1.0, 2.0]])
     right = torch.tensor([[True, False, False], [False, True, True]])

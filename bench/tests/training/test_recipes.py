@@ -34,7 +34,7 @@ from captum_ssm_bench.training.image_recipes import (
     patch_tokens,
 )
 from captum_ssm_bench.training.language_recipes import LanguageRecipe
-from captum_ssm_bench.training.loop import fit, recipe_of, train, train_model
+from captum_ssm_bench.training.loop import recipe_of, train, train_model
 from captum_ssm_bench.training.recipe import Recipe
 from captum_ssm_bench.training.text_recipes import (
     ClassifierSize,
@@ -227,22 +227,6 @@ def test_the_loss_is_that_of_the_rated_chances() -> None:
         said = 1 / (1 + math.exp(row[0] - row[1]))
         expected -= chance * math.log(said) + (1 - chance) * math.log(1 - said)
     assert rating_loss(logits, some).item() == pytest.approx(expected / 5)
-
-
-def test_hidden_words_are_words_and_the_second_round_leaves_all() -> None:
-    made = texts("bert", hidden_words=0.5)
-    reader, unknown = made.reader(made.task.vocabulary), made.task.vocabulary.id_of("<unk>")
-    ids = reader.ids([text.words for text in made.task.texts("train")])
-    hidden = made._hidden(reader, ids)
-    changed, known = hidden != ids, reader.words(ids) & (ids != unknown)
-    assert (hidden[changed] == unknown).all() and not changed[~reader.words(ids)].any()
-    share = float(changed[known].double().mean())
-    assert abs(share - 0.5) < 5 * (0.25 / int(known.sum())) ** 0.5
-    model: Any = made.new()
-    before = model.bert.embeddings.word_embeddings.weight.clone()
-    fit(model, made.rounds(model, 0)[1], log=silent)
-    torch.testing.assert_close(model.bert.embeddings.word_embeddings.weight, before)
-    assert [part.steps for part in replace(made, steps=(2,)).rounds(model, 0)] == [2, 2]
 
 
 # --- dictionaries ----------------------------------------------------------------------------

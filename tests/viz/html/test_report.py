@@ -35,6 +35,7 @@ from captum_ssm.inside import Graph
 from captum_ssm.models import load_bundled
 
 METHODS = [LatimFlow, MambaAttribution]
+MAPS_ALONE: dict[str, Any] = {"edges": 0, "graph": 0}
 
 
 @pytest.fixture
@@ -68,7 +69,8 @@ def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
 def test_a_language_model(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 13)
     names = [[f"{letter}{i}" for i in range(13)] for letter in "ab"]
-    assert report(model, ids, METHODS, tokens=names, path=path, title="T & U") == path
+    given = {"tokens": names, "title": "T & U", **MAPS_ALONE}
+    assert report(model, ids, METHODS, path=path, **given) == path
     page = read_page(path)
     assert page.texts("title") == page.texts("h1") == ["T & U"]
     told = [page.facts[name] for name in ("model", "layers", "families")]
@@ -101,11 +103,12 @@ def test_the_identity_is_told_from_sources(path: Path) -> None:
     for pool in ("last", "mean"):
         model = classifier(pool)
         methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
-        report(model, ids, methods, additional_forward_args=mask, path=path)
+        report(model, ids, methods, additional_forward_args=mask, matrices=False, path=path)
         for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
             wanted = length - 1 if pool == "last" else None
             assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
-    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], target=(4, 2), path=path)
+    asked: dict[str, Any] = {"target": (4, 2), "matrices": False}
+    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], path=path, **asked)
     (example,) = read_page(path).facts["examples"]
     assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
 
@@ -115,7 +118,8 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
     model, ids = classifier("mean"), token_ids(3, 11)
     mask = padded(3, 11, slice(7, None), slice(4))
     names = [[f"t{i}" for i in range(11)]] * 3
-    report(model, ids, METHODS, tokens=names, additional_forward_args=mask, path=path)
+    given = {"tokens": names, "additional_forward_args": mask, **MAPS_ALONE}
+    report(model, ids, METHODS, path=path, **given)
     page = read_page(path)
     for b, example in enumerate(page.facts["examples"]):
         real = mask[b].bool()
@@ -138,7 +142,8 @@ def test_images_have_patches(path: Path) -> None:
     methods, labels = [MambaAttribution, ImplicitAttentionRollout], [*"abcde"]
     for cls in ("middle", None):
         model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
-        report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
+        given = {"target": [1, 4], "labels": labels, **MAPS_ALONE}
+        report(model, pictures, methods, path=path, **given)
         tokens = model.patch_tokens()
         for b, example in enumerate(read_page(path).facts["examples"]):
             image = example["image"]
@@ -162,7 +167,8 @@ def test_images_have_patches(path: Path) -> None:
 @pytest.mark.slow
 def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
     model, picture = vision("head", (3, 5)), images(1, (3, 5))
-    report(model, picture, [LatimFlow, MambaAttribution, Saliency], target=1, path=path)
+    methods = [LatimFlow, MambaAttribution, Saliency]
+    report(model, picture, methods, target=1, matrices=False, path=path)
     flow, row, saliency = read_page(path).facts["examples"][0]["methods"]
     assert row["pixels"] is None
     wanted = [
@@ -192,7 +198,7 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
     methods |= {"row": ImplicitAttentionRollout, "own": LatimFlow}
     rules["own"] = {"contrast": "mean"}
-    report(model, ids, methods, target=(-1, 4), options=rules, path=path)
+    report(model, ids, methods, target=(-1, 4), options=rules, matrices=False, path=path)
     (example,) = read_page(path).facts["examples"]
     content, cause, lrp, row, own = example["methods"]
     assert own["answers"] == [] and len(lrp["answers"]) == 5  # a contrast of the user's own
@@ -212,7 +218,8 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     model, vocabulary = load_bundled()
     texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
-    report(model, texts, METHODS, tokenizer=vocabulary, names=["x", "$y$"], path=path)
+    given: dict[str, Any] = {"tokenizer": vocabulary, "matrices": False}
+    report(model, texts, METHODS, names=["x", "$y$"], path=path, **given)
     facts = read_page(path).facts
     for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
         assert example["tokens"] == text.split() and example["name"] == name
@@ -233,7 +240,8 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
         (AWKWARD, ["$x_1$", "<script>", r"a\nb", "∅"], "ltr"),
         (["שלום", "a", "סוף"], ["שלום", "a", "סוף"], "rtl"),
     ):
-        report(model, token_ids(1, len(tokens)), [LatimFlow], tokens=tokens, path=path)
+        given = {"tokens": tokens, "matrices": False}
+        report(model, token_ids(1, len(tokens)), [LatimFlow], path=path, **given)
         (example,) = read_page(path).facts["examples"]
         assert example["tokens"][:4] == spelled and example["direction"] == direction
         assert example["breaks"] == ([2] if tokens is AWKWARD else [])
@@ -243,14 +251,14 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
 def test_chosen_layers_and_little_room(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 150)
     chosen = {"matrices": ["contributions", "attention"], "shown_layers": [-1, 0]}
-    report(model, ids[:, :9], [LatimFlow], **chosen, path=path)
+    report(model, ids[:, :9], [LatimFlow], **chosen, **MAPS_ALONE, path=path)
     page = read_page(path)
     maps = page.facts["examples"][0]["maps"]
     assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
     assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
     check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids[:, :9], layers=[2])[0][0])
     # the strongest are kept
-    report(model, ids, [LatimFlow], path=path, megabytes=0.1)
+    report(model, ids, [LatimFlow], path=path, megabytes=0.1, **MAPS_ALONE)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
     exact = ImplicitAttention(model).matrices(ids, layers=[2])[0][0].numpy()
@@ -267,9 +275,9 @@ def test_chosen_layers_and_little_room(path: Path) -> None:
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
     model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
     names = list(inspect.signature(model.forward).parameters)
-    further = (*[None] * (names.index("attention_mask") - 1), mask)
+    further, rows = (*[None] * (names.index("attention_mask") - 1), mask), [MambaAttribution]
     for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
-        report(model, ids, METHODS, additional_forward_args=further, path=path, **given)
+        report(model, ids, rows, additional_forward_args=further, graph=0, path=path, **given)
         for b, example in enumerate(read_page(path).facts["examples"]):
             alone = EdgeEffects(model).attribute(ids[b : b + 1, mask[b].bool()], (-1, 4))
             expected = alone.top(given.get("edges", 10))[0]
@@ -288,10 +296,10 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
                 true = float(whole - model(ids_alone).logits[0, -1, 4])
         assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
     # and the list may be left out, or be impossible
-    for options, rows in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
-        report(model, ids[:1], METHODS, path=path, **options)
+    for options, count in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
+        report(model, ids[:1], rows, graph=0, path=path, **options)
         (example,) = read_page(path).facts["examples"]
-        assert len(example["edges"]["rows"]) == rows and example["edges"]["obstacle"] is None
+        assert len(example["edges"]["rows"]) == count and example["edges"]["obstacle"] is None
     run = torch.no_grad()(lambda x: model(x).logits)
     report(run, ids[:1], [ImplicitAttentionRollout], model=model, path=path)
     (example,) = read_page(path).facts["examples"]
@@ -402,10 +410,10 @@ def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
 
 @pytest.mark.slow
 def test_how_many_nodes(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 40)
+    model, ids = mamba_lm(), token_ids(1, 20)
     assert drawn(path, model, ids) == [EMPTY]
-    assert drawn(path, model, ids, matrices=True, graph=0) == [EMPTY]
-    (beside_maps,) = drawn(path, model, ids, matrices=True)
+    assert drawn(path, model, ids, matrices=True, graph=0, edges=0) == [EMPTY]
+    (beside_maps,) = drawn(path, model, ids, matrices=True, edges=0)
     (of_24,) = drawn(path, model, ids, graph=24)
     (of_4,) = drawn(path, model, ids, graph=4)
     assert beside_maps == of_24
