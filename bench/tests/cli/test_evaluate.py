@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 import captum_ssm
 from captum_ssm_bench import EXPERIMENTS
 from captum_ssm_bench.cli import evaluate, main, train
-from captum_ssm_bench.cli.evaluate import _plans
 
 
 def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,30 +29,6 @@ def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         value = written[row.split()[0]]["AUC"]
         assert row.split()[-3] == f"{value:.3f}"
     assert rows[2:] == [str(tmp_path / name) for name in ("passkey.csv", "machine.json")]
-
-
-def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        all=True,
-        experiments=[],
-        methods=["LatimALTI"],
-        formulations=["silu", "s6"],
-        models=["copying-mamba", "frequent-word-mamba"],
-        examples=None,
-        quick=True,
-        seeds=[0],
-        against=None,
-    )
-    found = {
-        (plan.experiment.name, *cell, subject.name, plan.examples)
-        for plan in _plans(options, EXPERIMENTS)
-        for cell in plan.cells
-        for subject in plan.models
-    }
-    assert found == {
-        ("copying", "LatimALTI", "silu", "copying-mamba", 4),
-        ("frequent-word", "LatimALTI", "silu", "frequent-word-mamba", 4),
-    }
 
 
 def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

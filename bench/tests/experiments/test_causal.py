@@ -153,26 +153,6 @@ def test_methods_that_hold_for_sums(question: Question) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5, msg=str(cell))
 
 
-def test_curves_put_in_and_take_out_in_the_order_of_relevance(question: Question) -> None:
-    model = Sums()
-    with torch.no_grad():
-        model.words.weight[6:] = 0  # references add nothing
-    answers = Answers(model, question)
-    relevance = model.added(question.inputs, 3)[0].detach()
-    inserted, deleted = answers.probabilities(relevance)
-    assert inserted.values.shape == deleted.values.shape == (1, 11)
-    order = relevance[:8].argsort(descending=True)
-    for curve, kept_first in ((inserted, True), (deleted, False)):
-        for share, value in zip(curve.fractions.tolist(), curve.values[0].tolist(), strict=True):
-            count = int(share * 8 + 1e-9)
-            kept = order[:count] if kept_first else order[count:]
-            ids = torch.zeros_like(question.inputs) + 6
-            ids[0, [*kept.tolist(), 8]] = question.inputs[0, [*kept.tolist(), 8]]
-            with torch.no_grad():
-                logits = model(model.words(ids)).logits[0, -1]
-            assert value == pytest.approx(float(logits.softmax(-1)[3]), abs=1e-6)
-
-
 # --- scores -------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm import EdgeEffects, knock_out
-from captum_ssm.edges import Edges
+from captum_ssm import EdgeEffects
 from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
 from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
@@ -104,38 +103,6 @@ def test_nothing_bends_where_all_is_held(name: str, seed: int) -> None:
     torch.testing.assert_close(matched, true, rtol=1e-3, atol=8 * one.rounding)
     _, free = one.plain.effects(one.edges, one.effects, ())
     assert float((true - free).abs().max()) > 1e-3, "something was held"
-
-
-@pytest.mark.parametrize("kind", ["norms", "gates"])
-def test_each_kind_alone_is_held(kind: Any, seed: int) -> None:
-    """Looked at where messages of the first layer are missing, which all else comes after."""
-    one = drawn("pairs-bamba", 2, seed)
-    block: Any = one.plain.model.get_submodule("model.layers.1")
-    cut_at = torch.zeros(len(one.edges), dtype=torch.long)
-
-    def seen(kinds: Any, *edges: Edges) -> dict[str, torch.Tensor]:
-        found = {}
-
-        def scaled(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            found["norms"] = output / args[0]
-
-        def gated(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            found["gates"] = output
-
-        with torch.no_grad(), one.plain.held(kinds, cut_at), knock_out(one.plain.model, *edges):
-            hooks = [
-                block.input_layernorm.register_forward_hook(scaled),
-                block.feed_forward.gate_proj.register_forward_hook(gated),
-            ]
-            one.plain.number()
-            for hook in hooks:
-                hook.remove()
-        return found
-
-    plain, cut = seen(()), Edges(0, heads=[0, 1, 2])
-    for name in ("norms", "gates"):
-        same = torch.allclose(seen((kind,), cut)[name], plain[name], rtol=1e-4)
-        assert same == (name == kind), name
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.RMSNorm(6, eps=0.5)])

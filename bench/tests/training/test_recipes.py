@@ -18,9 +18,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytest.importorskip("skimage")
 
-from captum_ssm.errors import CheckpointError, OptionError
+from captum_ssm.errors import OptionError
 from captum_ssm.inside.dictionary import SparseAutoencoder
-from captum_ssm.models.folders import load_folder
 from captum_ssm.models.small import ModelSize
 from captum_ssm_bench import load_bundled
 from captum_ssm_bench.cli import main
@@ -172,32 +171,6 @@ def test_pixels_are_read_off_their_own_patch(architecture: str) -> None:
     assert before.shape == (2, 7, 16, 16)
     assert moved[:, :8, 8:].all() and moved.sum() == 2 * 64
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("id2label", r"has no key: .*vocab\.json.*id2label"),
-        ("classifier.bias", r"classifier\.bias"),
-    ],
-)
-def test_a_folder_that_lacks_something(broken: str, message: str, tmp_path: Path) -> None:
-    import json
-
-    from safetensors.torch import load_file, save_file
-
-    recipe = image("vim" if broken == "id2label" else "vit", 24)
-    recipe.save(recipe.new(), tmp_path)
-    if broken == "id2label":
-        settings = json.loads((tmp_path / "config.json").read_text())
-        del settings[broken]
-        (tmp_path / "config.json").write_text(json.dumps(settings))
-    else:
-        weights = load_file(tmp_path / "model.safetensors")
-        del weights[broken]
-        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message):
-        load_folder(tmp_path)
 
 
 # --- classifiers of texts --------------------------------------------------------------------
