@@ -111,7 +111,7 @@ def check(page: Page, relevance: np.ndarray, heading: str) -> None:
 
 def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "identity.html"
-    of_recall(path, methods=[ImplicitAttentionRollout])
+    of_recall(path, methods=[ImplicitAttentionRollout], matrices=False)
     (example,) = read_page(path).facts["examples"]
     (rollout,) = example["methods"]
     assert rollout["own"] == 13

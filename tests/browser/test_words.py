@@ -28,7 +28,7 @@ def write(kind: str, path: Path) -> None:
     tokenizer, model = byte_tokenizer(), mamba_lm(vocab_size=260)
     ids = torch.tensor([tokenizer.encode("cat on\n好")])
     if kind == "report":
-        report(model, ids, [LatimFlow], tokenizer=tokenizer, path=path)
+        report(model, ids, [LatimFlow], tokenizer=tokenizer, matrices=False, path=path)
     elif kind == "result":
         found = compare(model, [LatimFlow, MambaAttribution], ids, (-1, 3))
         found.named(Tokens.of(tokenizer, ids[0])).to_html(path)
@@ -62,7 +62,7 @@ def test_tokens_of_a_word_touch_each_other(
 
 def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "nothing.html"
-    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout])
+    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout], matrices=False)
     facts = read_page(path).facts["examples"][0]["methods"]
     assert [method["silent"] for method in facts] == [True, False]
     page.goto(path)

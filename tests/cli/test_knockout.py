@@ -160,10 +160,8 @@ MISTAKES = {
     "--to cat": "--to cat: the text has no such word",
     "--from 99": "position 99",
     "--heads 1": "--heads says what is cut",
-    "--selection": "--selection says what is cut",
     "--from lamp --heads 9999": "heads names 9999",
     "--from lamp --layers 9": "layers names 9",
-    "--layers 9": "layers names 9",
     "--top 0": "--top 0",
     "--from kite --to lamp": "Exchange them",
 }

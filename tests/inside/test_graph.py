@@ -362,9 +362,7 @@ REFUSED = [
     ({"nodes": [Feature(BLOCKS[0], 1, position=9)]}, OptionError, "lies outside"),
     ({"nodes": BLOCKS, "top": 0}, OptionError, "top"),
     ({"nodes": BLOCKS, "keep": 0.0}, OptionError, "keep"),
-    ({"nodes": BLOCKS, "keep": 1.5}, OptionError, "keep"),
     ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens has 1"),
-    ({"nodes": BLOCKS, "rule": "whole"}, OptionError, "rule"),
     ({"nodes": BLOCKS, "show_progress": 1}, OptionError, "show_progress"),
 ]
 

@@ -105,7 +105,6 @@ BAD = [
     (lambda s, g: (s, g[:, 1:]), InputError, ["gold", "(7, 22)", "(7, 23)"]),
     (lambda s, g: (s, g * 2), InputError, ["gold", "0 and 1"]),
     (lambda s, g: (s[0], g[0]), InputError, ["scores", "(23,)", "2 dimensions"]),
-    (lambda s, g: (s.tolist(), g), InputError, ["scores", "list"]),
     (lambda s, g: (s[:, :0], g[:, :0]), InputError, ["scores is empty"]),
     (lambda s, g: (s + 1j, g), InputError, ["complex"]),
 ]

@@ -55,15 +55,11 @@ def test_parse_gives_back_what_was_generated() -> None:
     [
         ("anna owns the spoon . ? anna owns the", "unknown word 'spoon'"),
         ("anna owns the lamp .", "one question"),
-        ("anna owns the lamp . ? anna owns", "one question"),
-        ("anna owns the lamp . ? lamp owns the", "one question"),
         ("anna owns the lamp . ? bob owns the", "exactly one fact"),
         ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
         ("anna owns the lamp ? anna owns the", "must end in '.'"),
         ("anna the lamp . ? anna owns the", "a fact must read"),
-        ("anna owns the red old lamp . ? anna owns the", "a fact must read"),
         ("anna owns the red . ? anna owns the", "a fact must read"),
-        ("? anna owns the", "exactly one fact"),
     ],
 )
 def test_malformed_prompts_are_refused(text: str, message: str) -> None:
@@ -146,16 +142,12 @@ EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
     ("call", "error", "message"),
     [
         (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
-        (lambda: accuracy(Echo(), []), InputError, "examples is empty.*at least one"),
         (lambda: collate([]), InputError, "examples is empty.*at least one"),
         (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
-        (lambda: accuracy(Echo(), [EXAMPLE], -2), OptionError, "batch_size=-2: use 1 or more"),
         (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
         (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
-        (lambda: generate(1, 0, 0), OptionError, "n_facts=0: use 1 to 20"),
         (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is no object.*lamp"),
         (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
-        (lambda: with_value(EXAMPLE, -1, "kite"), OptionError, "fact=-1: the prompt has 1"),
         (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
     ],
 )
