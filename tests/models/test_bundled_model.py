@@ -33,7 +33,7 @@ def _another(rng: random.Random, value: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", range(2, 9))
+@pytest.mark.parametrize("facts", [2, 5, 8])
 def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -> None:
     assert accuracy(model, generate(128, SEED + 10, facts)) >= 0.97
 

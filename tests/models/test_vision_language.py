@@ -68,7 +68,6 @@ def test_a_text_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 #: Grids of the images of each text: of one alone, and of both, of several sizes.
 GRIDS = {"one": [[(4, 4)], []], "several": [[(2, 4), (4, 2)], [(2, 2)]]}
 
-with_images = pytest.mark.parametrize("grids", GRIDS)
 TARGET = (-1, 5)
 
 
@@ -84,8 +83,7 @@ def flow(model: Any, given: Pictured, method: Any = LatimFlow, **options: Any) -
 
 
 @every_seeing
-@with_images
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize(("grids", "rule"), [("one", "centred"), ("several", "frozen")])
 def test_a_text_and_its_images(
     family: str, grids: str, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
