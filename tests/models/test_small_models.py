@@ -43,10 +43,8 @@ def test_lasting_layers_keep_what_they_have_seen(
     ("architecture", "kinds"),
     [
         ("mamba", ["MambaMixer"] * 2),
-        ("mamba2", ["Mamba2Mixer"] * 2),
         ("gated-deltanet", ["Qwen3NextGatedDeltaNet"] * 2),
         ("rwkv", ["RwkvSelfAttention"] * 2),
-        ("griffin", ["RecurrentGemmaRecurrentBlock"] * 2),
         ("bamba", ["BambaMixer", "BambaAttention"]),
     ],
 )

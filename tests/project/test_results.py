@@ -50,13 +50,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
             ],
         ),
         (
-            {"columns": "AP", "models": "b", "best": "2"},
-            [
-                ["b", "one, layer 1", "0.750 [0.700, 0.800]"],
-                ["b", "two, x", "0.500 [0.400, 0.600]"],
-            ],
-        ),
-        (
             {"columns": "AP", "models": "b", "best": "1", "lowest": ""},
             [["b", "one, layer 0", "0.250 [0.200, 0.300]"]],
         ),
@@ -64,7 +57,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
             {"columns": "runs", "whole": "runs", "methods": "two, x | one, layer 0", "models": "b"},
             [["b", "two, x", "4"], ["b", "one, layer 0", "2"]],
         ),
-        ({"columns": "runs", "rows": "layer 1"}, [["b", "one", "2.000 [2.000, 2.000]"]]),
         ({"columns": "AP", "pivot": "", "methods": "two"}, [["b", "0.50"], ["a", "0.12"]]),
     ],
 )
