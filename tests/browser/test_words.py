@@ -1,4 +1,4 @@
-"""Words, long texts, methods that say nothing and what methods return, in a real browser."""
+"""Words, methods that say nothing and the pages of results, in a real browser."""
 
 from __future__ import annotations
 

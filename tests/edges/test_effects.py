@@ -13,7 +13,7 @@ from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
 from captum_ssm.attr.call.targets import logits_of
-from captum_ssm.errors import InputError, OptionError, QueryError, TargetError
+from captum_ssm.errors import OptionError, QueryError, TargetError
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +152,6 @@ def test_wrong_arguments() -> None:
     for call, error, said in (
         (lambda: EdgeEffects(model, rule="half-way"), OptionError, "rule"),
         (lambda: method.attribute(ids, 3), TargetError, "target"),
-        (lambda: method.attribute([1, 2], (-1, 3)), InputError, "inputs"),
         (lambda: effects.top(0), OptionError, "count"),
         (lambda: effects.rows([9]), QueryError, "positions"),
         (lambda: effects.of(Edges(1, 1, 2, selection=True)), OptionError, "selection"),

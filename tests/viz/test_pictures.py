@@ -28,7 +28,7 @@ from captum_ssm.viz import (
     plot_text,
 )
 from captum_ssm.viz.figure import new_figure
-from captum_ssm.viz.labels import FAMILIES, as_words, shown, spelled
+from captum_ssm.viz.labels import as_words, shown, spelled
 
 
 def boxes(axis: object) -> list[Rectangle]:
@@ -244,16 +244,6 @@ def test_whatever_is_spelled_is_seen() -> None:
         assert categories[0] not in ("Mn", "Me")
         assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
     assert {token: spelled(token) for token in SPELLED} == SPELLED
-
-
-@pytest.mark.slow
-def test_every_character_can_be_drawn() -> None:
-    """matplotlib warns of glyphs that are missing, and warnings are errors here."""
-    figure, axis = new_figure(4, 4)
-    some = [chr(c) for c in range(32, sys.maxunicode, 9973)]
-    for i, token in enumerate([*AWKWARD, *("x" + c for c in some)]):
-        axis.text(0.5, i / 200, shown(token), family=list(FAMILIES))
-    draw(figure)
 
 
 def test_what_the_font_lacks_is_named_and_dollars_are_no_mathematics() -> None:

@@ -92,14 +92,3 @@ def test_contrast_is_the_distance_from_the_median() -> None:
     wanted = sum((image[0, c] - median[0, c]).abs() for c in range(3))
     assert torch.allclose(contrast(image)[0], wanted)
     assert torch.allclose(brightness(image)[0] * 3, image[0, 0] + image[0, 1] + image[0, 2])
-
-
-def test_pictures_say_the_same_of_every_class(model: Any) -> None:
-    image = scene_image()
-    for cell, explain in picture_maps().items():
-        found = explain(model, image, ASKED)
-        assert found.shape == (3, *(GRID if cell.formulation == "patches" else (SIDE, SIDE)))
-        assert torch.equal(found[0], found[1])
-    pixels = MAPS[Cell("brightness", "pixels")](model, image, ASKED)
-    patches = MAPS[Cell("brightness", "patches")](model, image, ASKED)
-    assert relative_error(patches, patch_means(pixels)) <= 1e-5

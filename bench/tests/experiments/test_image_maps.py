@@ -25,7 +25,7 @@ from captum_ssm import (
     TransformerAttribution,
 )
 from captum_ssm_bench import Cell
-from captum_ssm_bench.experiments.image_maps import attention_alone, image_maps
+from captum_ssm_bench.experiments.image_maps import image_maps
 
 MAPS = image_maps()
 
@@ -69,14 +69,3 @@ def test_a_cell_is_the_method_that_it_names(make: Any) -> None:
         if MAPS[Cell(*cell)].applies(model):
             found = MAPS[Cell(*cell)].explain(model, image, ASKED)
             torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
-
-
-def test_formulations_of_scans_say_nothing_of_attention() -> None:
-    """Attention has one component and no activation."""
-    assert attention_alone(vit()) and not attention_alone(vim())
-    applicable = {cell for cell, each in MAPS.items() if each.applies(vit())}
-    assert Cell("ImplicitAttentionRollout", "unified") in applicable
-    assert Cell("LatimALTI mean", "linearized") in applicable
-    for cell in applicable:
-        assert not any(part in cell.formulation for part in ("s6", "silu"))
-    assert all(each.applies(vim()) for each in MAPS.values())

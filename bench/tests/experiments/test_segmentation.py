@@ -16,7 +16,7 @@ from bench_helpers.vision import MODELS, SCENES, SIDE, vim, vit
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.metrics import SegmentationScores, pixel_relevance
 from captum_ssm_bench import Cell, Key, lines
-from captum_ssm_bench.experiments.segmentation import Segmenting, mask_scores, predicted
+from captum_ssm_bench.experiments.segmentation import Segmenting, predicted
 from captum_ssm_bench.tasks.scenes import SceneBatch, SceneTask
 
 SEGMENTING = Segmenting(task=SCENES)
@@ -49,18 +49,6 @@ def test_the_table(name: str) -> None:
     assert list(found) == ["mIoU", "pixel accuracy", "mAP", "mF1"]
     given = (scores.mean_iou, scores.pixel_accuracy, scores.mean_ap, scores.mean_f1)
     assert tuple(found.values()) == pytest.approx(given)
-
-
-@pytest.mark.parametrize(
-    ("peaks", "share"), [([(0, 0)], 1.0), ([(1, 2)], 0.0), ([(0, 0), (0, 1), (1, 2)], 2 / 3)]
-)
-def test_pointing_is_the_share_of_the_peak_on_the_object(
-    peaks: list[tuple[int, int]], share: float
-) -> None:
-    found, gold = torch.zeros(1, 2, 3), torch.tensor([[[1, 1, 0], [1, 0, 0]]])
-    for row, column in peaks:
-        found[0, row, column] = 2
-    assert mask_scores(found, gold)["pointing"] == pytest.approx(share)
 
 
 def test_maps_are_of_the_predicted_class() -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("skimage")
 
 import skimage.data
 
-from captum_ssm_bench.tasks.outlines import random_shapes
 from captum_ssm_bench.tasks.scenes import SCENES, SceneTask
 from captum_ssm_bench.tasks.textures import PHOTOGRAPHS, photographs
 
@@ -88,19 +87,6 @@ def test_training_sees_left_halves_and_tests_right_ones(
     for held_out in (False, True):
         changed = (before[held_out] != after[held_out]).flatten(1).any(1)
         assert changed.all() if held_out == seen else not changed.any()
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_shapes_lie_beside_each_other(number: int, seed: int) -> None:
-    classes, covered = random_shapes(40, number, 31, torch.Generator().manual_seed(seed))
-    assert classes.shape == (40, number) and covered.shape == (40, number, 31, 31)
-    assert covered.sum(1).max() == 1
-    assert covered.flatten(2).any(-1).all()
-    assert all(len(set(row)) == number for row in classes.tolist())
-    # none is cut by the border: a shape inside leaves more than half of the border's pixels free
-    border = torch.ones(31, 31, dtype=torch.bool)
-    border[1:-1, 1:-1] = False
-    assert (covered & border).sum((-2, -1)).max() <= 12
 
 
 def _patch_auc(maps: Tensor, masks: Tensor) -> float:

@@ -29,8 +29,6 @@ from captum_ssm_bench.training.dictionary_recipes import DictionaryRecipe, Dicti
 from captum_ssm_bench.training.image_recipes import (
     ImageModelSize,
     ImageRecipe,
-    PixelReader,
-    patch_tokens,
 )
 from captum_ssm_bench.training.language_recipes import LanguageRecipe
 from captum_ssm_bench.training.loop import recipe_of, train, train_model
@@ -155,22 +153,6 @@ def test_a_model_learns_to_copy(architecture: str) -> None:
 
 
 # --- image classifiers -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ["vim", "vit"])
-def test_pixels_are_read_off_their_own_patch(architecture: str) -> None:
-    """A change of one patch's token changes the logits of its pixels alone."""
-    model: Any = image(architecture, 24).new()
-    with patch_tokens(model) as tokens, torch.no_grad():
-        model(TINY.draw(2, 0).images)
-    assert tokens[0].shape == (2, 4, 24)
-    reader = PixelReader(24, 8, 6)
-    before, changed = reader(tokens[0]), tokens[0].clone()
-    changed[:, 1] += 1  # the second patch of the first row
-    moved = (reader(changed) != before).any(1)
-    assert before.shape == (2, 7, 16, 16)
-    assert moved[:, :8, 8:].all() and moved.sum() == 2 * 64
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 # --- classifiers of texts --------------------------------------------------------------------

@@ -310,14 +310,12 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "matrices='all'", {"matrices": "all"}),
     (OptionError, "layers names 7", {"shown_layers": [7]}),
-    (OptionError, "shown_layers is empty", {"shown_layers": []}),
     (OptionError, "edges=-1", {"edges": -1}),
     (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
     (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
     (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
     (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
     (InputError, "names has 1 labels for 2", {"names": ["a"]}),
-    (TargetError, "target", {"target": 3}),
     (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
     *(
         (OptionError, r"ends in \.html", {"path": f"other/report{suffix}"})
