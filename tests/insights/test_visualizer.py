@@ -148,10 +148,11 @@ def test_several_methods_of_each_model_side_by_side():
 def test_a_class_is_held_against_another_by_its_name():
     model, ids = mamba_lm(), token_ids(1, 6)
     visualizer = prompts(model, ids)
-    visualizer.config = FilterConfig("LatimFlow", {"contrast": "w4"})
+    rival = (int(model(ids).logits[0, -1].argmax()) + 1) % VOCABULARY
+    visualizer.config = FilterConfig("LatimFlow", {"contrast": f"w{rival}"})
     ((output,),) = visualizer.visualize()
     target = (-1, output.active_index)
-    wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, 4))[0]
+    wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, rival))[0]
     check_percents(output.feature_outputs[0].modified, wanted)
     visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
     with pytest.raises(OptionError, match="contrast='none such' is no class"):
