@@ -7,21 +7,21 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from helpers.activations import blocks_of, own_activations
+from helpers.activations import blocks_of, own
 from helpers.frozen_networks import NETWORKS
 from helpers.marks import slow_but
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
-from zoo.architectures import Case
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
+from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow
 from captum_ssm.errors import (
     LayerError,
     OptionError,
+    TargetError,
 )
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
@@ -32,12 +32,6 @@ EXACT = 1e-6
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> bool:
     return oracles.relative_error(found.double(), wanted.double()) <= limit
-
-
-def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
-    """The one tensor that a layer returns or is given."""
-    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
-    return value
 
 
 @transformers5
@@ -176,6 +170,11 @@ def test_several_tensors() -> None:
     assert close(mixed + stream, after) and close(mixed, before)
     assert delta.abs().max() <= 1e-5 * mixed.abs().sum()
     assert explain.compute_convergence_delta(found, ids, TARGET).abs().max() <= 1e-4
+    neuron = NeuronLatimFlow(model, "blocks.1")
+    found = neuron.attribute(ids, lambda both: both[0][:, 7, 2])
+    assert close(found, NeuronLatimFlow(model, "blocks.1.mixer").attribute(ids, (7, 2)), 1e-4)
+    with pytest.raises(TargetError, match=r"several tensors\. Pass a function of all of them"):
+        neuron.attribute(ids, (7, 2))
 
 
 def test_outputs_of_transformers() -> None:

@@ -8,14 +8,13 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from helpers.activations import blocks_of, own_activations
+from helpers.activations import blocks_of, own
 from helpers.frozen_networks import NETWORKS
 from helpers.marks import slow_but
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
-from torch import Tensor, nn
+from torch import Tensor
 from zoo.adapters import ADAPTERS
-from zoo.architectures import Case
 from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
@@ -35,12 +34,6 @@ EXACT = 1e-6
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> bool:
     return oracles.relative_error(found.double(), wanted.double()) <= limit
-
-
-def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
-    """The one tensor that a layer returns or is given."""
-    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
-    return value
 
 
 @transformers5
@@ -120,39 +113,6 @@ def test_what_selects_no_neuron() -> None:
     for selector, error, said in rows + [(at, TargetError, "is no neuron") for at in places]:
         with pytest.raises(error, match=said):
             explain.attribute(ids, selector)
-
-
-class Both(nn.Module):
-    """Returns what a block does, and what that is more than it was given."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.block(x)
-        return out, out - x
-
-
-class First(nn.Module):
-    def __init__(self, both: Both) -> None:
-        super().__init__()
-        self.both = both
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out, _ = self.both(x)
-        return out
-
-
-def test_several_tensors() -> None:
-    model, ids = mamba_lm(), token_ids()
-    block = model.backbone.layers[1]
-    wanted = NeuronLatimFlow(model, block.mixer).attribute(ids, NEURON)
-    model.backbone.layers[1] = First(Both(block))
-    explain = NeuronLatimFlow(model, f"{BLOCK}.both")
-    assert close(explain.attribute(ids, lambda both: both[1][:, 7, 2]), wanted, 1e-4)
-    with pytest.raises(TargetError, match=r"several tensors\. Pass a function of all of them"):
-        explain.attribute(ids, NEURON)
 
 
 def test_images() -> None:
