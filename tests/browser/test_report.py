@@ -103,25 +103,6 @@ def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
     assert not any(bars(opened))
 
 
-def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
-    opened.click(token(9))
-    kept = bars(opened)
-    opened.hover(token(4))
-    assert "Token 4 “w4”:" in opened.text("#tip")
-    assert opened.count(f"{token(9)}[aria-pressed=true]") == 1
-    opened.leave()
-    assert bars(opened) == kept
-    assert "Token 9 “w9” (kept)" in opened.text("#status")
-    assert "Token 9 “w9”" in opened.text("#partners-title")
-    opened.click(token(9))
-    opened.leave()
-    assert not any(bars(opened))
-    opened.click(token(9))
-    opened.keys("Escape")
-    opened.leave()
-    assert opened.count('[aria-pressed="true"]') == 0
-
-
 def test_methods_maps_layers_and_examples_switch(opened: Page, made: Path) -> None:
     page = read_page(made)
     examples = page.facts["examples"]

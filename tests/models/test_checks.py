@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -20,7 +19,6 @@ from helpers.little_memory import at_most
 
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, folders, load_bundled, load_vim
-from captum_ssm.models.checkpoints import check_complete
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -147,16 +145,3 @@ def test_sizes_of_vision_mamba() -> None:
     model = VisionMamba(img_size=(8, 9), patch_size=8, depth=1, embed_dim=8, num_classes=3)
     assert model.grid == (1, 1)
     assert torch.isfinite(model(torch.randn(1, 3, 8, 9))).all()
-
-
-def test_a_model_that_transformers_filled_in_part_is_refused() -> None:
-    model = nn.Linear(2, 3)
-    model.register_buffer("positions", torch.arange(3), persistent=False)
-    check_complete(model, {"missing_keys": {"positions"}}, "a folder")  # which is never saved
-    with pytest.raises(CheckpointError, match=r"they lack 'bias'\. Was it saved"):
-        check_complete(model, {"missing_keys": {"positions", "bias"}}, "a folder")
-    for told, given in ((("weight", (3, 5), (3, 2)), r"\(3, 5\)"), ("weight", "another")):
-        found = {"missing_keys": set(), "mismatched_keys": [told]}  # of versions 5 and 4
-        message = rf"a folder: .*shapes differ in 'weight' \({given} instead of \(3, 2\)\)"
-        with pytest.raises(CheckpointError, match=message):
-            check_complete(nn.Linear(2, 3), found, "a folder")

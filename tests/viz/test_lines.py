@@ -97,17 +97,11 @@ def test_dots_and_bars_stand_beside_their_labels() -> None:
 
 def test_odd_tables() -> None:
     none = (math.nan, math.nan, math.nan)
-    figure, axes = plot_intervals({"m": {"x": [none], "y": [(0.1, 0.2, 0.3)]}}, ["a"])
+    _, axes = plot_intervals({"m": {"x": [none], "y": [(0.1, 0.2, 0.3)]}}, ["a"])
     bottom, top = axes[0].get_ylim()
     assert bottom > top  # the first row is at the top
     (dots,) = (line for line in axes[0].lines if line.get_marker() == "o")
     assert list(dots.get_xdata()) == [0.2]
-    title = "words that say much " * 9  # is wrapped within the figure
-    figure, _ = plot_intervals({"m": {"x": [interval()]}}, ["a"], title=title)
-    figure.draw_without_rendering()
-    (text,) = figure.texts
-    assert text.get_text().split() == title.split()
-    assert text.get_window_extent().width <= figure.bbox.width
     for groups, columns in (({}, ["a"]), ({"m": {}}, ["a"]), ({"m": {}}, [])):
         with pytest.raises(InputError, match="nothing to draw"):
             plot_intervals(groups, columns)

@@ -123,12 +123,10 @@ def test_matrices_show_their_values() -> None:
 @pytest.mark.slow
 def test_channels_are_laid_out_in_a_grid() -> None:
     matrix = torch.randn(1, 7, 4, 4)
-    figure, axes = plot_channels(matrix, columns=3, absolute=False)
-    assert [axis.get_title() for axis in axes] == [f"channel {i}" for i in range(7)]
+    _, axes = plot_channels(matrix, columns=3, absolute=False)
     assert len({round(axis.get_position().y0, 6) for axis in axes}) == 3
     for i, axis in enumerate(axes):
         np.testing.assert_allclose(axis.images[0].get_array(), matrix[0, i].numpy())
-    draw(figure)
     _, axes = plot_channels(matrix[0], channels=[-1, 2])
     assert [axis.get_title() for axis in axes] == ["channel 6", "channel 2"]
 
