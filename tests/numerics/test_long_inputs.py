@@ -10,7 +10,9 @@ import oracles
 import pytest
 import torch
 from torch import Tensor
-from zoo.extreme import language_model, token_ids
+from zoo.extreme import token_ids
+from zoo.mamba import transformers_model
+from zoo.mamba2 import make_model
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow
 
@@ -37,7 +39,8 @@ def lasting(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba"])
 def test_float32_is_float64(family: str) -> None:
-    model = lasting(language_model(family))
+    mamba2 = family == "mamba2"
+    model = lasting(make_model(family, chunk_size=64) if mamba2 else transformers_model(family))
     double = copy.deepcopy(model).double()
     ids = token_ids(1, TOKENS)
     for name, explain in ROWS.items():
