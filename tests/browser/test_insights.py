@@ -250,11 +250,11 @@ def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
     assert page.overflow() == 0
 
 
-def test_a_kept_page_shows_what_the_served_one_does(shown, view):
+def test_a_kept_page_shows_what_the_served_one_does(shown):
     visualizer = texts_of(2, beside=[CENTRED])
-    served = shown(visualizer, width=view)
+    served = shown(visualizer, width=390)
     wanted = served.texts(".by"), percents(served, "main"), served.texts(".predicted button")
-    kept = shown(visualizer, kept=True, width=view)
+    kept = shown(visualizer, kept=True, width=390)
     assert (kept.texts(".by"), percents(kept, "main"), kept.texts(".predicted button")) == wanted
     assert kept.requests == [kept.evaluate("location.href")]
     assert kept.is_hidden("#choices") and not kept.is_hidden("#kept")
