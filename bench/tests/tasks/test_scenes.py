@@ -1,4 +1,4 @@
-"""Scenes: masks are exact, training and testing share no background, and cues are known."""
+"""Scenes: training and testing share no background, and cues are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: the same seed gives the same model, tasks are learned, and the command makes models."""
+"""Training: the same seed gives the same model, and the command makes models."""
 
 from __future__ import annotations
 
