@@ -14,6 +14,7 @@ from zoo.small import mamba_lm
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
 from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.errors import OptionError, QueryError, TargetError
+from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +128,21 @@ def test_truth_is_what_knocking_out_does() -> None:
     assert 0 <= truth.sign_agreement <= 1
     again = method.against_truth(ids, (-1, 3), samples=30)
     assert [e[:4] for e in again.edges] == [e[:4] for e in truth.edges]
+
+
+def test_the_default_is_near_the_truth() -> None:
+    model, vocabulary = load_bundled()
+    text = "anna owns the lamp . bob owns the kite . ? anna owns the"
+    ids, lamp = torch.tensor([vocabulary.encode(text)]), vocabulary.id_of("lamp")
+    effects = EdgeEffects(model).attribute(ids, (-1, lamp))
+    with torch.no_grad():
+        before = model(ids).logits[0, -1, lamp]
+        for edge in effects.top(2)[0]:
+            with knock_out(model, Edges(edge.layer, edge.source, edge.target)):
+                true = float(before - model(ids).logits[0, -1, lamp])
+            assert edge.effect == pytest.approx(true, rel=0.02)
+    first = EdgeEffects(model, exact_norms=False).attribute(ids, (-1, lamp))
+    assert abs(first.matrix(1)[0, 13, 3]) < 0.3 * abs(effects.matrix(1)[0, 13, 3])
 
 
 def test_truth_of_chosen_edges_and_probabilities() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
+from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import attribution_graph
+from captum_ssm import EdgeEffects, attribution_graph
 from captum_ssm.edges import Edge, KnockoutWindows
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.inside import Graph, Node
@@ -78,6 +79,14 @@ def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
     for begins, stops in arcs(axis):
         assert min(abs(begins - at["w20"]), abs(begins - at["w100"])) < 1
         assert abs(stops - at["w250"]) < 1
+
+
+@pytest.mark.slow
+def test_effects_of_first_order_are_marked() -> None:
+    effects = EdgeEffects(mamba_lm(), rule="frozen").attribute(token_ids(1, 4), (-1, 3))
+    _, axes = plot_edges(["a", "b", "c", "d"], effects.top(2)[0])
+    numbers = [text.get_text() for axis in axes for text in axis.texts]
+    assert numbers and all("≈" in text for text in numbers)
 
 
 def test_awkward_tokens_and_refusals() -> None:

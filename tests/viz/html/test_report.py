@@ -14,6 +14,7 @@ import torch
 from captum.attr import Saliency
 from helpers.pages import ReadPage, read_page, streams
 from helpers.pictures import AWKWARD
+from zoo.architectures import vit
 from zoo.language import word_tokenizer
 from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
@@ -305,6 +306,16 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
     (example,) = read_page(path).facts["examples"]
     assert example["edges"]["rows"] == []
     assert "records no gradients" in example["edges"]["obstacle"]
+
+
+@pytest.mark.slow
+def test_layers_of_first_order_are_marked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = vit(monkeypatch)
+    report(case.model, case.inputs[:1], [LatimFlow], graph=0, path=path)
+    (example,) = read_page(path).facts["examples"]
+    rough = EdgeEffects(case.model).attribute(case.inputs[:1], example["asked"]).first_order
+    rows = example["edges"]["rows"]
+    assert [row["first_order"] for row in rows] == [row["module"] in rough for row in rows]
 
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
