@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,7 @@ def test_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "line"),
     [
         (b"1\t2.0\tgood\n2\t2.0\n", 2),
-        (b"1\t2.0\t \n", 1),
         (b"\n1\tmuch\tgood\n", 2),
-        (b"1\tnan\tgood\n", 1),
         (b"1\t4.5\tgood\n", 1),
     ],
 )
@@ -71,18 +68,6 @@ def test_broken_texts(
     (tmp_path / MOVIES).write_bytes(content)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(DataError, match=rf"line {line} is not an ID, a valence"):
-        load_valence()
-
-
-def test_files_that_hold_no_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "vaderSentiment-3.zip"
-    monkeypatch.setenv(VARIABLE, str(path))
-    path.write_text("a text")
-    with pytest.raises(DataError, match=rf"does not hold {MOVIES}.*pip download"):
-        load_valence()
-    with zipfile.ZipFile(path, "w") as whole:
-        whole.writestr("vaderSentiment/vader_lexicon.txt", "good\t1.9\n")
-    with pytest.raises(DataError, match=rf"does not hold {MOVIES}.*pip download"):
         load_valence()
 
 

@@ -33,6 +33,12 @@ def short_texts(path: Path) -> object:
     return report(mamba_lm(), token_ids(2, 17), METHODS, **options, path=path)
 
 
+def folded(path: Path) -> object:
+    """A report of a text of several folds, whose asking token is in the second one."""
+    given: dict[str, Any] = {"tokens": [f"word{i}" for i in range(640)], "target": (330, 3)}
+    return report(mamba_lm(), token_ids(1, 640), [LatimFlow], **given, graph=4, path=path)
+
+
 def decomposition(path: Path, method: Any = LatimFlow, **options: Any) -> object:
     model, vocabulary = load_bundled()
     texts = [PROMPT, PROMPT.replace("lamp", "drum")]
@@ -52,6 +58,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "readme": of_recall,  # three methods by default
     "short": short_texts,
     "long": lambda path: report(mamba_lm(), token_ids(2, 410), METHODS, matrices=KINDS, path=path),
+    "folded": folded,
     "image": lambda path: report(
         vision("middle", (4, 6)), torch.rand(2, 3, 16, 18), METHODS, path=path
     ),

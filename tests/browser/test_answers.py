@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from browser.made import PROMPT, of_recall
 from helpers.browser import Page
 from helpers.pages import read_page
-from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.models import load_bundled
 
 
@@ -112,7 +111,7 @@ def check(page: Page, relevance: np.ndarray, heading: str) -> None:
 
 def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "identity.html"
-    of_recall(path, methods=[ImplicitAttentionRollout])
+    of_recall(path, methods=[ImplicitAttentionRollout], matrices=False)
     (example,) = read_page(path).facts["examples"]
     (rollout,) = example["methods"]
     assert rollout["own"] == 13
@@ -127,13 +126,11 @@ def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("view")
-def test_the_strongest_of_600_tokens_is_in_view(page: Page, tmp_path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 600)
-    names = [f"word{i}" for i in range(600)]
-    path = report(model, ids, [LatimFlow], tokens=names, target=(330, 3), path=tmp_path / "l.html")
+def test_a_text_of_several_folds(page: Page, written: Callable[[str], Path]) -> None:
+    path = written("folded")
     (example,) = read_page(path).facts["examples"]
-    strongest = int(np.abs(example["methods"][0]["values"]).argmax())
-    assert 200 < strongest < 400
+    sizes = np.abs(example["methods"][0]["values"])
+    order = np.argsort(-sizes)
     page.goto(path)
     for _ in range(5):
         page.drawn()
@@ -143,38 +140,38 @@ def test_the_strongest_of_600_tokens_is_in_view(page: Page, tmp_path: Path) -> N
         inside = text["top"] <= token["top"] < token["bottom"] <= text["bottom"]
         return inside and 0 <= token["top"] < token["bottom"] <= 800
 
-    assert page.evaluate("scrollY") == 0
-    assert in_view(strongest)
+    assert 200 < order[0] < 400 and page.evaluate("scrollY") == 0
+    assert in_view(int(order[0]))
     # a button of the list shows its token
-    other = int(np.argsort(-np.abs(example["methods"][0]["values"]))[7])
+    other = int(order[7])
     page.click(f"#strongest .jump[data-index='{other}']")
     page.evaluate("scrollTo(0, 0)")
     page.drawn()
     assert in_view(other)
-    assert page.count(f".token[data-index='{other}'][aria-pressed=true]") == 1
-    assert page.errors == []
-
-
-def test_a_click_on_a_strip_shows_the_token_there(page: Page, tmp_path: Path) -> None:
-    names = [f"word{i}" for i in range(640)]
-    ids, path = token_ids(1, 640), tmp_path / "strip.html"
-    report(mamba_lm(), ids, [LatimFlow], tokens=names, path=path)
-    (example,) = read_page(path).facts["examples"]
-    values = np.abs(example["methods"][0]["values"])
-    page.goto(path)
-    # in the middle of a strip of 320 cells of two tokens each
-    page.click("#methods canvas")
-    strongest = [start + int(values[start : start + 2].argmax()) for start in (318, 320)]
     pressed = "document.querySelector('.token[aria-pressed=true]').dataset.index"
-    kept = int(page.evaluate(pressed))
-    assert kept in strongest
+    assert page.evaluate(pressed) == str(other)
+    # and so do strips: in the middle of one of 320 cells of two tokens each, and of a fold
+    page.click("#methods canvas")
+    strongest = [start + int(sizes[start : start + 2].argmax()) for start in (318, 320)]
+    assert int(page.evaluate(pressed)) in strongest
     assert page.text("#tip").startswith(tuple(f"Token {i} “word{i}”" for i in strongest))
     for _ in range(5):  # until it is in view
         page.drawn()
     page.click("#text details:nth-of-type(2) summary canvas")
     assert int(page.evaluate(pressed)) in (299, 300)  # of those from 200 on
-    assert page.evaluate("document.querySelectorAll('#text details')[1].open")
-    assert page.errors == []
+    page.focus(".token[tabindex='0']")
+    page.keys("End")
+    assert page.evaluate("document.activeElement.dataset.index") == "639"
+    page.click("#fold")
+    assert page.count("#text details[open]") == 0
+    page.click("#unfold")
+    assert page.count("#text details[open]") == 4
+    # of the graph, words without nodes are left out
+    words = page.texts(".graph svg text:not(.row)")
+    shown = {int(word.removeprefix("word")) for word in words if word != "⋮"}
+    assert shown >= {node["position"] for node in example["graph"]["nodes"]}
+    assert len(shown) <= 40 and "⋮" in words
+    assert page.overflow() <= 0 and page.errors == []
 
 
 def test_what_enters_each_layer(opened: Page) -> None:

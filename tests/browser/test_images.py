@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,7 @@ def scene() -> Tensor:
 
 
 class Planted(Attribution):
-    """Finds the same relevance in every image, in the upper pixels of a few patches."""
-
-    rows = PATCH[0]  # all of them
+    """Finds the same relevance in every image, in a few patches."""
 
     get_name = classmethod(lambda cls: "Planted")
 
@@ -50,7 +46,7 @@ class Planted(Attribution):
     ) -> Tensor:
         found = torch.zeros_like(scene())
         for (row, column), value in PLANTED.items():
-            rows = slice(row * PATCH[0], row * PATCH[0] + self.rows)
+            rows = slice(row * PATCH[0], (row + 1) * PATCH[0])
             found[..., rows, column * PATCH[1] : (column + 1) * PATCH[1]] = value
         return found
 
@@ -66,126 +62,52 @@ def contrast(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (bright + 0.05) / (dark + 0.05)
 
 
-@pytest.fixture(params=["#picture", ".stack"])
-def opened(
-    request: pytest.FixtureRequest, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], tuple[Page, str]]]:
-    """Opens a report or Insights with the planted relevance; names what holds the image."""
-    model, holder = vision("middle", (ROWS, COLUMNS)), request.param
-    monkeypatch.setitem(ATTRIBUTION_NAMES_TO_METHODS, "Planted", Planted)
-    feature, names = ImageFeature("photo", None, None), [f"class {i}" for i in range(CLASSES)]
-    visualizer = AttributionVisualizer(model, names, feature, [Batch(scene(), None)])
-    visualizer.config = FilterConfig("Planted")
-
-    def open_() -> tuple[Page, str]:
-        if holder == "#picture":
-            path = report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html")
-            page.goto(path)
-        else:
-            visualizer.serve()
-            page.goto(visualizer.url)
-            page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
-        return page, holder
-
-    with visualizer:
-        yield open_
-    assert page.errors == [] and page.dialogs == []
-    assert all(url.startswith(("file:", "http://127.0.0.1:")) for url in page.requests)
-
-
-def manner(page: Page, name: str) -> None:
-    """Choose how relevance lies over the image, by keys."""
-    page.focus("#over-image select")
-    page.keys("Home")
-    for _ in range(["patches", "outlines", "pixels"].index(name)):
-        page.keys("ArrowDown")
-    page.wait_for(f"document.querySelector('#over-image select').value === '{name}'")
-    page.drawn()
-
-
 def seen(page: Page, holder: str, path: Path) -> np.ndarray:
-    """What is seen of the image, (H, W, 3) in 0 to 1."""
+    """The colours in the middle of each patch, (ROWS, COLUMNS, 3) in 0 to 1."""
     page.scroll_to(f"{holder} canvas")
     page.leave()
     page.drawn()
     box = page.box(f"{holder} canvas")
     left, top, right, bottom = (round(box[side]) for side in ("left", "top", "right", "bottom"))
-    return imread(page.screenshot(path))[top:bottom, left:right, :3]
+    image = imread(page.screenshot(path))[top:bottom, left:right, :3]
+    across, down = ((np.arange(n) + 0.5) / n for n in (COLUMNS, ROWS))
+    middles = (down * image.shape[0]).astype(int)[:, None], (across * image.shape[1]).astype(int)
+    return image[middles]
 
 
-def patch_of(image: np.ndarray, row: int, column: int) -> np.ndarray:
-    """The pixels of a patch on the screen."""
-    height, width = image.shape[0] / ROWS, image.shape[1] / COLUMNS
-    rows = slice(round(row * height), round((row + 1) * height))
-    return image[rows, round(column * width) : round((column + 1) * width)]
-
-
-def middle_of(patch: np.ndarray) -> np.ndarray:
-    return patch[patch.shape[0] // 2, patch.shape[1] // 2]
-
-
+@pytest.mark.parametrize("holder", ["#picture", ".stack"])
 @pytest.mark.parametrize(("scheme", "name"), [("light", "patches"), ("dark", "pixels")])
-def test_painted_patches_stand_out_from_their_neighbours(opened, page, tmp_path, scheme, name):
+def test_painted_patches_stand_out_from_their_neighbours(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, name: str, holder: str
+) -> None:
+    """In a report and in Insights, whichever way relevance lies over the image."""
+    model = vision("middle", (ROWS, COLUMNS))
+    monkeypatch.setitem(ATTRIBUTION_NAMES_TO_METHODS, "Planted", Planted)
+    feature, names = ImageFeature("photo", None, None), [f"class {i}" for i in range(CLASSES)]
+    visualizer = AttributionVisualizer(model, names, feature, [Batch(scene(), None)])
+    visualizer.config = FilterConfig("Planted")
     page.prefer(scheme)
-    page, holder = opened()
-    manner(page, name)
-    image = seen(page, holder, tmp_path / "seen.png")
-    for row, column in PLANTED:
-        painted = middle_of(patch_of(image, row, column))
-        for beside in ((row, column + 1), (row + 1, column), (row, column - 1)):
-            bare = middle_of(patch_of(image, *beside))
-            assert np.ptp(bare) < 0.01  # grey as the image is
-            assert contrast(painted, bare) >= ENOUGH, (row, column, beside)
-    more, less = (middle_of(patch_of(image, row, 1)) for row in (0, 2))
-    assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
-    # and fainter by the slider
-    page.focus("#over-image input")
-    for keys, left in ((["ArrowLeft"] * 40, True), (["Home"], False)):
-        page.keys(*keys)
-        fainter = middle_of(patch_of(seen(page, holder, tmp_path / "seen.png"), 0, 1))
-        assert luminance(more) > luminance(fainter)
-        assert (np.abs(fainter - DARK).max() > 0.02) == left
-
-
-def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path):
-    page, holder = opened()
-    manner(page, "outlines")
-    image = seen(page, holder, tmp_path / "seen.png")
-
-    def ends(row: int, column: int) -> np.ndarray:
-        """Contrasts with the bare image, in the patch and at two of its edges."""
-        patch, bare = (patch_of(image, row, c) for c in (column, column + 1))
-        edges = patch, patch[: len(patch) // 4, patch.shape[1] // 2], patch[len(patch) // 2, :8]
-        return np.array([contrast(edge, middle_of(bare)).max() for edge in edges])
-
-    for (row, column), value in PLANTED.items():
-        if value < 0:
-            patch, bare = patch_of(image, row, column), patch_of(image, row, column + 1)
-            assert np.abs(middle_of(patch) - middle_of(bare)).max() < 0.02
-    # as few as hold half: two of the four, which are equal
-    outlined = [found for found in starmap(ends, PLANTED) if found[0] >= ENOUGH]
-    assert len(outlined) == 2 and np.min(outlined) >= ENOUGH
-
-
-def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch):
-    """Patches are one colour, pixels are where the relevance is; and there is a way back."""
-    monkeypatch.setattr(Planted, "rows", PATCH[0] // 2)
-    page.resize(390)
-    page, holder = opened()
-    drawn = {}
-    for number, name in enumerate(["patches", "pixels", "outlines", "pixels", "patches"]):
-        manner(page, name)
-        image = seen(page, holder, tmp_path / f"{number}.png")
-        if name in drawn:
-            assert np.abs(drawn[name] - image).max() < 0.02
-        drawn[name] = image
-    for row, column in PLANTED:
-        bare = middle_of(patch_of(drawn["pixels"], row, column + 1))
-        patches, pixels = (patch_of(drawn[name], row, column) for name in ("patches", "pixels"))
-        of_patch, of_pixels = (
-            [middle_of(half) for half in np.array_split(part, 2)] for part in (patches, pixels)
-        )
-        assert np.abs(of_patch[0] - of_patch[1]).max() < 0.02
-        assert contrast(of_patch[0], bare) >= ENOUGH and contrast(of_pixels[0], bare) >= ENOUGH
-        assert np.abs(of_pixels[1] - bare).max() < 0.02
-    assert page.overflow() <= 0
+    with visualizer:
+        if holder == "#picture":
+            page.goto(report(model, scene(), [Planted, LatimFlow], path=tmp_path / "scene.html"))
+        else:
+            visualizer.serve()
+            page.goto(visualizer.url)
+            page.wait_for("document.querySelectorAll('.stack canvas').length === 1")
+        page.choose("#over-image select", name)
+        image = seen(page, holder, tmp_path / "seen.png")
+        for row, column in PLANTED:
+            for beside in ((row, column + 1), (row + 1, column), (row, column - 1)):
+                assert np.ptp(image[beside]) < 0.01  # grey as the image is
+                assert contrast(image[row, column], image[beside]) >= ENOUGH
+        more, less = image[0, 1], image[2, 1]
+        assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
+        # and fainter by the slider
+        page.focus("#over-image input")
+        for keys, left in ((["ArrowLeft"] * 40, True), (["Home"], False)):
+            page.keys(*keys)
+            fainter = seen(page, holder, tmp_path / "seen.png")[0, 1]
+            assert luminance(more) > luminance(fainter)
+            assert (np.abs(fainter - DARK).max() > 0.02) == left
+    assert page.errors == [] and page.dialogs == []
+    assert all(url.startswith(("file:", "http://127.0.0.1:")) for url in page.requests)

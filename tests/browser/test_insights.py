@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import (
@@ -15,7 +14,6 @@ from helpers.insights_examples import (
     table,
     table_model,
 )
-from zoo.small import VOCABULARY
 
 from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
@@ -34,13 +32,6 @@ SEEN = {
 def show(page: Page, button: str = "#show") -> None:
     page.click(button)
     page.settle()
-
-
-def shade(page: Page, selector: str) -> list[float]:
-    """Red, green, blue and opacity of a background."""
-    found = page.style(selector, "background-color").partition("(")[2].rstrip(")")
-    colour = [float(part) for part in found.replace("/", ",").split(",")]
-    return [*colour, 1.0] if len(colour) == 3 else colour
 
 
 def fill(page: Page, selector: str, text: str) -> None:
@@ -111,16 +102,6 @@ def test_methods_and_their_arguments(shown):
     assert page.evaluate("document.querySelector('#argument-n_steps').value") == "3"
     show(page)
     assert page.texts("td.number") == second
-
-
-def test_methods_that_do_not_fit_say_why(shown):
-    page = shown(table(table_model(), [numbers(1)]))
-    names = page.each("#method option:disabled", "e.value")
-    assert "LatimFlow" in names and "Saliency" not in names
-    page.click("#unfit summary")
-    reasons = dict(zip(page.texts("#unfit dt"), page.texts("#unfit dd"), strict=True))
-    assert "token ids, embeddings or images" in reasons["LatimFlow"]
-    assert "ReLU" in reasons["Guided Backprop"] and "Saliency" not in reasons
 
 
 def test_another_class_is_explained_where_it_is_clicked(shown):
@@ -197,21 +178,6 @@ def test_hostile_texts_are_text(shown):
     assert places == sorted(places, reverse=True)
 
 
-def test_relevant_words_are_coloured(shown):
-    words = [f"w{i}" for i in range(VOCABULARY)]
-    visualizer = prompts(words, [3, 1, 4, 1, 5])
-    page = shown(visualizer)
-    (output,) = visualizer.search(visualizer.view).examples[0][1]
-    percent = output.feature_outputs[0].modified
-    told = page.each(".token", "Number(e.dataset.percent)")
-    assert told == pytest.approx(percent, abs=6e-4)
-    more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
-    for i, share in enumerate(percent, 1):
-        *colour, opacity = shade(page, f".token:nth-child({i})")
-        assert opacity == pytest.approx(0.62 * abs(share) / 100, abs=0.62 / 64)
-        assert not opacity or colour == (more if share > 0 else less)[:3]
-
-
 WORDS = ["the", "lamp", "<b>kite</b>", "owns", "anna", "שלום", "."]
 FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centred"))
 IDS = [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]]
@@ -246,17 +212,6 @@ def test_methods_are_added_and_taken_away_by_keys(shown):
         page.keys("Enter")
         page.focus("#add-method")
     assert page.evaluate("document.querySelector('#add-method').disabled")
-
-
-def test_a_class_is_explained_by_all_methods_of_its_model(shown):
-    page = shown(texts_of(2, beside=[CENTRED]))
-    before = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
-    page.click("section:nth-child(2) .predicted button:nth-child(3)")
-    page.wait_for("document.querySelector('#status').textContent === 'Explained.'")
-    after = [percents(page, f"section:nth-child({i}) > .methods") for i in (1, 2)]
-    assert after[0][: len(WORDS)] == before[0][: len(WORDS)]
-    assert page.count("article:first-child section:nth-child(2) .by") == 2
-    assert after[1] != before[1]
 
 
 def test_a_contrast_is_a_word_or_a_class(shown):
@@ -295,24 +250,11 @@ def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
     assert page.overflow() == 0
 
 
-def test_without_labels_it_says_so(shown):
-    page = shown(table(Always(1), [numbers(None, None)]))
-    assert page.texts("h3") == ["Always, no label was given"] * 2
-    assert "No labels were given" in page.text("#status")
-    page.focus("#prediction")
-    page.keys("c")  # correct
-    page.click("#show")
-    page.wait_for("document.querySelectorAll('article').length === 0")
-    page.settle()
-    said = page.text("#status")
-    assert "None passes the filter. No labels were given" in said
-
-
-def test_a_kept_page_shows_what_the_served_one_does(shown, view):
+def test_a_kept_page_shows_what_the_served_one_does(shown):
     visualizer = texts_of(2, beside=[CENTRED])
-    served = shown(visualizer, width=view)
+    served = shown(visualizer, width=390)
     wanted = served.texts(".by"), percents(served, "main"), served.texts(".predicted button")
-    kept = shown(visualizer, kept=True, width=view)
+    kept = shown(visualizer, kept=True, width=390)
     assert (kept.texts(".by"), percents(kept, "main"), kept.texts(".predicted button")) == wanted
     assert kept.requests == [kept.evaluate("location.href")]
     assert kept.is_hidden("#choices") and not kept.is_hidden("#kept")

@@ -13,9 +13,9 @@ import torch
 from browser.made import METHODS, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
-from zoo.small import images, mamba_lm, token_ids, vision
+from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
 
 HOSTILE = [
     "<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$x_1$", "\u200b",
@@ -103,87 +103,29 @@ def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
     assert not any(bars(opened))
 
 
-def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
-    opened.click(token(9))
-    kept = bars(opened)
-    opened.hover(token(4))
-    assert "Token 4 “w4”:" in opened.text("#tip")
-    assert opened.count(f"{token(9)}[aria-pressed=true]") == 1
-    opened.leave()
-    assert bars(opened) == kept
-    assert "Token 9 “w9” (kept)" in opened.text("#status")
-    assert "Token 9 “w9”" in opened.text("#partners-title")
-    opened.click(token(9))
-    opened.leave()
-    assert not any(bars(opened))
-    opened.click(token(9))
-    opened.keys("Escape")
-    opened.leave()
-    assert opened.count('[aria-pressed="true"]') == 0
-
-
-def test_the_slider_and_the_map_choose_what_is_shown(opened: Page, made: Path) -> None:
+def test_methods_maps_layers_and_examples_switch(opened: Page, made: Path) -> None:
     page = read_page(made)
-    opened.click(token(16))
-    opened.focus("#layer")
-    opened.keys("Home", "ArrowRight", "ArrowRight")
-    assert opened.text("#layer-name").startswith("2 of 0–2: Mamba")
-    maps = page.facts["examples"][0]["maps"]
-    matrix, _ = page.matrix(maps[0]["layers"][2])
-    best = int(np.abs(matrix[16]).argmax())
-    assert bars(opened) == list(expected(matrix[16]) > 0)
-    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
-    opened.choose("#map", 1)
-    matrix, _ = page.matrix(maps[1]["layers"][2])
-    assert bars(opened) == list(expected(matrix[16]) > 0)
-
-
-def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
-    examples = read_page(made).facts["examples"]
+    examples = page.facts["examples"]
     opened.click("#methods label:nth-of-type(3)")
     opened.leave()
     values = shaded(examples[0]["methods"][2])
     np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
     assert "ImplicitAttentionRollout" in opened.text("#shown")
     assert "Without that of token 16, which asks" in opened.text("#shown")
+    opened.click(token(16))
+    opened.choose("#map", 1)
+    opened.focus("#layer")
+    opened.keys("Home", "ArrowRight", "ArrowRight")
+    assert opened.text("#layer-name").startswith("2 of 0–2: Mamba")
+    matrix, _ = page.matrix(examples[0]["maps"][1]["layers"][2])
+    assert bars(opened) == list(expected(matrix[16]) > 0)
+    best = int(np.abs(matrix[16]).argmax())
+    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
     opened.focus("#example")
     opened.keys("ArrowDown")
     assert opened.text(token(3)) == "v3"
     values = shaded(examples[1]["methods"][2])
     np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
-
-
-@pytest.mark.parametrize("system", ["light", "dark"])
-def test_dark_and_light(opened: Page, system: str) -> None:
-    opened.prefer(system)
-    dark = "rgb(22, 22, 26)"
-    assert (opened.style("body", "background-color") == dark) == (system == "dark")
-    before = opened.style("body", "color")
-    opened.click("#theme")
-    assert (opened.style("body", "background-color") == dark) == (system == "light")
-    assert opened.style("body", "color") != before
-    opened.click("#theme")
-    assert opened.style("body", "color") == before
-
-
-def tops(page: Page) -> list[float]:
-    """Where the tokens and what follows them begin."""
-    wanted = ".token, #overview, #numbers" if page.evaluate("innerWidth") > 640 else ".token"
-    return page.each(wanted, "e.getBoundingClientRect().top + scrollY")
-
-
-@pytest.mark.parametrize("width", [320, 650, 960, 2000])
-def test_pointing_moves_nothing(opened: Page, width: int) -> None:
-    opened.resize(width)
-    assert opened.overflow() <= 0
-    before = tops(opened)
-    for index in (3, 16):
-        opened.hover(token(index))
-        said = "document.querySelector('#tip').innerText"
-        opened.wait_for(f"{said}.startsWith('Token {index} ')")
-        assert tops(opened) == pytest.approx(before, abs=0.5)
-    opened.leave()
-    assert tops(opened) == pytest.approx(before, abs=0.5)
 
 
 def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
@@ -229,42 +171,6 @@ def test_the_policy_stops_what_is_not_the_pages_own(page: Page, made: Path) -> N
     assert page.dialogs == []
 
 
-#: How opaque each patch is painted.
-OPACITIES = """(() => {
-  const canvas = document.querySelector('#picture canvas');
-  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
-  return [...data].filter((_, i) => i % 4 === 3).map((alpha) => alpha / 255);
-})()"""
-
-
-@pytest.mark.usefixtures("view")
-def test_images(page: Page, tmp_path: Path) -> None:
-    model = vision("middle", (3, 4))
-    methods = [MambaAttribution, ImplicitAttentionRollout]
-    path = report(model, images(2), methods, path=tmp_path / "images.html")
-    page.goto(path)
-    example = read_page(path).facts["examples"][0]
-    assert page.count("#picture .grid .token") == 12
-    assert page.count("#text .token") == 1
-    assert page.text("#text .token") == "class token"
-    assert "no patches" in page.text("#text .note")
-    assert page.style("#picture img", "filter") != page.style("#seen img", "filter") == "none"
-    assert page.evaluate("document.querySelector('#picture img').naturalWidth") == 12
-    assert page.count("#methods .thumb canvas") == 2
-    values = shaded(example["methods"][0])[example["image"]["cells"]]
-    opacity = np.array(page.evaluate(OPACITIES))
-    np.testing.assert_allclose(opacity, np.abs(values) / np.abs(values).max(), atol=0.006)
-    page.click(token(8))
-    assert "row 1, column 3" in page.text("#status")
-    page.keys("ArrowDown")
-    assert page.evaluate("document.activeElement.dataset.index") == "12"
-    cell, below = (page.box(token(i)) for i in (0, 4))
-    assert below["left"] == pytest.approx(cell["left"], abs=1)
-    assert page.overflow() <= 0
-    assert page.errors == []
-    assert page.requests == [path.as_uri()]
-
-
 @pytest.fixture
 def told(page: Page, tmp_path: Path) -> Iterator[tuple[Page, dict]]:
     """A report in the browser, and what it holds of a method that tells roles."""
@@ -294,8 +200,9 @@ def test_a_report_has_a_row_for_each_role_on_one_scale(told: tuple[Page, dict]) 
 def test_a_report_says_what_a_token_did(told: tuple[Page, dict]) -> None:
     page, cause = told
     page.click("#methods [value='1']")
-    for width in (390, 960):  # and moves no token
+    for width in (320, 390, 960, 2000):  # and moves no token
         page.resize(width)
+        assert page.overflow() <= 0
         tops = "e.getBoundingClientRect().top + scrollY"
         before = page.each(".token", tops)
         for index in (3, 16, 11):

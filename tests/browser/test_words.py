@@ -1,4 +1,4 @@
-"""Words, long texts, methods that say nothing and what methods return, in a real browser."""
+"""Words, methods that say nothing and the pages of results, in a real browser."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from browser.made import METHODS, of_recall
+from browser.made import of_recall
 from helpers.browser import PATIENCE, Page
 from helpers.insights_examples import Always, numbers, table
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
-from zoo.small import mamba_lm, token_ids
+from zoo.small import mamba_lm
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
 from captum_ssm.attr import Comparison
@@ -29,7 +28,7 @@ def write(kind: str, path: Path) -> None:
     tokenizer, model = byte_tokenizer(), mamba_lm(vocab_size=260)
     ids = torch.tensor([tokenizer.encode("cat on\n好")])
     if kind == "report":
-        report(model, ids, [LatimFlow], tokenizer=tokenizer, path=path)
+        report(model, ids, [LatimFlow], tokenizer=tokenizer, matrices=False, path=path)
     elif kind == "result":
         found = compare(model, [LatimFlow, MambaAttribution], ids, (-1, 3))
         found.named(Tokens.of(tokenizer, ids[0])).to_html(path)
@@ -63,7 +62,7 @@ def test_tokens_of_a_word_touch_each_other(
 
 def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "nothing.html"
-    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout])
+    of_recall(path, methods=[MambaAttribution, ImplicitAttentionRollout], matrices=False)
     facts = read_page(path).facts["examples"][0]["methods"]
     assert [method["silent"] for method in facts] == [True, False]
     page.goto(path)
@@ -74,58 +73,6 @@ def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Pa
     page.click("#methods label:nth-of-type(2)")
     assert sum(page.each("#text .token", tinted)) > 3
     assert page.overflow() <= 0 and page.errors == []
-
-
-def token(index: int) -> str:
-    return f'.token[data-index="{index}"]'
-
-
-def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
-    ids = token_ids(1, 950)
-    names = [f"word{i}" for i in range(950)]
-    path = report(mamba_lm(), ids, [LatimFlow], tokens=names, path=tmp_path / "long.html")
-    page.goto(path)
-    assert page.count("#text details") == 5
-    assert page.evaluate("document.querySelectorAll('#text details')[4].open")
-    page.click("#fold")
-    assert page.count("#text details[open]") == 0
-    page.click("#text details:nth-of-type(3) summary")
-    assert page.count("#text details[open]") == 1
-    page.click(token(450))
-    page.keys("End")
-    assert page.count("#text details[open]") == 2
-    assert page.evaluate("document.activeElement.dataset.index") == "949"
-    page.click("#unfold")
-    assert page.count("#text details[open]") == 5
-    assert "strongest of 950" in page.text("#note") or "rounded" in page.text("#note")
-    assert page.errors == []
-
-
-@pytest.mark.slow
-def test_two_thousand_tokens(page: Page, tmp_path: Path) -> None:
-    model, ids = mamba_lm(num_hidden_layers=6), token_ids(1, 2000)
-    path = report(model, ids, METHODS[:1], path=tmp_path / "long.html")
-    assert path.stat().st_size < 13e6  # as many layers as fit
-    began = time.monotonic()
-    page.goto(path)
-    opened = time.monotonic() - began
-    page.click("#unfold")
-    took = page.evaluate(
-        """(async () => {
-          const times = [], tokens = document.querySelectorAll('.token');
-          for (let n = 0; n < 40; n++) {
-            const token = tokens[Math.floor(Math.random() * tokens.length)];
-            const began = performance.now();
-            token.dispatchEvent(
-              new PointerEvent('pointerover', {bubbles: true, pointerType: 'mouse'}));
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            times.push(performance.now() - began);
-          }
-          return times;
-        })()"""
-    )
-    assert opened < 5 and np.median(took) < 100  # s and ms, on a busy machine
-    assert page.errors == []
 
 
 PAGE = "results"

@@ -116,16 +116,16 @@ def test_two_rules_side_by_side(tmp_path: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_pictures(tmp_path: Path, run: Run) -> None:
     """Roles have pictures of their own."""
-    asked = ["explain", *RECALL, PROMPT, "bob owns", "--out", tmp_path / "picture.png"]
-    run(*asked, "--rule", "frozen", "half", "centred")
+    asked = ["explain", *RECALL, "anna owns the", "--out", tmp_path / "picture.png"]
+    run(*asked, "--rule", "half", "centred")
     stems = ("picture", "picture-roles", "picture-roles-2")
-    wanted = {*stems, "picture-2", "picture-2-roles", "picture-2-roles-2"}
-    assert {path.stem for path in tmp_path.iterdir()} == wanted
+    assert {path.stem for path in tmp_path.iterdir()} == set(stems)
     first, halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems)
     assert halves.shape != centred.shape or not np.array_equal(halves, centred)
     assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
 
 
+@pytest.mark.slow
 def test_reports(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "report.html"
     asked = ["explain", *RECALL, PROMPT, "--out", out, "--force"]
@@ -165,14 +165,13 @@ def test_vision_mamba(tmp_path: Path, vim: Path, picture: Path, labels: Path) ->
     out = tmp_path / "out.json"
     arguments = [str(vim), "--image", str(picture), str(picture), "--labels", str(labels)]
     arguments += ["--method", "ImplicitAttentionRollout", "LatimFlow", "--target"]
-    for target in ("cat", "1"):
-        for example in explained(out, *arguments, target):
-            assert example["explained"] == "the logit of “cat”"
-            assert {each["label"] for each in example["predictions"]} == {"ant", "cat", "dog"}
-            assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
-            for values in example["relevance"].values():
-                assert sum(value is not None for value in values) == 9
-            check_sum(example)
+    for example in explained(out, *arguments, "cat"):
+        assert example["explained"] == "the logit of “cat”"
+        assert {each["label"] for each in example["predictions"]} == {"ant", "cat", "dog"}
+        assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
+        for values in example["relevance"].values():
+            assert sum(value is not None for value in values) == 9
+        check_sum(example)
     assert main(["explain", *arguments, "1", "--out", str(tmp_path / "out.png")]) == 0
     assert (tmp_path / "out-2.png").exists()
 
@@ -282,41 +281,28 @@ def test_a_model_that_segments_images(
 #: Mistakes, and the words that name each.
 OF_RECALL = [
     ("--out x.pdf", ".html (a report)"),
-    ("--method Magic", "which is no method"),
     ("--method latinflow", "Did you mean LatimFlow?"),
     ("--target anna,bob", "is 2 tokens"),
-    ("--target id:5000", "out of range"),
     ("--target zebra", "--target 'zebra': unknown word"),
     ("--contrast zebra", "--contrast 'zebra': unknown word"),
     ("--method LatimNorm --contrast all", "--contrast is taken by LatimFlow"),
-    ("--layers 9 --out x.html", "layers names 9"),
     ("--layers 0", "--layers says"),
-    ("--maps --out x.png", "--maps says"),
-    ("--device quantum", "--device quantum"),
     ("--rule half --method MambaLRP", "--rule is LatimFlow's"),
     ("--baselines 0 --method LatimNorm", "--baselines is for LatimFlow"),
     ("--baselines zero", "--baselines zero: use mean, or a number"),
-    ("--baselines nan", "baselines=nan cannot stand in for embeddings"),
     ("--option n_steps", "--option n_steps: write NAME=VALUE"),
     ("--option n_steps=5", "is taken by IntegratedGradients, and none of them is named"),
-    ("--option colour=red", "is taken by no method"),
     ("--method integrated-gradients --option n_steps=many", "use a whole number"),
     ("--method guided_backprop", "GuidedBackprop: it changes how torch.nn.ReLU"),
-    ("--generate 0", "--generate 0"),
     ("--generate 3 --answer lamp", "--generate 3"),
     ("--spans sentence --target lamp", "--target"),
-    ("--hops 1 --method MambaAttribution", "hops=1"),
     ("--spans all --method LatimFlow MambaLRP", "one method"),
-    ("--title T --generate 1", "--title is for a page"),
-    ("--hops -1 --answer lamp", "hops=-1"),
-    ("--answer elephant", "elephant"),
     ("--generate 2 --out x.txt", "the ending: .html (a page), .json (numbers)"),
 ]
 OTHERS = [
     ("no-such-model --text anna", "add --hub"),
     ("recal-mamba --text anna", "Did you mean recall-mamba?"),
     ("recall-mamba --image x.png", "reads texts"),
-    ("recall-mamba --text zebra", "unknown word 'zebra'"),
     ("recall-mamba --file no-such-file", "--file no-such-file cannot be read: No such"),
     ("recall-mamba --file {picture}", "--file {picture} is no text in UTF-8"),
     ("recall-mamba --text anna --labels /", "--labels / cannot be read: Is a"),

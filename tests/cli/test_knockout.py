@@ -68,6 +68,7 @@ def test_the_prediction_with_and_without_an_edge(answered: Any, run: Any) -> Non
     assert "the estimate beforehand was" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "edges", "replace"),
     [
@@ -111,7 +112,7 @@ def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None
     for edge, each in zip(top, found["edges"], strict=True):
         place = edge.layer, edge.source, edge.target
         assert (each["layer"], each["source"], each["target"]) == place
-        assert each["effect"] == pytest.approx(edge.effect, rel=1e-4)
+        assert each["effect"] == pytest.approx(edge.effect, rel=1e-4) and not each["first_order"]
         lost = logits() - logits(Edges(*place))
         assert each["true"] == pytest.approx(float(lost[lamp]), rel=1e-4)
     only = answered("--layers", "0")["edges"]
@@ -159,10 +160,8 @@ MISTAKES = {
     "--to cat": "--to cat: the text has no such word",
     "--from 99": "position 99",
     "--heads 1": "--heads says what is cut",
-    "--selection": "--selection says what is cut",
     "--from lamp --heads 9999": "heads names 9999",
     "--from lamp --layers 9": "layers names 9",
-    "--layers 9": "layers names 9",
     "--top 0": "--top 0",
     "--from kite --to lamp": "Exchange them",
 }

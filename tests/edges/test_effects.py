@@ -7,13 +7,14 @@ import pytest
 import torch
 from oracles.messages import whole_matrix
 from torch import Tensor
-from zoo.architectures import IMAGES, ZOO, Case, every
+from zoo.architectures import QUICK, Case, every
 from zoo.networks import NETWORKS
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
 from captum_ssm.attr.call.targets import logits_of
-from captum_ssm.errors import InputError, OptionError, QueryError, TargetError
+from captum_ssm.errors import OptionError, QueryError, TargetError
+from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def by_hand(case: Case, number: int) -> Tensor:
     return found.detach()
 
 
-@every(mark=pytest.mark.slow)
+@every(QUICK)
 def test_every_edge(case: Case) -> None:
     effects = EdgeEffects(case.model, exact_norms=False).attribute(case.inputs, **case.target)
     for number in {0, len(effects.layers) - 1}:
@@ -59,14 +60,13 @@ def test_every_edge(case: Case) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rwkv7", "fla RWKV6"])
 def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In RWKV-7 a part of what is read passes by the norm."""
     test_every_edge(NETWORKS[name](monkeypatch))
 
 
-@every([name for name in ZOO if name not in IMAGES], mark=pytest.mark.slow)
+@every(("mamba2", "recurrent_gemma", "gpt_neox"))
 @pytest.mark.parametrize("rule", ["frozen", "centred"])
 def test_in_the_linear_network_they_add_up_to_what_the_mixer_adds(case: Case, rule: str) -> None:
     effects = EdgeEffects(case.model, rule=rule).attribute(case.inputs, **case.target)
@@ -99,18 +99,18 @@ def test_the_largest_ones() -> None:
 
 
 def test_layers_by_number_name_and_range() -> None:
-    model, ids = mamba_lm(), torch.randint(15, (1, 6))
+    model, ids = mamba_lm().double(), torch.randint(15, (1, 6))
     effects = EdgeEffects(model, exact_norms=False).attribute(ids, (-1, 3))
     last = effects.matrix(2)
     for layers in (-1, "backbone.layers.2.mixer", slice(2, 3), range(2, 3), [2]):
         assert torch.equal(effects.matrix(layers), last)
-    assert close(effects.by_layer().sum(0), effects.matrix().sum((1, 2))) < 1e-5
+    sums = torch.stack([effects.matrix(layer).sum((1, 2)) for layer in range(3)])
+    assert close(effects.by_layer(), sums) < 1e-5
     for wrong in (3, "layer", 1.5):
         with pytest.raises(OptionError, match="layers names"):
             effects.matrix(wrong)
 
 
-@pytest.mark.slow
 def test_truth_is_what_knocking_out_does() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 8))
     method = EdgeEffects(model, exact_norms=False)
@@ -128,6 +128,21 @@ def test_truth_is_what_knocking_out_does() -> None:
     assert 0 <= truth.sign_agreement <= 1
     again = method.against_truth(ids, (-1, 3), samples=30)
     assert [e[:4] for e in again.edges] == [e[:4] for e in truth.edges]
+
+
+def test_the_default_is_near_the_truth() -> None:
+    model, vocabulary = load_bundled()
+    text = "anna owns the lamp . bob owns the kite . ? anna owns the"
+    ids, lamp = torch.tensor([vocabulary.encode(text)]), vocabulary.id_of("lamp")
+    effects = EdgeEffects(model).attribute(ids, (-1, lamp))
+    with torch.no_grad():
+        before = model(ids).logits[0, -1, lamp]
+        for edge in effects.top(2)[0]:
+            with knock_out(model, Edges(edge.layer, edge.source, edge.target)):
+                true = float(before - model(ids).logits[0, -1, lamp])
+            assert edge.effect == pytest.approx(true, rel=0.02)
+    first = EdgeEffects(model, exact_norms=False).attribute(ids, (-1, lamp))
+    assert abs(first.matrix(1)[0, 13, 3]) < 0.3 * abs(effects.matrix(1)[0, 13, 3])
 
 
 def test_truth_of_chosen_edges_and_probabilities() -> None:
@@ -153,7 +168,6 @@ def test_wrong_arguments() -> None:
     for call, error, said in (
         (lambda: EdgeEffects(model, rule="half-way"), OptionError, "rule"),
         (lambda: method.attribute(ids, 3), TargetError, "target"),
-        (lambda: method.attribute([1, 2], (-1, 3)), InputError, "inputs"),
         (lambda: effects.top(0), OptionError, "count"),
         (lambda: effects.rows([9]), QueryError, "positions"),
         (lambda: effects.of(Edges(1, 1, 2, selection=True)), OptionError, "selection"),

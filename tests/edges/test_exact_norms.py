@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles.messages import whole_matrix
 from torch import Tensor, nn
-from zoo.architectures import Case, every
+from zoo.architectures import QUICK, Case, every
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out, trace
@@ -106,7 +106,7 @@ def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
             assert close(effects.of(edges), before - after) < 1e-4
 
 
-@every(mark=pytest.mark.slow)
+@every((*QUICK, *SCALED), ("mamba2",))
 def test_every_way_to_read_them(case: Case, request: pytest.FixtureRequest) -> None:
     effects = EdgeEffects(case.model, exact_norms=True).attribute(case.inputs, **case.target)
     first = EdgeEffects(case.model, exact_norms=False).attribute(case.inputs, **case.target)

@@ -145,26 +145,9 @@ def test_parts_off_switches_off_one_part_at_a_time(case: Case) -> None:
             assert torch.allclose(scores, cut(Edges(number, heads=head)), atol=1e-6)
         with pytest.raises(OptionError, match="heads"):  # there are no more of them
             cut(Edges(number, heads=len(found.heads[name])))
-
-
-@pytest.mark.slow
-@HYBRID
-def test_chosen_layers_and_scores_that_are_numbers(case: Case) -> None:
-    runs = []
-
-    def score() -> float:
-        runs.append(1)
-        batches = case.inputs.split(1)
-        return sum(float(case.model(batch).logits[0, -1, 3]) for batch in batches) / 2
-
-    found = parts_off(case.model, score, layers="ssm")
-    assert list(found.layers) == ["model.layers.0.mamba", "model.layers.2.mamba"]
-    assert not found.heads
-    assert len(runs) == 1 + 2 + 2
-    with torch.no_grad():
-        assert abs(float(found.plain) - score()) < 1e-6
-        with knock_out(case.model, Edges(2)):
-            assert abs(float(found.layers["model.layers.2.mamba"]) - score()) < 1e-6
+    found = parts_off(case.model, lambda: float(score().mean()), layers="ssm")  # numbers
+    assert list(found.layers) == names[::2] and not found.heads
+    assert float(found.layers[names[2]]) == pytest.approx(float(cut(Edges(2)).mean()), abs=1e-6)
 
 
 def test_wrong_arguments() -> None:
@@ -180,23 +163,17 @@ def test_wrong_arguments() -> None:
 
     for call, changed, error, said in (
         (windows, {"kinds": {}}, OptionError, "kinds"),
-        (windows, {"kinds": [0, 1]}, OptionError, "kinds"),
         (windows, {"kinds": {"first": 1.5}}, OptionError, "sources"),
         (windows, {"kinds": {"outside": 6}}, QueryError, "position 6"),
         (windows, {"window": 0}, OptionError, "window"),
-        (windows, {"window": None}, OptionError, "window"),
-        (windows, {"verify": 2}, OptionError, "verify"),
         (windows, {"layers": 7}, OptionError, "layers names 7"),
         (windows, {"layers": "attention"}, NoMixerError, "attention"),
         (windows, {"target": None}, TargetError, "target=None"),
-        (windows, {"target": 4}, TargetError, "target"),
         (windows, {"inputs": [1, 2]}, InputError, "inputs"),
         (scored, {"score": 0.5}, OptionError, "score"),
         (scored, {"score": lambda: 0.5}, NoMixerError, "none of them"),
         (scored, {"score": lambda: model(ids).logits}, OptionError, "score returned"),
-        (scored, {"score": lambda: str(model(ids))}, OptionError, "score returned"),
         (scored, {"heads": 1}, OptionError, "heads"),
-        (scored, {"layers": "attention"}, NoMixerError, "attention"),
     ):
         with pytest.raises(error, match=said):
             call(**changed)

@@ -14,16 +14,13 @@ from zoo.language import word_tokenizer
 from zoo.small import mamba_lm
 
 from captum_ssm import (
-    EdgeEffects,
     LatimFlow,
     LatimNorm,
     LayerLatimFlow,
     SSMLLMAttribution,
     StateMemory,
-    attribution_graph,
     compare,
     report,
-    trace,
 )
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.models import load_bundled
@@ -34,33 +31,13 @@ MIXER = "backbone.layers.0.mixer"
 FLOW = LatimFlow(MODEL)
 
 
-def record() -> Any:
-    with trace(MODEL) as found:
-        MODEL(IDS)
-    return found
-
-
 SAID: dict[str, Callable[[], Any]] = {
-    "LatimFlow(MambaForCausalLM)": lambda: FLOW,
-    "LatimFlow(MambaForCausalLM, rule='centred')": lambda: LatimFlow(MODEL, rule="centred"),
     f"LatimNorm(MambaForCausalLM, layers=['{MIXER}'])": lambda: LatimNorm(MODEL, layers=[MIXER]),
     f"LayerLatimFlow(MambaForCausalLM, layer='{MIXER}')": lambda: LayerLatimFlow(MODEL, MIXER),
     "SSMLLMAttribution(LatimFlow(MambaForCausalLM))": lambda: SSMLLMAttribution(FLOW, WORDS),
     "Decomposition(2 examples of 6 tokens)": lambda: FLOW.decompose(IDS.repeat(2, 1), TARGET),
-    "Effects(2 layers of 6 tokens, with exact norms)": lambda: EdgeEffects(MODEL).attribute(
-        IDS, TARGET
-    ),
-    "Trace(2 x Mamba)": record,
-    f"Mixer('{MIXER}', 'Mamba')": lambda: record().layers[0].mixer,
-    "Chain(Diagonal, SelectiveScan, Diagonal, Diagonal, ShortConv: 6 tokens, 128 heads of 1)": (
-        lambda: record().layers[0].operator
-    ),
     f"LayerMemory('{MIXER}', heads 0 to 127, 6 tokens)": lambda: StateMemory(MODEL).of(IDS)[0],
-    "WordVocabulary(55 words)": lambda: WORDS,
     "Comparison(LatimNorm (1, 6))": lambda: compare(MODEL, LatimNorm, IDS, TARGET),
-    "SSMLLMAttributionResult(2 tokens of an answer to 3 of a prompt)": lambda: SSMLLMAttribution(
-        FLOW, WORDS
-    ).attribute("anna owns the", target="lamp ."),
 }
 
 
@@ -76,11 +53,6 @@ def test_a_decomposition_shows_its_sum() -> None:
     assert said.startswith(
         "Decomposition(6 tokens: output {:.3g} = tokens {:.3g} + biases {:.3g}".format(*numbers)
     )
-
-
-def test_a_graph_shows_its_size() -> None:
-    graph = attribution_graph(MODEL, IDS, TARGET, nodes=[MIXER])
-    assert repr(graph).startswith(f"Graph({len(graph.nodes)} nodes, ")
 
 
 @pytest.mark.parametrize("method", [LatimFlow, partial(LayerLatimFlow, layer=MIXER)])

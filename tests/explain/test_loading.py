@@ -1,4 +1,4 @@
-"""Broken or hostile folders, files and images end in a sentence; targets are read as typed."""
+"""Broken or hostile folders, files and images end in a sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +16,12 @@ import transformers
 from helpers.hostile_weights import BROKEN
 from helpers.little_memory import at_most
 from safetensors.torch import load_file, save_file
-from torch import nn
-from zoo.language import WORDS, word_tokenizer
 
-from captum_ssm.attr.text.codec import Codec
 from captum_ssm.cli import main
-from captum_ssm.errors import CheckpointError, InputError, OptionError
+from captum_ssm.errors import CheckpointError, InputError
 from captum_ssm.explain.image_inputs import for_vim, scene
 from captum_ssm.explain.loading import Source, load
-from captum_ssm.explain.typed_target import read_target
 from captum_ssm.models import VisionMamba, bundled
-from captum_ssm.viz.html.example import Subject
 
 pytest.importorskip("transformers")
 
@@ -52,11 +46,9 @@ def folder(tmp_path: Path) -> Path:
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 10**9}, "mine: its configuration and its weights make no model"),
-    ({"vocab_size": 10**13}, "mine: its configuration and its weights make no model"),
     ({"state_size": -1}, "make no model.*(negative|lower bound)"),
     ({"hidden_size": "wide"}, "mine has no usable configuration"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 4096"),
-    ({"num_labels": 10**10}, "num_labels = 10000000000; at most 1000000"),
     ({"model_type": "../x"}, "mine has no usable configuration"),
 ]
 
@@ -171,33 +163,3 @@ def test_narrow_images(tmp_path: Path) -> None:
     pillow.new("RGB", (100, 1), (255, 0, 0)).save(path)
     assert for_vim(model, path).shape == (3, 32, 32)
     assert scene(path, 32)[:, 5, 5].tolist() == pytest.approx([1, -1, -1], abs=1e-5)
-
-
-def subject(labels: list[str] | None = None, own: dict[int, str] | None = None) -> Subject:
-    module: Any = nn.Identity()
-    module.config = SimpleNamespace(id2label=own)
-    return Subject(module, module, None, Codec(word_tokenizer()), labels)
-
-
-def test_tokens_by_text_and_by_id() -> None:
-    for text in ("lamp", "$5"):
-        assert read_target(subject(), text, language=True) == (-1, WORDS.index(text))
-    without = Subject(nn.Identity(), nn.Identity(), None, None, None)
-    for given in (subject(), without):
-        assert read_target(given, "id:3", language=True) == (-1, 3)
-    with pytest.raises(OptionError, match="without a tokenizer"):
-        read_target(without, "lamp", language=True)
-    for text in ("anna owns", ""):
-        with pytest.raises(OptionError, match=f"is {len(text.split())} tokens"):
-            read_target(subject(), text, language=True)
-
-
-def test_classes_by_name_and_number() -> None:
-    own = {0: "cat", 1: "2"}
-    assert read_target(subject(own=own), "cat", language=False) == 0
-    assert read_target(subject(own=own), "2", language=False) == 1  # a name comes first
-    assert read_target(subject(own=own), "id:2", language=False) == 2
-    assert read_target(subject(["dog", "cat"], own), "cat", language=False) == 1
-    assert read_target(subject(), "7", language=False) == 7
-    with pytest.raises(OptionError, match=r"none of the classes \(cat, 2\)"):
-        read_target(subject(own=own), "bird", language=False)

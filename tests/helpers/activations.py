@@ -84,3 +84,9 @@ def _live(value: Any) -> list[Tensor]:
         return []
     items = value.values() if isinstance(value, dict) else value
     return [x for item in items for x in _live(item)]
+
+
+def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
+    """The one tensor that a layer returns or is given."""
+    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
+    return value

@@ -144,11 +144,6 @@ class Page:
         """Return how many elements a CSS selector finds."""
         return int(self.evaluate(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
-    def style(self, selector: str, name: str) -> str:
-        """Return a computed style, such as ``background-color``, of the first element found."""
-        element = f"document.querySelector({json.dumps(selector)})"
-        return str(self.evaluate(f"getComputedStyle({element}).getPropertyValue({name!r})"))
-
     def opacities(self, selector: str) -> list[float]:
         """Return how opaque the backgrounds of all elements found are."""
         color = "getComputedStyle(e).backgroundColor.match(/[0-9.]+/g)"

@@ -66,6 +66,15 @@ def unpacked(data: bytes, size: int, kept: int, side: int) -> tuple[np.ndarray, 
     return scales, columns.astype(int), values, overview
 
 
+def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
+    """What enters each layer, as the page's script reads it."""
+    data = base64.b64decode(page.by_id(block))
+    layers = len(data) // (4 + 2 * tokens)
+    scales = np.frombuffer(data, "<f4", layers)
+    steps = np.frombuffer(data, "<i2", layers * tokens, 4 * layers).reshape(layers, tokens)
+    return steps / 32767 * scales[:, None]
+
+
 class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

@@ -14,20 +14,16 @@ from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
 from captum_ssm import (
-    Edges,
     Feature,
     LatimFlow,
     attribution_graph,
-    knock_out,
 )
 from captum_ssm.errors import InputError, LayerError, OptionError
 from captum_ssm.inside import Graph, Node, without
 from captum_ssm.inside.influence import influences, scores
-from captum_ssm.models import load_bundled
 
 BLOCKS = ["backbone.layers.0", "backbone.layers.1"]
 MIXERS = [f"{block}.mixer" for block in BLOCKS]
-THINGS = ["lamp", "kite", "drum", "boat", "ring"]
 
 
 class Words:
@@ -118,6 +114,7 @@ def test_edges_are_those_of_the_matrices():
     assert checked > 50
 
 
+@never_rounded()
 def test_whole_activations_have_the_parts_of_the_whole_decomposition():
     model, ids = mamba_lm().double(), token_ids(1, 6)
     found = LatimFlow(model).decompose(ids, (-1, 3))
@@ -341,8 +338,10 @@ def test_what_nodes_write_is_taken_off():
 
 def test_only_what_is_written_can_be_taken_off():
     model, ids = mamba_lm(), token_ids(1, 5)
-    graph = attribution_graph(model, ids, (-1, 3), nodes=[f"{MIXERS[0]}.heads", BLOCKS[1]])
-    for node in (graph.nodes[0], graph.nodes[-1], graph.nodes[-2], graph.nodes[5]):
+    nodes = [f"{MIXERS[0]}.heads", BLOCKS[1]]
+    graph = attribution_graph(model, ids, (-1, 3), nodes=nodes, keep=None)
+    heads = next(node for node in graph.nodes if node.layer == nodes[0])
+    for node in (graph.nodes[0], graph.nodes[-1], graph.nodes[-2], heads):
         with pytest.raises(OptionError, match="cannot be taken off"), without(model, graph, [node]):
             pass
     other = attribution_graph(model, ids, (-1, 3), nodes=[BLOCKS[1]])
@@ -351,40 +350,6 @@ def test_only_what_is_written_can_be_taken_off():
         pass
     with without(model, other, [node]), pytest.raises(LayerError, match="as many tokens"):
         model(ids[:, :1])
-
-
-@pytest.mark.slow
-def test_the_path_of_recall_is_what_the_answer_hangs_on():
-    """From the thing, by the place where its owner is bound to it, to the answer; cut, it is lost.
-
-    As many other messages cut in the same layers lose nothing.
-    """
-    model, vocabulary = load_bundled()
-    rng, right = random.Random(1), {"plain": 0, "path": 0, "others": 0}
-    by_binding, count = 0, 12
-    for _ in range(count):
-        names, things = rng.sample(["anna", "bob", "carl", "dora"], 3), rng.sample(THINGS, 3)
-        asked = rng.randrange(3)
-        facts = " . ".join(f"{x} owns the {y}" for x, y in zip(names, things, strict=True))
-        ids = torch.tensor([vocabulary.encode(f"{facts} . ? {names[asked]} owns the")])
-        last, answer, at = ids.shape[1] - 1, vocabulary.id_of(things[asked]), 5 * asked + 3
-        graph = attribution_graph(
-            model, ids, (-1, answer), nodes=BLOCKS, contrast="mean", verify=False
-        )
-        *path, target = graph.path()
-        assert (target.position, target.index) == (last, answer)
-        places = [n.position for n in path]
-        by_binding += places == [at, at, last]
-        cuts = [(k, s, t) for k, (s, t) in enumerate(itertools.pairwise(places)) if s != t]
-        free = [i for i in range(last) if i not in places]
-        others = [(k, rng.choice(free), last) for k, _, _ in cuts]
-        for name, chosen in (("plain", []), ("path", cuts), ("others", others)):
-            edges = [Edges([MIXERS[k]], [s], [t]) for k, s, t in chosen]
-            with torch.no_grad(), knock_out(model, *edges):
-                right[name] += int(model(ids).logits[0, -1].argmax()) == answer
-    assert by_binding >= 0.9 * count
-    assert right["plain"] == count and right["others"] >= 0.9 * count
-    assert right["path"] < 0.2 * count + 2
 
 
 REFUSED = [
@@ -400,9 +365,7 @@ REFUSED = [
     ({"nodes": [Feature(BLOCKS[0], 1, position=9)]}, OptionError, "lies outside"),
     ({"nodes": BLOCKS, "top": 0}, OptionError, "top"),
     ({"nodes": BLOCKS, "keep": 0.0}, OptionError, "keep"),
-    ({"nodes": BLOCKS, "keep": 1.5}, OptionError, "keep"),
     ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens has 1"),
-    ({"nodes": BLOCKS, "rule": "whole"}, OptionError, "rule"),
     ({"nodes": BLOCKS, "show_progress": 1}, OptionError, "show_progress"),
 ]
 

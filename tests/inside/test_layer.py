@@ -7,25 +7,24 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from helpers.activations import blocks_of, own_activations
+from helpers.activations import blocks_of, own
 from helpers.frozen_networks import NETWORKS
+from helpers.marks import slow_but
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
-from zoo.architectures import Case
-from zoo.networks import MASKED
-from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
+from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow
 from captum_ssm.errors import (
     LayerError,
     OptionError,
+    TargetError,
 )
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 TARGET = (-1, 3)
 BLOCK = "backbone.layers.1"
 EXACT = 1e-6
@@ -33,12 +32,6 @@ EXACT = 1e-6
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> bool:
     return oracles.relative_error(found.double(), wanted.double()) <= limit
-
-
-def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
-    """The one tensor that a layer returns or is given."""
-    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
-    return value
 
 
 @transformers5
@@ -177,6 +170,11 @@ def test_several_tensors() -> None:
     assert close(mixed + stream, after) and close(mixed, before)
     assert delta.abs().max() <= 1e-5 * mixed.abs().sum()
     assert explain.compute_convergence_delta(found, ids, TARGET).abs().max() <= 1e-4
+    neuron = NeuronLatimFlow(model, "blocks.1")
+    found = neuron.attribute(ids, lambda both: both[0][:, 7, 2])
+    assert close(found, NeuronLatimFlow(model, "blocks.1.mixer").attribute(ids, (7, 2)), 1e-4)
+    with pytest.raises(TargetError, match=r"several tensors\. Pass a function of all of them"):
+        neuron.attribute(ids, (7, 2))
 
 
 def test_outputs_of_transformers() -> None:
@@ -188,22 +186,10 @@ def test_outputs_of_transformers() -> None:
     assert close(whole[:, -1, 3], model(ids).logits[:, -1, 3]) and whole.count_nonzero() == 2
 
 
-def test_images() -> None:
-    model, pictures = vision("middle"), images(2)
-    found = LayerLatimFlow(model, "blocks.0").decompose(pictures, 3)
-    assert found.inputs.shape == (2, 13, WIDTH) and not found.virtual.any()
-    assert found.delta.abs().max() <= 1e-4
-    patches = LayerLatimFlow(model, "patch").attribute(pictures, 3)
-    assert patches.shape == (2, WIDTH, 3, 4)
-    wanted = LatimFlow(model).decompose(pictures, 3)
-    constants = [bias for name, bias in wanted.biases.items() if name != "patch"]
-    assert close(patches.flatten(1).sum(1) + sum(constants), wanted.output, 1e-4)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["mamba", *SLOW])
+@pytest.mark.parametrize("name", slow_but(("mamba",), ("mamba", "zamba2", "gpt_neox", "gla")))
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_in_4(name, "zamba2", "lfm2")
+    not_in_4(name, "zamba2")
     case = ADAPTERS[name](monkeypatch)
     block = blocks_of(case)[0]
     mask = torch.ones_like(case.inputs)
@@ -282,50 +268,6 @@ def test_without_constants(method: Any) -> None:
         .inputs,
         whole.streams[2],
     )
-
-
-# --- models that are wrapped, compiled or read from the other end ---------------------------------
-
-
-@pytest.mark.slow
-def test_virtual_tokens_are_tokens_of_a_layer() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=WIDTH, num_layers=3,
-        num_attention_heads=1,
-    )  # fmt: skip
-    model, ids = mamba_lm(), token_ids()
-    tuned = peft.get_peft_model(model, config).eval()
-    found = LayerLatimFlow(tuned, model.backbone.layers[1]).decompose(ids, TARGET)
-    assert found.inputs.shape == (2, 14, WIDTH) and not found.virtual.any()
-    prompts = tuned.get_prompt(batch_size=2).detach()
-    read = torch.cat([prompts, model.get_input_embeddings()(ids)], 1).detach()
-    forward = lambda x: model(inputs_embeds=x).logits  # noqa: E731
-    assert close(LayerLatimFlow(forward, BLOCK, model).attribute(read, TARGET), found.inputs)
-
-
-class BothWays(nn.Module):
-    """Every second block reads from the last token to the first."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.model.backbone.embeddings(ids)
-        for number, block in enumerate(self.model.backbone.layers):
-            x = block(x.flip(1)).flip(1) if number % 2 else block(x)
-        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x))
-        return out
-
-
-@pytest.mark.slow
-def test_a_layer_that_reads_from_the_other_end() -> None:
-    model, ids = BothWays(mamba_lm()).eval(), token_ids()
-    explain = [LayerLatimFlow(model, f"model.backbone.layers.{i}") for i in range(3)]
-    given = [each.attribute(ids, (4, 3), None, True) for each in explain]
-    returned = [each.attribute(ids, (4, 3)) for each in explain]
-    assert close(given[1].flip(1), returned[0]) and close(returned[1].flip(1), given[2])
 
 
 @pytest.mark.slow

@@ -80,15 +80,6 @@ def test_layers_without_an_activation() -> None:
         model = Tail(mamba_lm(), **{part: nn.Linear(19, 19)}).eval()
         with pytest.raises(LayerError, match=said):
             LayerLatimFlow(model, f"parts.{part}").attribute(token_ids(), TARGET)
-    with pytest.raises(LayerError, match="takes depends on the inputs"):
-        LayerLatimFlow(mamba_lm(), "backbone.embeddings").attribute(token_ids(), TARGET, None, True)
-
-
-def test_a_model_that_is_called_twice() -> None:
-    model = mamba_lm()
-    forward = lambda x: model(x).logits + model(x.flip(1)).logits  # noqa: E731
-    with pytest.raises(LayerError, match="runs several times in one call"):
-        LayerLatimFlow(forward, BLOCK, model).attribute(token_ids(), TARGET)
 
 
 @pytest.mark.slow
@@ -125,18 +116,6 @@ def test_checkpoints_of_the_users_own(layer: str, reentrant: bool, said: str | N
         LayerLatimFlow(model, layer).attribute(ids, TARGET)
 
 
-def test_modes_and_targets_of_layers() -> None:
-    explain, ids = LayerLatimFlow(mamba_lm(), BLOCK), token_ids()
-    with torch.inference_mode(), pytest.raises(GradientModeError, match="inference_mode"):
-        explain.attribute(ids, TARGET)
-    with pytest.raises(TargetError):
-        explain.attribute(ids, (-1, 99))
-    with pytest.raises(OptionError, match="attribute_to_layer_input"):
-        explain.attribute(ids, TARGET, None, "yes")
-    with pytest.raises(NotImplementedError, match="LayerLatimFlow"):
-        explain.attribute_each(ids, [TARGET])
-
-
 @pytest.mark.slow
 def test_nothing_is_left_on_the_model() -> None:
     model, ids = mamba_lm(), token_ids()
@@ -161,20 +140,28 @@ def test_nothing_is_left_on_the_model() -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-def test_modes_and_layers_of_neurons() -> None:
+def test_modes_and_arguments() -> None:
     model, ids = mamba_lm(), token_ids()
-    with torch.inference_mode(), pytest.raises(GradientModeError, match="inference_mode"):
-        NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
+    embeddings = "backbone.embeddings"
+    for method, asked, side in (
+        (LayerLatimFlow, TARGET, "layer"),
+        (NeuronLatimFlow, NEURON, "neuron"),
+    ):
+        explain = method(model, BLOCK)
+        with torch.inference_mode(), pytest.raises(GradientModeError, match="inference_mode"):
+            explain.attribute(ids, asked)
+        with pytest.raises(TargetError):
+            explain.attribute(ids, (-1, 99))
+        with pytest.raises(OptionError, match=f"attribute_to_{side}_input"):
+            explain.attribute(ids, asked, None, "yes")
+        with pytest.raises(NotImplementedError, match=method.__name__):
+            explain.attribute_each(ids, [TARGET])
+        with pytest.raises(LayerError, match="takes depends on the inputs"):
+            method(model, embeddings).attribute(ids, asked, None, True)
+        with pytest.raises(LayerError, match="runs several times"):
+            twice = lambda x: model(x).logits + model(x.flip(1)).logits  # noqa: E731
+            method(twice, BLOCK, model).attribute(ids, asked)
     with pytest.raises(LayerError, match="no module of the model"):
         NeuronLatimFlow(model, "backbone.layers.9")
     with pytest.raises(LayerError, match="type list"):
         NeuronLatimFlow(model, [BLOCK])
-    with pytest.raises(LayerError, match="takes depends on the inputs"):
-        NeuronLatimFlow(model, "backbone.embeddings").attribute(ids, NEURON, None, True)
-    with pytest.raises(OptionError, match="attribute_to_neuron_input"):
-        NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON, None, 1)
-    with pytest.raises(NotImplementedError, match="NeuronLatimFlow"):
-        NeuronLatimFlow(model, BLOCK).attribute_each(ids, [(-1, 3)])
-    with pytest.raises(LayerError, match="runs several times"):
-        twice = lambda x: model(x).logits + model(x).logits  # noqa: E731
-        NeuronLatimFlow(twice, BLOCK, model).attribute(ids, NEURON)

@@ -14,11 +14,10 @@ from captum.attr import (
     GuidedBackprop,
     IntegratedGradients,
     Occlusion,
-    Saliency,
 )
 from helpers.insights_examples import Untouched, cnn, table_model
 from torch import nn
-from zoo.small import classifier, mamba_lm, token_ids, vision
+from zoo.small import classifier, mamba_lm, vision
 
 from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.attr.engine.method import SSMAttribution
@@ -29,7 +28,6 @@ from captum_ssm.insights.config import (
     BaselinesConfig,
     BoolConfig,
     ConfigParameters,
-    ContrastConfig,
     NumberConfig,
     StrConfig,
     StrEnumConfig,
@@ -47,21 +45,15 @@ from captum_ssm.insights.methods import (
 
 GOOD = [
     (NumberConfig(25, (2, None)), 2, 2),
-    (NumberConfig(0.5, (0.0, 1.0)), 0.25, 0.25),
     (NumberConfig(0.5, (0.0, 1.0)), 1, 1.0),
-    (StrEnumConfig("a", ["a", "b"]), "b", "b"),
     (StrEnumConfig(None, [None, "b"]), None, None),
-    (BaselinesConfig(), None, None),
     (BaselinesConfig(), "mean", "mean"),
     (BaselinesConfig(), "0", 0.0),
-    (BaselinesConfig(), 0.5, 0.5),
     (StrConfig(""), "x y", "x y"),
     (BoolConfig(), True, True),
-    (TupleConfig(), "3, 5 5", (3, 5, 5)),
-    (TupleConfig(), "(3,-5)", (3, -5)),
+    (TupleConfig(), "(3,-5 5)", (3, -5, 5)),
     (TupleConfig(), 4, (4,)),
     (TupleConfig((1,)), "", None),
-    (TupleConfig(), None, None),
     (TupleConfig(), ((1, 2), (3,)), ((1, 2), (3,))),
 ]
 
@@ -163,18 +155,14 @@ def test_what_is_known():
 
 NO_CHOICES = [
     ({"attribution_method": "Oracle"}, "attribution_method='Oracle'.*LatimFlow.*Saliency"),
-    ({"attribution_method": []}, "attribution_method"),
     ({"attribution_arguments": 3}, "attribution_arguments=3"),
     ({"prediction": "right"}, r"prediction='right': use one of \('all'"),
     ({"classes": ["cat"]}, r"classes=\['cat'\]"),
     ({"classes": "ant"}, "classes='ant' must be a list"),
-    ({"classes": [{}]}, "classes"),
     ({"num_examples": 0}, "num_examples=0: use 1 to 100"),
-    ({"num_examples": 101}, "num_examples"),
     ({"num_examples": True}, "num_examples"),
     ({"beside": "Saliency"}, "beside='Saliency' must be a list"),
     ({"beside": ["Saliency"]}, "beside holds 'Saliency'; each must be a method and its arguments"),
-    ({"beside": [("Saliency", 1)]}, r"beside holds \('Saliency', 1\)"),
     ({"beside": [("Oracle", {})]}, "beside='Oracle' is not known.*Saliency"),
     ({"beside": [("Saliency", {})] * 4}, "at most 3"),
 ]
@@ -210,21 +198,6 @@ def test_arguments_are_those_of_the_method_with_its_defaults():
             assert kind.parse(argument, kind.value) == kind.value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", OURS)
-def test_every_choice_and_limit_is_one_that_the_method_accepts(method):
-    model, ids = mamba_lm(), token_ids(1, 5)
-    for argument, kind in parameters_of(method.get_name()).params.items():
-        values = getattr(kind, "limit", ()) or ()
-        if isinstance(kind, StrEnumConfig | ContrastConfig):
-            values = [word for word in values if word not in (kind.value, "cls")]
-        elif not isinstance(kind, NumberConfig):
-            continue
-        for value in (value for value in values if value is not None):
-            found = method(model).attribute(ids, target=(-1, 3), **{argument: value})
-            assert found.shape == ids.shape and found.isfinite().all(), (argument, value)
-
-
 #: Of the shape of inputs, the window and its strides.
 WINDOWS = {
     (1, 3, 32, 17): ((3, 4, 2), (3, 2, 1)),
@@ -250,13 +223,11 @@ IMAGE = torch.rand(1, 3, 12, 12)
 #: A method, a model, its inputs, and why they do not fit; None if they do.
 CASES = [
     (IntegratedGradients, cnn, (IMAGE,), None),
-    (Saliency, mamba_lm, (EMBEDDINGS,), None),
     (DeepLift, cnn, (IMAGE, NUMBERS), None),
     (GuidedBackprop, cnn, (IMAGE,), None),
     (FeatureAblation, mamba_lm, (IDS,), None),
     (LatimFlow, mamba_lm, (IDS,), None),
     (LatimFlow, classifier, (EMBEDDINGS,), None),
-    (MambaAttribution, vision, (IMAGE,), None),
     (MambaAttribution, lambda: mamba_lm().forward, (IDS,), None),
     (IntegratedGradients, mamba_lm, (IDS,), "integers"),
     (IntegratedGradients, mamba_lm, (NUMBERS, IDS), "integers"),
@@ -264,11 +235,9 @@ CASES = [
     (GuidedBackprop, table_model, (NUMBERS,), "ReLU"),
     (Deconvolution, vision, (IMAGE,), "ReLU"),
     (LatimFlow, cnn, (IMAGE,), "No token mixer"),
-    (LatimFlow, lambda: cnn().forward, (IMAGE,), "No token mixer"),
     (LatimFlow, lambda: nn.LSTM(4, 2), (EMBEDDINGS,), "."),
     (LatimFlow, lambda: lambda x: x, (IDS,), "No torch.nn.Module"),
     (LatimFlow, mamba_lm, (NUMBERS,), r"float32 of shape \(1, 4\)"),
-    (LatimFlow, mamba_lm, (IDS[..., None],), r"int64 of shape \(1, 4, 1\)"),
     (LatimFlow, mamba_lm, (IDS, NUMBERS), "one input, and the model takes 2"),
 ]
 

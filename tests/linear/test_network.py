@@ -1,14 +1,13 @@
-"""Whole networks of every architecture under the rules: the same outputs, exactly linear."""
+"""Whole networks under the rules: the same outputs, exactly linear."""
 
 from __future__ import annotations
 
 import oracles
 import pytest
 import torch
-from helpers.marks import slow_but
 from torch import Tensor
 from zoo import architectures, networks
-from zoo.networks import NETWORKS, STRAIGHT_IN
+from zoo.networks import STRAIGHT_IN
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.targets import logits_of
@@ -17,12 +16,13 @@ from captum_ssm.linear import linearised
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("mamba2", "jamba", "recurrent_gemma", "vim, two cls", "gpt_neox")
+#: That relevance adds up in every other network is a clause of check_adapter.
+NAMES = ("mamba2", "jamba", "recurrent_gemma", "vim, two cls", "gpt_neox", "vmamba with gate")
 GATES = ("frozen", "half")
 
 
-def every(names, quick=QUICK):
-    return pytest.mark.parametrize("name", slow_but(quick, names))
+def every(names):
+    return pytest.mark.parametrize("name", names)
 
 
 def imbalance(found: Decomposition) -> float:
@@ -37,7 +37,7 @@ def under_the_rules(case: architectures.Case, gate: str) -> Tensor:
         return logits_of(case.model(network.mode.begun(case.inputs)))
 
 
-@every(NETWORKS)
+@every(NAMES)
 def test_outputs_stay_and_terms_sum_to_them(name, monkeypatch):
     case = networks.make(name, monkeypatch)
     own = networks.own_output(case)
@@ -58,7 +58,7 @@ def test_outputs_stay_and_terms_sum_to_them(name, monkeypatch):
     assert all(x.flatten(1).any(1).all() for x in relevance)
 
 
-@every(NETWORKS)
+@every(NAMES)
 def test_streams_and_mixers(name, monkeypatch):
     case = networks.make(name, monkeypatch)
     target = networks.targets(networks.own_output(case))[0]
@@ -72,7 +72,7 @@ def test_streams_and_mixers(name, monkeypatch):
         assert oracles.relative_error(found.streams[0], found.tokens) <= 1e-5
 
 
-@every([n for n in NETWORKS if not n.startswith(("vim", "vit", "deit", "vmamba"))])
+@every([name for name in NAMES if not name.startswith("v")])
 def test_ids_are_their_embeddings_and_examples_are_alone(name, monkeypatch):
     case = networks.make(name, monkeypatch)
     target = networks.targets(networks.own_output(case))[0]

@@ -338,16 +338,3 @@ def test_more_ids_than_have_tags_of_32_bits() -> None:
     assert torch.equal(found, torch.arange(2**20).view(2, -1).flip(1))
     short = tags.call(torch.flip, (tags.call(Tensor.int, (ids,), {}), [1]), {})
     assert bool((tags.places(short) == UNTOLD).any())
-
-
-def test_memory_that_a_function_writes_to() -> None:
-    def write(given: Tensor, into: Tensor) -> None:
-        into[:, 1:].copy_(given.flip(1))
-
-    ids, into = draw(1), torch.zeros(1, 10, dtype=torch.long)
-    tags = Tags(ids)
-    tags.call(write, (ids, into), {})
-    assert tags.places(into).tolist() == [[-1, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
-    shared = ids.expand(2, -1)  # whose places no memory tells apart
-    tags = Tags(shared)
-    assert not tags.follow(tags.call(torch.flip, (shared, [1]), {}))

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.models import bundled
-from captum_ssm.models.recall import OBJECTS, generate, parse_prompt, with_value
+from captum_ssm.models.recall import OBJECTS, generate, with_value
 from captum_ssm.models.recall_batch import accuracy
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
@@ -33,7 +33,7 @@ def _another(rng: random.Random, value: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", range(2, 9))
+@pytest.mark.parametrize("facts", [2, 5, 8])
 def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -> None:
     assert accuracy(model, generate(128, SEED + 10, facts)) >= 0.97
 
@@ -42,18 +42,6 @@ def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -
 def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 1)
     changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
-    assert accuracy(model, changed) >= 0.98
-
-
-@pytest.mark.slow
-def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
-    rng = random.Random(SEED + 5)
-    changed = []
-    for example in generate(512, SEED + 6):
-        other = rng.choice([f for i, f in enumerate(example.facts) if i != example.asked])
-        words = list(example.words)
-        words[example.question_name_position] = other.name
-        changed.append(parse_prompt(" ".join(words)))
     assert accuracy(model, changed) >= 0.98
 
 

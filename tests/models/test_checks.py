@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -20,7 +19,6 @@ from helpers.little_memory import at_most
 
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, folders, load_bundled, load_vim
-from captum_ssm.models.checkpoints import check_complete
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -71,16 +69,13 @@ def test_broken_torch_files(tmp_path: Path) -> None:
     [
         ({"hidden_size": 10**9}, r"does not fit config\.json: shapes differ in .*1000000000"),
         ({"vocab_size": 10**13}, r"does not fit config\.json: shapes differ"),
-        ({"vocab_size": 10**30}, r"config\.json makes no model"),
         ({"state_size": -1}, r"config\.json makes no model"),
         ({"hidden_size": "wide"}, r"config\.json makes no model"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000; at most 4096"),
-        ({"num_hidden_layers": 1e999}, r"num_hidden_layers = inf; at most 4096"),
         ({"num_hidden_layers": 3}, r"does not fit config\.json: it lacks 'backbone\.layers\.2"),
         ({"num_labels": 10**9}, r"num_labels = 1000000000"),
         ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\], not the name of a model"),
         ({"architectures": ["pipeline"]}, "not the name of a model"),
-        ({"architectures": []}, "not the name of a model"),
         ({"architectures": 5}, "not the name of a model"),
     ],
 )
@@ -141,28 +136,12 @@ def test_sizes_of_vision_mamba() -> None:
     for options, message in (
         ({"img_size": 32, "patch_size": 64}, "patch_size=64 does not fit images.*side.*32"),
         ({"img_size": (64, 8), "patch_size": 16}, "patch_size=16 does not fit images.*is 8"),
-        ({"patch_size": 0, "stride": 1}, "patch_size=0 does not fit"),
         ({"img_size": 0}, "patch_size=16 does not fit images"),
         ({"stride": 0}, "stride=0: use 1 or more"),
         ({"depth": 0}, "depth=0: use 1 or more"),
-        ({"embed_dim": -4}, "embed_dim=-4: use 1 or more"),
-        ({"channels": 0}, "channels=0: use 1 or more"),
     ):
         with pytest.raises(OptionError, match=message):
             VisionMamba(**({"depth": 1, "embed_dim": 8} | options))  # type: ignore[arg-type]
     model = VisionMamba(img_size=(8, 9), patch_size=8, depth=1, embed_dim=8, num_classes=3)
     assert model.grid == (1, 1)
     assert torch.isfinite(model(torch.randn(1, 3, 8, 9))).all()
-
-
-def test_a_model_that_transformers_filled_in_part_is_refused() -> None:
-    model = nn.Linear(2, 3)
-    model.register_buffer("positions", torch.arange(3), persistent=False)
-    check_complete(model, {"missing_keys": {"positions"}}, "a folder")  # which is never saved
-    with pytest.raises(CheckpointError, match=r"they lack 'bias'\. Was it saved"):
-        check_complete(model, {"missing_keys": {"positions", "bias"}}, "a folder")
-    for told, given in ((("weight", (3, 5), (3, 2)), r"\(3, 5\)"), ("weight", "another")):
-        found = {"missing_keys": set(), "mismatched_keys": [told]}  # of versions 5 and 4
-        message = rf"a folder: .*shapes differ in 'weight' \({given} instead of \(3, 2\)\)"
-        with pytest.raises(CheckpointError, match=message):
-            check_complete(nn.Linear(2, 3), found, "a folder")

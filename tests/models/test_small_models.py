@@ -11,14 +11,20 @@ pytest.importorskip("transformers")
 
 from captum_ssm.errors import OptionError
 from captum_ssm.models import WordVocabulary
-from captum_ssm.models.small import MODELS, ModelSize, new_model
+from captum_ssm.models.small import ModelSize, new_model
 from captum_ssm.tracing import find_mixers, repaired_scans
 
 VOCABULARY = WordVocabulary(["<pad>", "a", "b", "c", "d", "e", "="])
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "gated-deltanet"])
-@pytest.mark.parametrize(("lasting_from", "lasting"), [(0, {0, 1, 2}), (-1, {2}), (1, {1, 2})])
+@pytest.mark.parametrize(
+    ("architecture", "lasting_from", "lasting"),
+    [
+        ("mamba", 0, {0, 1, 2}),
+        ("mamba2", -1, {2}),
+        pytest.param("gated-deltanet", 1, {1, 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_lasting_layers_keep_what_they_have_seen(
     architecture: str, lasting_from: int, lasting: set[int]
 ) -> None:
@@ -37,13 +43,12 @@ def test_lasting_layers_keep_what_they_have_seen(
     ("architecture", "kinds"),
     [
         ("mamba", ["MambaMixer"] * 2),
-        ("mamba2", ["Mamba2Mixer"] * 2),
         ("gated-deltanet", ["Qwen3NextGatedDeltaNet"] * 2),
         ("rwkv", ["RwkvSelfAttention"] * 2),
-        ("griffin", ["RecurrentGemmaRecurrentBlock"] * 2),
         ("bamba", ["BambaMixer", "BambaAttention"]),
     ],
 )
+@pytest.mark.slow
 def test_models_are_made_of_the_mixers_that_they_are_named_after(
     architecture: str, kinds: list[str]
 ) -> None:
@@ -55,10 +60,6 @@ def test_models_are_made_of_the_mixers_that_they_are_named_after(
     ids = torch.randint(1, len(VOCABULARY), (2, 5))
     with repaired_scans():
         assert model(ids).logits.shape == (2, 5, len(VOCABULARY))
-
-
-def test_every_architecture_is_tried() -> None:
-    assert set(MODELS) == {"mamba", "mamba2", "gated-deltanet", "rwkv", "griffin", "bamba"}
 
 
 def test_unknown_architecture() -> None:

@@ -68,7 +68,6 @@ def test_a_text_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 #: Grids of the images of each text: of one alone, and of both, of several sizes.
 GRIDS = {"one": [[(4, 4)], []], "several": [[(2, 4), (4, 2)], [(2, 2)]]}
 
-with_images = pytest.mark.parametrize("grids", GRIDS)
 TARGET = (-1, 5)
 
 
@@ -84,25 +83,7 @@ def flow(model: Any, given: Pictured, method: Any = LatimFlow, **options: Any) -
 
 
 @every_seeing
-@with_images
-def test_the_towers_adapters(family: str, grids: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS[grids])
-    with torch.no_grad(), trace(model) as record:
-        given.of(model)(given.ids, given.pixels, *given.others.values())
-    tower = record.layers[:2]
-    assert all("vision" in each.name or "visual" in each.name for each in tower)
-    assert all(layer.reconstruction_error() <= 1e-11 for layer in tower)
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad(), trace(model, verify=True) as record:
-            given.of(model)(given.ids, given.pixels, *given.others.values())
-        for layer in record.layers:
-            layer.verify()
-
-
-@every_seeing
-@with_images
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize(("grids", "rule"), [("one", "centred"), ("several", "frozen")])
 def test_a_text_and_its_images(
     family: str, grids: str, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

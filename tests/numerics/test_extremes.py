@@ -129,12 +129,3 @@ def test_extreme_steps_in_float32(method: str, family: str) -> None:
     assert torch.isfinite(wanted).all()
     assert bool(wanted.any())
     assert relative_error(found, wanted) <= LIMIT
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_extreme_steps_of_operators(family: str) -> None:
-    model = extreme(language_model(family))
-    with trace(model) as record:
-        model(token_ids())
-    assert len(record.layers) == 2
-    assert max(layer.reconstruction_error() for layer in record.layers) <= LIMIT

@@ -1,4 +1,4 @@
-"""The reference names all that the packages export, those of several pages on exactly one."""
+"""The names that packages export: all resolve, and the reference has each on one page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import captum_ssm
 
 API = Path(__file__).resolve().parents[2] / "docs" / "api"
 #: Packages of several pages, by how the names of these begin; and what has its place elsewhere.
@@ -34,3 +36,15 @@ def test_every_name_is_on_one_page(stem: str) -> None:
 
 def first_page(stem: str) -> list[str]:
     return (API / f"{stem}.md").read_text(encoding="utf-8").split()
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(set(captum_ssm.__all__)) == len(captum_ssm.__all__)
+    for name in captum_ssm.__all__:
+        assert getattr(captum_ssm, name) is not None, name
+    assert set(captum_ssm.__all__) <= set(dir(captum_ssm))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = captum_ssm.no_such_name

@@ -14,8 +14,6 @@ from captum_ssm.explain.methods import method_classes
 COMMANDS = [x for page in PAGES for x in commands(page) if x.program == "captum-ssm"]
 #: Servers, which end when they are interrupted.
 ENDLESS = ("serve",)
-#: Those that take longer than a few seconds.
-SLOW = ("demo",)
 
 
 class Parsed(Exception):
@@ -37,25 +35,13 @@ def parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
     return found
 
 
-def runs() -> list[object]:
-    """The commands that can be run, the slow ones marked."""
-    able = [
+def runs() -> list[Command]:
+    """The commands that can be run."""
+    return [
         command
         for command in {each.arguments: each for each in COMMANDS}.values()
         if not command.needs and not command.launched and command.arguments[0] not in ENDLESS
     ]
-    return [
-        pytest.param(
-            command,
-            id=str(command),
-            marks=[pytest.mark.slow] if is_slow(command) else [],
-        )
-        for command in able
-    ]
-
-
-def is_slow(command: Command) -> bool:
-    return command.arguments[0] in SLOW
 
 
 def test_pages_show_commands() -> None:
@@ -71,7 +57,8 @@ def test_commands_are_accepted(command: Command, monkeypatch: pytest.MonkeyPatch
         method_classes(options.method)
 
 
-@pytest.mark.parametrize("command", runs())
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runs(), ids=str)
 def test_commands_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(command.arguments) == 0

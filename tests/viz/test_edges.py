@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
+from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import attribution_graph
+from captum_ssm import EdgeEffects, attribution_graph
 from captum_ssm.edges import Edge, KnockoutWindows
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.inside import Graph, Node
@@ -53,23 +53,6 @@ def test_an_arc_goes_from_its_source_to_its_target_and_shows_size_and_sign() -> 
     assert said == ["speaks for the output", "speaks against it"]
 
 
-@pytest.mark.slow
-def test_arcs_that_meet_at_a_word_do_not_cross() -> None:
-    both_ways = [*itertools.product(range(5), repeat=2)]
-    edges = [edge(i, j, 1.0, layer) for layer in range(2) for i, j in both_ways]
-    _, (axis,) = plot_edges(WORDS, edges)
-    ends = arcs(axis)
-    assert len({x for pair in ends for x in pair}) == 100
-
-    def cross(one: tuple[float, float], other: tuple[float, float]) -> bool:
-        (a, b), (c, d) = sorted((sorted(one), sorted(other)))
-        return a < c < b < d
-
-    tokens = [(edge.source, edge.target) for edge in reversed(edges)]
-    for i, j in itertools.combinations(range(50), 2):
-        assert cross(ends[i], ends[j]) == cross(tokens[i], tokens[j])
-
-
 def test_a_row_for_each_layer() -> None:
     edges = [edge(0, 1, 1.0, layer=3), edge(1, 2, 8.0, layer=3), edge(0, 4, -2.0, layer=7)]
     figure, (first, second) = plot_edges(WORDS, edges, by_layer=True)
@@ -96,6 +79,14 @@ def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
     for begins, stops in arcs(axis):
         assert min(abs(begins - at["w20"]), abs(begins - at["w100"])) < 1
         assert abs(stops - at["w250"]) < 1
+
+
+@pytest.mark.slow
+def test_effects_of_first_order_are_marked() -> None:
+    effects = EdgeEffects(mamba_lm(), rule="frozen").attribute(token_ids(1, 4), (-1, 3))
+    _, axes = plot_edges(["a", "b", "c", "d"], effects.top(2)[0])
+    numbers = [text.get_text() for axis in axes for text in axis.texts]
+    assert numbers and all("≈" in text for text in numbers)
 
 
 def test_awkward_tokens_and_refusals() -> None:

@@ -101,19 +101,14 @@ def test_refusals() -> None:
             plot_image(torch.rand(channels, 4, 4), relevance, how=how)
 
 
-METHODS = ["heat_map", "blended_heat_map", "original_image", "masked_image", "alpha_scaling"]
 SIGNS = [None, "all", "positive", "negative", "absolute_value"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_and_sign_of_every_map(method: str) -> None:
+@pytest.mark.parametrize("method", ["blended_heat_map", "original_image"])
+def test_every_sign_of_every_map(method: str) -> None:
     image = torch.randn(3, 12, 12)
     for sign in SIGNS:
-        if sign == "all" and method in ("masked_image", "alpha_scaling"):
-            with pytest.raises(OptionError, match="both signs at once"):
-                captum_image(image, torch.randn(4, 3), method=method, sign=sign)
-            continue
         for relevance in (torch.zeros(4, 3), torch.rand(4, 3), -torch.rand(3, 12, 12)):
             figure, axis = captum_image(image, relevance, method=method, sign=sign, title="$x$")
             draw_into_png(figure)
@@ -123,6 +118,8 @@ def test_every_method_and_sign_of_every_map(method: str) -> None:
                 assert ("no relevance" in axis.get_title()) == empty
     with pytest.raises(OptionError, match="sign='both'"):
         captum_image(torch.rand(3, 4, 4), torch.rand(4, 4), method=method, sign="both")
+    with pytest.raises(OptionError, match="both signs at once"):
+        captum_image(image, torch.randn(4, 3), method="masked_image", sign="all")
 
 
 def draw_into_png(figure: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Callable
-from itertools import pairwise
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
@@ -31,7 +28,7 @@ from captum_ssm.viz import (
     plot_text,
 )
 from captum_ssm.viz.figure import new_figure
-from captum_ssm.viz.labels import FAMILIES, as_words, shown, spelled
+from captum_ssm.viz.labels import as_words, shown, spelled
 
 
 def boxes(axis: object) -> list[Rectangle]:
@@ -82,7 +79,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "tokens has 2 labels": lambda: plot_matrices([SQUARE], ["a", "b"]),
     "titles has 1 labels": lambda: plot_matrices([SQUARE] * 2, titles=["a"]),
     r"shape \(2, 3\).* cannot be drawn": lambda: plot_matrices([torch.rand(2, 3)]),
-    r"shape \(2, 4, 4\).* cannot be drawn": lambda: plot_matrices([torch.rand(2, 4, 4)]),
     r"shape \(4,\).* cannot be drawn": lambda: plot_matrices([torch.rand(4)]),
     "depths": lambda: plot_depths([SQUARE], depths=[1.2]),
     "matrices is empty": lambda: plot_depths([]),
@@ -93,7 +89,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "roles must be a mapping": lambda: plot_roles(["a"], {}),
     "role 'key' has 3 numbers for 2": lambda: plot_roles(["a", "b"], {"key": torch.rand(3)}),
     "does not consist of real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
-    r"of shape \(2, 0\) is empty": lambda: plot_text(["a", "b"], torch.zeros(2, 0)),
     "is complex": lambda: plot_text(["a", "b"], torch.zeros(2, dtype=torch.complex64)),
     "which is no name of a token": lambda: plot_text([3, 4], torch.rand(2)),
 }
@@ -118,49 +113,20 @@ def test_matrices_show_their_values() -> None:
     assert [float(axis.images[0].get_array()[0, 0]) for axis in axes] == [0, 2, 4, 8]
     assert axes[1].get_title() == "layer 2  (25%)"
     assert len(plot_depths(matrices)[1]) == 3
-
-
-@pytest.mark.slow
-def test_matrices_say_what_they_are() -> None:
-    matrices = [torch.rand(3, 3)] * 5
-    figure, axes = plot_matrices(matrices, title="$all$ of them", columns=2)
-    assert figure.get_suptitle() == r"\$all\$ of them"
-    assert [axis.get_ylabel() for axis in axes] == ["taking token", ""] * 2 + ["taking token"]
-    assert [axis.get_xlabel() for axis in axes] == ["", "", "", *["source token"] * 2]
-    draw(figure)
-    assert plot_depths(matrices, title="some")[0].get_suptitle() == "some"
-    assert not plot_matrices(matrices)[0].get_suptitle()
-    # absolute ones are stretched like the papers'
-    size = matrices[0].abs()
-    _, axes = plot_matrices([-size, torch.zeros(3, 3)], absolute=True)
+    size = matrix[0].abs().double()  # absolute ones are stretched as in the papers
+    _, axes = plot_matrices([-size, torch.zeros(5, 5)], absolute=True)
     expected = (size - size.min()) / (size.max() - size.min())
     np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
     assert not axes[1].images[0].get_array().any()
 
 
 @pytest.mark.slow
-def test_labels_of_long_texts_do_not_collide() -> None:
-    tokens = (AWKWARD * 20)[:200]
-    figure, axes = plot_matrices([torch.rand(200, 200)], tokens)
-    draw(figure)
-    canvas = figure.canvas.get_renderer()
-    for ticks, side in ((axes[0].get_xticklabels(), "x"), (axes[0].get_yticklabels(), "y")):
-        places = [t.get_window_extent(canvas) for t in ticks]
-        ends = sorted((getattr(p, f"{side}0"), getattr(p, f"{side}1")) for p in places)
-        assert len(ends) >= 40
-        for (_, before), (after, _) in pairwise(ends):
-            assert after >= before - 1  # a pixel's rounding
-
-
-@pytest.mark.slow
 def test_channels_are_laid_out_in_a_grid() -> None:
     matrix = torch.randn(1, 7, 4, 4)
-    figure, axes = plot_channels(matrix, columns=3, absolute=False)
-    assert [axis.get_title() for axis in axes] == [f"channel {i}" for i in range(7)]
+    _, axes = plot_channels(matrix, columns=3, absolute=False)
     assert len({round(axis.get_position().y0, 6) for axis in axes}) == 3
     for i, axis in enumerate(axes):
         np.testing.assert_allclose(axis.images[0].get_array(), matrix[0, i].numpy())
-    draw(figure)
     _, axes = plot_channels(matrix[0], channels=[-1, 2])
     assert [axis.get_title() for axis in axes] == ["channel 6", "channel 2"]
 
@@ -235,19 +201,6 @@ def test_a_bar_stands_over_its_word_and_roles_are_named_at_their_largest_part() 
     assert [text.get_text() for text in legend.get_texts()] == list(ROLES)
 
 
-@pytest.mark.slow
-def test_lines_of_a_long_text_have_one_scale_and_hold_every_token_once() -> None:
-    tokens = AWKWARD * 6
-    roles = {"content": torch.arange(len(tokens)) - 5.0, "key": torch.rand(len(tokens))}
-    figure, axes = plot_roles(tokens, roles)
-    draw(figure)
-    assert len(axes) > 1
-    assert len({axis.get_ylim() for axis in axes}) == 1
-    assert sum(len(axis.patches) for axis in axes) == 2 * len(tokens)
-    total = sum(bar.get_height() for axis in axes for bar in axis.patches)
-    assert total == pytest.approx(sum(float(x.sum()) for x in roles.values()))
-
-
 def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:
     model, vocabulary = load_bundled()
     text = "anna owns the lamp . ? anna owns the"
@@ -280,25 +233,15 @@ SPELLED = {
 }  # fmt: skip
 
 
-@settings(max_examples=50)
-@given(st.text(max_size=8))
-def test_whatever_is_spelled_is_seen(token: str) -> None:
-    text = spelled(token)
-    assert text.isprintable() and text.strip(" ")
-    categories = [unicodedata.category(c) for c in text]
-    assert categories[0] not in ("Mn", "Me")
-    assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
+def test_whatever_is_spelled_is_seen() -> None:
+    some = [chr(c) for c in range(0, sys.maxunicode, 499)]
+    for token in (*AWKWARD, *some, *map("".join, zip(some, reversed(some), strict=True))):
+        text = spelled(token)
+        assert text.isprintable() and text.strip(" ")
+        categories = [unicodedata.category(c) for c in text]
+        assert categories[0] not in ("Mn", "Me")
+        assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
     assert {token: spelled(token) for token in SPELLED} == SPELLED
-
-
-@pytest.mark.slow
-def test_every_character_can_be_drawn() -> None:
-    """matplotlib warns of glyphs that are missing, and warnings are errors here."""
-    figure, axis = new_figure(4, 4)
-    some = [chr(c) for c in range(32, sys.maxunicode, 9973)]
-    for i, token in enumerate([*AWKWARD, *("x" + c for c in some)]):
-        axis.text(0.5, i / 200, shown(token), family=list(FAMILIES))
-    draw(figure)
 
 
 def test_what_the_font_lacks_is_named_and_dollars_are_no_mathematics() -> None:

@@ -1,13 +1,8 @@
-"""``captum-ssm-bench evaluate``, run as users run it: in a process that is killed, and resumed."""
+"""``captum-ssm-bench evaluate`` and ``train``, as users call them."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,45 +14,6 @@ pytest.importorskip("transformers")
 import captum_ssm
 from captum_ssm_bench import EXPERIMENTS
 from captum_ssm_bench.cli import evaluate, main, train
-from captum_ssm_bench.cli.evaluate import _plans
-
-METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
-EXAMPLES = 3
-ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
-ARGUMENTS += ["--methods", *METHODS]
-ARGUMENTS += ["--formulations", "frozen", "silu", ""]
-
-
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "captum_ssm_bench", *ARGUMENTS, "--out", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def recorded(folder: Path) -> list[str]:
-    path = folder / "copying" / "records.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def test_a_run_that_is_killed_gives_the_table_of_one(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole").wait(600) == 0
-    parts, deadline = tmp_path / "parts", time.monotonic() + 300
-    process = start(parts)
-    while len(recorded(parts)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert process.poll() is None, "the run ended before it was killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert start(parts).wait(600) == 0
-    table = "copying.csv"
-    assert (parts / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
-    keys = [
-        tuple(json.loads(line)[k] for k in ("model", "method", "formulation", "seed", "example"))
-        for line in recorded(parts)
-    ]
-    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * EXAMPLES
 
 
 def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,38 +29,6 @@ def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         value = written[row.split()[0]]["AUC"]
         assert row.split()[-3] == f"{value:.3f}"
     assert rows[2:] == [str(tmp_path / name) for name in ("passkey.csv", "machine.json")]
-
-
-def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        all=True,
-        experiments=[],
-        methods=["LatimALTI"],
-        formulations=["silu", "s6"],
-        models=["copying-mamba", "frequent-word-mamba"],
-        examples=None,
-        quick=True,
-        seeds=[0],
-        against=None,
-    )
-    found = {
-        (plan.experiment.name, *cell, subject.name, plan.examples)
-        for plan in _plans(options, EXPERIMENTS)
-        for cell in plan.cells
-        for subject in plan.models
-    }
-    assert found == {
-        ("copying", "LatimALTI", "silu", "copying-mamba", 4),
-        ("frequent-word", "LatimALTI", "silu", "frequent-word-mamba", 4),
-    }
-
-
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "--list"]) == 0
-    said = capsys.readouterr().out
-    assert "copying: Sources of copied tokens" in said and "; 100 examples" in said
-    assert "  models: copying-mamba, copying-mamba2\n" in said
-    assert "  MambaAttribution: s6; unified\n" in said and "  Saliency\n" in said
 
 
 def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.models import recall
-from captum_ssm_bench import EXPERIMENTS
 from captum_ssm_bench.cli import main
 from captum_ssm_bench.experiments.causal.experiment import (
     CHOOSING,
@@ -38,7 +35,6 @@ from captum_ssm_bench.experiments.causal.interventions import (
 from captum_ssm_bench.experiments.causal.methods import METHODS
 from captum_ssm_bench.experiments.causal.questions import Question
 from captum_ssm_bench.harness.experiment import Cell
-from captum_ssm_bench.tasks import retrieval, translation
 from captum_ssm_bench.training.loop import RECIPES
 
 WORDS, WIDTH = 11, 5
@@ -157,26 +153,6 @@ def test_methods_that_hold_for_sums(question: Question) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5, msg=str(cell))
 
 
-def test_curves_put_in_and_take_out_in_the_order_of_relevance(question: Question) -> None:
-    model = Sums()
-    with torch.no_grad():
-        model.words.weight[6:] = 0  # references add nothing
-    answers = Answers(model, question)
-    relevance = model.added(question.inputs, 3)[0].detach()
-    inserted, deleted = answers.probabilities(relevance)
-    assert inserted.values.shape == deleted.values.shape == (1, 11)
-    order = relevance[:8].argsort(descending=True)
-    for curve, kept_first in ((inserted, True), (deleted, False)):
-        for share, value in zip(curve.fractions.tolist(), curve.values[0].tolist(), strict=True):
-            count = int(share * 8 + 1e-9)
-            kept = order[:count] if kept_first else order[count:]
-            ids = torch.zeros_like(question.inputs) + 6
-            ids[0, [*kept.tolist(), 8]] = question.inputs[0, [*kept.tolist(), 8]]
-            with torch.no_grad():
-                logits = model(model.words(ids)).logits[0, -1]
-            assert value == pytest.approx(float(logits.softmax(-1)[3]), abs=1e-6)
-
-
 # --- scores -------------------------------------------------------------------------------------
 
 
@@ -226,31 +202,6 @@ def test_units_are_exchanged_for_others_of_their_kind(name: str, seed: int) -> N
     assert position == -1, "what follows the asking token is not read"
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("pairs-rwkv", ["abcdefgh", "ABCDEFGH"]),
-        ("passkey-mamba", [retrieval.DIGITS, retrieval.NAMES]),
-        ("recall-mamba", [recall.NAMES, recall.OBJECTS, recall.ADJECTIVES, recall.FILLERS]),
-        ("translation-mamba2", [[german for _, german in translation.TENS]]),
-    ],
-)
-def test_kinds_are_not_mixed(name: str, kinds: list[Collection[str]], seed: int) -> None:
-    questions, vocabulary = questions_of(name), RECIPES[name].task.vocabulary
-    seen = set()
-    for index in range(12):
-        question = questions.question(f"{seed}/{index}")
-        others = question.references("a", 16)
-        for place in question.movable.nonzero().flatten():
-            own = vocabulary.vocab[question.inputs[0, place]]
-            drawn = {vocabulary.vocab[i] for i in others[:, place]}
-            for number, kind in enumerate(kinds):
-                if own in kind:
-                    seen.add(number)
-                    assert drawn <= set(kind), (own, drawn)
-    assert len(seen) == len(kinds)
-
-
 def test_patches_are_exchanged_whole(seed: int) -> None:
     question = questions_of("scenes-vim").question(f"{seed}/0")
     kept = torch.rand(3, 64) < 0.5
@@ -280,26 +231,6 @@ def test_models_that_choose_confirm_nothing() -> None:
 
 
 # --- the command -----------------------------------------------------------------------------
-
-
-def test_the_truth_is_found_once_for_all_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal = EXPERIMENTS["causal"]
-    (subject,) = (s for s in causal.subjects() if s.name == "pairs-mamba2")
-    model = subject.load(torch.device("cpu"))
-    asked: list[int] = []
-    logits = Answers.logits
-    monkeypatch.setattr(
-        Answers, "logits", lambda s, r, kept: asked.append(len(kept)) or logits(s, r, kept)
-    )
-    for index in (0, 1):
-        example = causal.example(subject, index, 0)
-        with causal.together():
-            for cell in (Cell("random"), EXPECTED, Cell("LatimFlow", "frozen")):
-                causal.measure(model, example, cell)
-        units = int(example.movable.sum())
-        curves = 2 * 2 * 11  # references, directions, shares
-        assert asked == [2 * PERMUTATIONS * units, curves, 8 * (units + 1), curves, curves]
-        asked.clear()
 
 
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm import Edges, LatimFlow, attribution_graph, knock_out
+from captum_ssm import Edges, LatimFlow, knock_out
 from captum_ssm.inside import Node
 from captum_ssm.tracing import find_mixers
 from captum_ssm_bench import EXPERIMENTS, Cell, load_bundled
@@ -28,7 +28,7 @@ from captum_ssm_bench.experiments.knockout.graphs import (
     other_messages,
 )
 
-GRAPHS, KNOCKOUT = EXPERIMENTS["graphs"], EXPERIMENTS["knockout"]
+GRAPHS = EXPERIMENTS["graphs"]
 
 
 def asked(name: str, index: int, seed: int) -> tuple[nn.Module, Question]:
@@ -138,54 +138,3 @@ def test_nodes_against_hooks_and_the_decomposition(rule: Any, seed: int) -> None
 
 def test_nothing_is_said_of_nodes_where_there_is_one_mixer(seed: int) -> None:
     assert measured(*asked("passkey-mamba", 0, seed), "nodes", "frozen") == {}
-
-
-# --- all of it -------------------------------------------------------------------------------
-
-
-#: By model, a text that the page looks at: its answer, the source of that, the block that the path
-#: goes by; and the answer's lead over other words with nothing cut of what the source sends to the
-#: token that asks, without that in the first block, in the second, and in both.
-LOOKED_AT = {
-    "pairs-mamba2": ("p N l G g J l", "G", 3, 0, (9.3, 4.6, 8.0, -1.5)),
-    "pairs-gated-deltanet": ("e N g L k C a F a", "F", 7, 1, (7.7, -8.2, 7.5, -9.6)),
-    "translation-mamba2": (
-        "five hundred and ninety two | fünf hundert zwei und",
-        "neunzig",
-        3,
-        1,
-        (9.6, 9.6, 0.4, 0.4),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOOKED_AT)
-def test_answers_that_are_kept_without_the_path(name: str) -> None:
-    """What the page says of single texts."""
-    text, answer, source, block, leads = LOOKED_AT[name]
-    model, vocabulary = load_bundled(name)
-    ids = torch.tensor([vocabulary.encode(text)])
-    last, token = ids.shape[1] - 1, vocabulary.id_of(answer)
-    mixers = [mixer.name for mixer in find_mixers(model)]
-
-    def lead(*layers: str) -> float:
-        edges = [Edges(layer, source, last) for layer in layers]
-        with torch.no_grad(), knock_out(model, *edges):
-            logits = model(ids).logits[0, -1]
-        best, at = logits.topk(2)
-        return float(logits[token] - best[int(at[0] == token)])
-
-    with GRAPHS.together():
-        found = [lead(), *map(lead, mixers), lead(*mixers)]
-        blocks = [block for mixer in find_mixers(model) for block in mixer.blocks]
-        graph = attribution_graph(
-            model, ids, (-1, token), nodes=blocks, contrast="mean", rule="frozen"
-        )
-    assert found == pytest.approx(leads, abs=0.06)
-    assert list(messages_of(model, graph.path()[:-1])) == [Message((mixers[block],), source, last)]
-    if name == "pairs-gated-deltanet":
-        enters = graph.edges[[n.depth == 2 and n.position == last for n in graph.nodes].index(True)]
-        given = {
-            n.position: float(e) for n, e in zip(graph.nodes, enters, strict=True) if n.depth == 1
-        }
-        assert given[source] == pytest.approx(given[last], rel=0.02)

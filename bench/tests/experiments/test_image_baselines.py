@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -22,11 +21,8 @@ from captum_ssm_bench.experiments.image_baselines import (
     brightness,
     captum_maps,
     contrast,
-    edges,
-    noise,
     picture_maps,
 )
-from captum_ssm_bench.tasks.scenes import SceneTask
 
 MAPS = {**captum_maps(), **picture_maps()}
 ASKED = [4, 0, 4]
@@ -96,52 +92,3 @@ def test_contrast_is_the_distance_from_the_median() -> None:
     wanted = sum((image[0, c] - median[0, c]).abs() for c in range(3))
     assert torch.allclose(contrast(image)[0], wanted)
     assert torch.allclose(brightness(image)[0] * 3, image[0, 0] + image[0, 1] + image[0, 2])
-
-
-def test_edges_are_sobels() -> None:
-    image = scene_image()
-    found = edges(image)[0]
-    i, j = 7, 9
-    total = 0.0
-    for colour in image[0]:
-        around = colour[i - 1 : i + 2, j - 1 : j + 2].tolist()
-        across = sum(w * (row[2] - row[0]) for w, row in zip((1, 2, 1), around, strict=True))
-        down = sum(w * (around[2][k] - around[0][k]) for k, w in enumerate((1, 2, 1)))
-        total += across**2 + down**2
-    assert float(found[i, j]) == pytest.approx(total**0.5, rel=1e-4)
-    assert not edges(torch.full((1, 3, 5, 7), 0.3)).any()
-
-
-def test_noise_follows_from_the_image() -> None:
-    image = scene_image()
-    assert torch.equal(noise(image), noise(image.clone()))
-    assert not torch.equal(noise(image), noise(image + 0.1))
-
-
-def test_pictures_say_the_same_of_every_class(model: Any) -> None:
-    image = scene_image()
-    for cell, explain in picture_maps().items():
-        found = explain(model, image, ASKED)
-        assert found.shape == (3, *(GRID if cell.formulation == "patches" else (SIDE, SIDE)))
-        assert torch.equal(found[0], found[1])
-    pixels = MAPS[Cell("brightness", "pixels")](model, image, ASKED)
-    patches = MAPS[Cell("brightness", "patches")](model, image, ASKED)
-    assert relative_error(patches, patch_means(pixels)) <= 1e-5
-
-
-def area(polarity: Any, draw: Any, seed: int) -> float:
-    """Mean area under the ROC curve of a picture's map, for the object's pixels."""
-    scenes = SceneTask(polarity=polarity).draw(40, seed)
-    areas = [
-        roc_auc_score((mask > 0).flatten(), draw(image[None]).flatten())
-        for image, mask in zip(scenes.images, scenes.masks, strict=True)
-    ]
-    return sum(areas) / len(areas)
-
-
-def test_what_finds_objects_without_a_model(seed: int) -> None:
-    """Brightness finds bright objects alone; contrast finds darker and brighter ones."""
-    assert area("bright", brightness, seed) >= 0.9
-    assert abs(area("random", brightness, seed) - 0.5) <= 0.3
-    assert area("random", contrast, seed) >= 0.8
-    assert abs(area("bright", noise, seed) - 0.5) <= 0.05

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")
 
-from bench_helpers.vision import GRID, MODELS, scene_image, vim, vit
+from bench_helpers.vision import scene_image, vim, vit
 
 from captum_ssm import (
     ImplicitAttention,
@@ -25,7 +25,7 @@ from captum_ssm import (
     TransformerAttribution,
 )
 from captum_ssm_bench import Cell
-from captum_ssm_bench.experiments.image_maps import attention_alone, image_maps
+from captum_ssm_bench.experiments.image_maps import image_maps
 
 MAPS = image_maps()
 
@@ -69,39 +69,3 @@ def test_a_cell_is_the_method_that_it_names(make: Any) -> None:
         if MAPS[Cell(*cell)].applies(model):
             found = MAPS[Cell(*cell)].explain(model, image, ASKED)
             torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
-def test_pixels_add_up_to_patches(kind: Any, rule: Any) -> None:
-    model, image = vim(), scene_image()
-    pixels = MAPS[Cell(kind.__name__, "pixels")].explain(model, image, ASKED)
-    patches = MAPS[Cell(kind.__name__, "patches")].explain(model, image, ASKED)
-    summed = pixels.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
-    torch.testing.assert_close(summed, patches, rtol=1e-5, atol=1e-6)
-    lengths = MAPS[Cell(kind.__name__, "patches, absolute")].explain(model, image, ASKED)
-    summed = pixels.abs().unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
-    torch.testing.assert_close(16 * lengths, summed, rtol=1e-5, atol=1e-6)
-    given = kind(model).attribute(image, ASKED[1], rule=rule)
-    torch.testing.assert_close(pixels[1], given[0].sum(0), rtol=1e-5, atol=1e-7)
-
-
-def test_formulations_of_scans_say_nothing_of_attention() -> None:
-    """Attention has one component and no activation."""
-    assert attention_alone(vit()) and not attention_alone(vim())
-    applicable = {cell for cell, each in MAPS.items() if each.applies(vit())}
-    assert Cell("ImplicitAttentionRollout", "unified") in applicable
-    assert Cell("LatimALTI mean", "linearized") in applicable
-    for cell in applicable:
-        assert not any(part in cell.formulation for part in ("s6", "silu"))
-    assert all(each.applies(vim()) for each in MAPS.values())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_cell(name: str) -> None:
-    model, image = MODELS[name](), scene_image()
-    applicable = {cell: each for cell, each in MAPS.items() if each.applies(model)}
-    for cell, each in applicable.items():
-        found = each.explain(model, image, ASKED)
-        size = image.shape[2:] if "pixels" in cell.formulation else GRID
-        assert found.shape == (2, *size) and not found.requires_grad, cell
-        assert bool(found.isfinite().all()), cell

@@ -1,4 +1,4 @@
-"""Estimated effects of edges against knock-outs, what is to blame, and hybrids in parts."""
+"""Estimated effects of edges against knock-outs, and the parts that are to blame."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm import EdgeEffects, knock_out
-from captum_ssm.edges import Edges
+from captum_ssm import EdgeEffects
 from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
 from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
@@ -22,9 +21,8 @@ from captum_ssm_bench.experiments.knockout.experiment import (
     Drawn,
 )
 from captum_ssm_bench.experiments.knockout.held import scale_of
-from captum_ssm_bench.experiments.knockout.parts import CHANCE, WHOLE
 
-KNOCKOUT, PARTS = EXPERIMENTS["knockout"], EXPERIMENTS["hybrid-parts"]
+KNOCKOUT = EXPERIMENTS["knockout"]
 ALL_HELD = Cell("all held")
 
 
@@ -107,90 +105,8 @@ def test_nothing_bends_where_all_is_held(name: str, seed: int) -> None:
     assert float((true - free).abs().max()) > 1e-3, "something was held"
 
 
-@pytest.mark.parametrize("kind", ["norms", "gates"])
-def test_each_kind_alone_is_held(kind: Any, seed: int) -> None:
-    """Looked at where messages of the first layer are missing, which all else comes after."""
-    one = drawn("pairs-bamba", 2, seed)
-    block: Any = one.plain.model.get_submodule("model.layers.1")
-    cut_at = torch.zeros(len(one.edges), dtype=torch.long)
-
-    def seen(kinds: Any, *edges: Edges) -> dict[str, torch.Tensor]:
-        found = {}
-
-        def scaled(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            found["norms"] = output / args[0]
-
-        def gated(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            found["gates"] = output
-
-        with torch.no_grad(), one.plain.held(kinds, cut_at), knock_out(one.plain.model, *edges):
-            hooks = [
-                block.input_layernorm.register_forward_hook(scaled),
-                block.feed_forward.gate_proj.register_forward_hook(gated),
-            ]
-            one.plain.number()
-            for hook in hooks:
-                hook.remove()
-        return found
-
-    plain, cut = seen(()), Edges(0, heads=[0, 1, 2])
-    for name in ("norms", "gates"):
-        same = torch.allclose(seen((kind,), cut)[name], plain[name], rtol=1e-4)
-        assert same == (name == kind), name
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.RMSNorm(6, eps=0.5)])
 def test_scales_are_those_of_norms(norm: nn.Module) -> None:
     x = torch.randn(2, 3, 6)
     centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
     torch.testing.assert_close(scale_of(norm, x) * centred, norm(x))
-
-
-# --- hybrids ---------------------------------------------------------------------------------
-
-
-def test_parts_of_a_hybrid_against_hooks(seed: int) -> None:
-    """Where attention is off its block adds nothing, and where a head is off its channels do not.
-
-    The word that is read in *pairs* is the last one; the value asked for is at its only source.
-    """
-    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
-    model: Any = subject.load(torch.device("cpu"))
-    batch = PARTS.example(subject, 3, seed)
-    attention = model.model.layers[1].self_attn
-    (query,), (token,) = batch.targets.queries.tolist(), batch.targets.tokens.tolist()
-
-    def asked(channels: slice) -> float:
-        def without(module: nn.Module, args: Any) -> Any:
-            kept = args[0].clone()
-            kept[..., channels] = 0
-            return (kept,)
-
-        handle = attention.o_proj.register_forward_pre_hook(without)
-        with torch.no_grad():
-            logits = model(batch.input_ids).logits[0, query]
-        handle.remove()
-        return float(logits.double().softmax(-1)[token])
-
-    def probability(cell: Cell, row: str = "") -> float:
-        return PARTS.measure(model, batch, cell)[row]["probability"]
-
-    width = attention.head_dim
-    assert probability(Cell("off", "attention")) == pytest.approx(asked(slice(None)), abs=1e-5)
-    for head in (0, 3):
-        channels = slice(head * width, (head + 1) * width)
-        found = probability(Cell("one head off", "attention"), f"layer 1, head {head:02}")
-        assert found == pytest.approx(asked(channels), abs=1e-5)
-    with torch.no_grad():
-        whole = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
-        gold = int(batch.gold()[0, query].nonzero()[0])
-        with knock_out(model, Edges("attention", sources=gold, targets=query)):
-            cut = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
-    assert probability(WHOLE) == pytest.approx(float(whole), abs=1e-6)
-    assert probability(Cell("answer to asking token cut", "attention")) == pytest.approx(
-        float(cut), abs=1e-6
-    )
-    assert PARTS.measure(model, batch, CHANCE)[""] == {"right": 1 / 16, "probability": 1 / 16}
-
-
-# --- the command -----------------------------------------------------------------------------

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm import StateMemory
-from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
-from captum_ssm_bench.experiments.answers.erasers import EXCHANGED, TAKEN_OUT, held_with
+from captum_ssm_bench import EXPERIMENTS, Key, lines, load_bundled
+from captum_ssm_bench.experiments.answers.erasers import TAKEN_OUT, held_with
 from captum_ssm_bench.experiments.answers.forgetting import MEMORY
 
 ERASERS, PASSKEYS = EXPERIMENTS["erasers"], EXPERIMENTS["forgotten-passkeys"]
@@ -22,29 +22,6 @@ ERASERS, PASSKEYS = EXPERIMENTS["erasers"], EXPERIMENTS["forgotten-passkeys"]
 
 def subject_of(experiment: Any, name: str) -> Any:
     return next(each for each in experiment.subjects() if each.name == name)
-
-
-@pytest.mark.parametrize(
-    "name", ["chains-mamba2", "pairs-gated-deltanet", "pairs-rwkv", "pairs-griffin"]
-)
-def test_as_it_was_a_state_holds_what_it_holds(name: str, seed: int) -> None:
-    model, _ = load_bundled(name)
-    example = ERASERS.example(subject_of(ERASERS, name), 0, seed)
-    for layer in StateMemory(model).of(example.ids):
-        end = example.ids.shape[1] - 1
-        own = held_with(layer, example.source, end, eraser=end, step=end)
-        torch.testing.assert_close(own, layer.held(end)[0, example.source], rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("cell", [TAKEN_OUT, EXCHANGED], ids=lambda cell: cell.method)
-def test_steps_that_read_their_own_token_alone_are_predicted(cell: Cell, seed: int) -> None:
-    """The steps of Mamba-2's first layer, whose convolution leaves them out."""
-    subject = subject_of(ERASERS, "pairs-mamba2")
-    model = subject.load(torch.device("cpu"))
-    for index in range(4):
-        found = ERASERS.measure(model, ERASERS.example(subject, index, seed), cell)["layer 0"]
-        assert found["predicted"] == pytest.approx(found["true"], rel=1e-3, abs=1e-5)
-        assert found["true"] > 0 or cell == EXCHANGED
 
 
 def test_the_true_change_is_that_of_the_text_without_the_eraser(seed: int) -> None:
@@ -123,24 +100,3 @@ def test_shares_of_a_digit_and_whether_it_is_answered(seed: int) -> None:
     held = layer.held(-1)[0]
     share = float(held[example.source : example.source + 4].sum() / held.sum())
     assert right["held, layer 0"]["both"] == wrong["held, layer 0"]["lost"] == pytest.approx(share)
-
-
-def test_shares_that_tell_right_from_wrong() -> None:
-    def results(shares: list[float]) -> Any:
-        for example, (share, right) in enumerate(zip(shares, (1, 1, 0, 0), strict=True)):
-            numbers = {
-                "share": share,
-                "right": right,
-                "wrong": 1 - right,
-                "both": share * right,
-                "lost": share * (1 - right),
-                "share squared": share**2,
-            }
-            yield Key("forgotten-passkeys", "m", *MEMORY, 0, example), {"read": numbers}
-
-    (line,) = lines(PASSKEYS, results([0.6, 0.6, 0.2, 0.2]))
-    assert line.entries["correlation"].value == pytest.approx(1)
-    assert line.entries["where right"].value == pytest.approx(0.6)
-    assert line.entries["where wrong"].value == pytest.approx(0.2)
-    (line,) = lines(PASSKEYS, results([0.1, 0.3, 0.1, 0.3]))
-    assert line.entries["correlation"].value == pytest.approx(0, abs=1e-9)

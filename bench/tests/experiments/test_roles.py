@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -22,7 +18,6 @@ from captum_ssm_bench.experiments.roles import (
     LOST,
     TOLD,
     first_is_right,
-    lost,
     right_tokens,
 )
 from captum_ssm_bench.tasks import PairsTask, PasskeyTask, RecallTask
@@ -68,52 +63,10 @@ def test_a_digit_is_told_by_what_stands_before_it(seed: int) -> None:
     assert words_of(batch, "query") == [question[:-1], question]
 
 
-@pytest.mark.parametrize(
-    "subject", [ROLES.subjects()[i] for i in (0, 2, -1)], ids=lambda subject: subject.name
-)
-def test_no_token_has_two_roles(subject: Any, seed: int) -> None:
-    example = ROLES.example(subject, 0, seed)
-    query, key, content = (example.right[role] for role in TOLD)
-    assert not bool((query & key | key & content | content & query).any())
-    positions = torch.tensor([position for position, _ in example.targets])
-    for right in (query, key, content):
-        assert bool(right.any(-1).all())
-        assert not bool((right & (torch.arange(right.shape[1]) > positions[:, None])).any())
-
-
 def test_the_most_relevant_token_counts_whatever_is_least() -> None:
     relevance = torch.tensor([[-9.0, 1.0, 2.0], [-9.0, 1.0, 2.0]])
     right = torch.tensor([[True, False, False], [False, True, True]])
     assert first_is_right(relevance, right) == 0.5
-
-
-def test_an_answer_is_lost_without_what_the_model_goes_by(seed: int) -> None:
-    """Of one that answers with the third word, whatever the others are."""
-    (subject,) = (each for each in ROLES.subjects() if each.name == "pairs-mamba2")
-    example, tried = ROLES.example(subject, 4, seed), []
-
-    class Third(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.anchor = nn.Parameter(torch.zeros(1))
-
-        def forward(self, input_ids: torch.Tensor) -> Any:
-            tried.append(input_ids)
-            logits = nn.functional.one_hot(input_ids[:, 2:3], 64)
-            return SimpleNamespace(logits=logits.expand(-1, input_ids.shape[1], -1))
-
-    third = torch.zeros_like(example.right["key"])
-    third[:, 2] = True
-    right = {"key": third, "query": ~third, "content": torch.zeros_like(third)}
-    (question,), ids = example.questions, example.ids
-    own = replace(question, target=(-1, int(ids[0, 2])))
-    example = replace(example, right=right, questions=[own])
-    assert lost(Third(), example, "content") == lost(Third(), example, "query") == 0
-    tried.clear()
-    share = lost(Third(), example, "key")
-    (others,) = tried
-    assert share == float((others[:, 2] != ids[0, 2]).double().mean()) > 0.5
-    assert torch.equal(others[:, 3:], ids[:, 3 : others.shape[1]].expand(len(others), -1))
 
 
 def test_numbers_are_those_of_the_method(seed: int) -> None:

@@ -15,12 +15,11 @@ from bench_helpers.vision import MODELS, SCENES, SIDE, vim, vit
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.metrics import SegmentationScores, pixel_relevance
-from captum_ssm_bench import Cell, Key, Subject, lines
-from captum_ssm_bench.experiments.segmentation import Segmenting, mask_scores, predicted
+from captum_ssm_bench import Cell, Key, lines
+from captum_ssm_bench.experiments.segmentation import Segmenting, predicted
 from captum_ssm_bench.tasks.scenes import SceneBatch, SceneTask
 
 SEGMENTING = Segmenting(task=SCENES)
-ANYONE = Subject("scenes-vim", lambda device: vim(), "")
 
 
 def scenes(task: SceneTask, count: int = 5) -> list[SceneBatch]:
@@ -52,18 +51,6 @@ def test_the_table(name: str) -> None:
     assert tuple(found.values()) == pytest.approx(given)
 
 
-@pytest.mark.parametrize(
-    ("peaks", "share"), [([(0, 0)], 1.0), ([(1, 2)], 0.0), ([(0, 0), (0, 1), (1, 2)], 2 / 3)]
-)
-def test_pointing_is_the_share_of_the_peak_on_the_object(
-    peaks: list[tuple[int, int]], share: float
-) -> None:
-    found, gold = torch.zeros(1, 2, 3), torch.tensor([[[1, 1, 0], [1, 0, 0]]])
-    for row, column in peaks:
-        found[0, row, column] = 2
-    assert mask_scores(found, gold)["pointing"] == pytest.approx(share)
-
-
 def test_maps_are_of_the_predicted_class() -> None:
     model, (example,) = vim(), scenes(SCENES, 1)
     rows = SEGMENTING.measure(model, example, Cell("MambaAttribution", "unified"))
@@ -75,29 +62,12 @@ def test_maps_are_of_the_predicted_class() -> None:
     assert rows[""]["ap"] == wanted.compute().mean_ap and rows[""]["f1"] == wanted.compute().mean_f1
 
 
-def test_examples_follow_from_seed_and_index() -> None:
-    first, same, *others = (
-        SEGMENTING.example(ANYONE, index, seed).images
-        for index, seed in ((3, 1), (3, 1), (4, 1), (3, 2))
-    )
-    assert torch.equal(first, same) and first.shape == (1, 3, SIDE, SIDE)
-    assert not any(torch.equal(first, other) for other in others)
-
-
 def test_cells_that_share_a_run_keep_their_numbers() -> None:
     model, (example,) = vim(), scenes(SCENES, 1)
     cells = SEGMENTING.chosen(["MambaAttribution", "LatimALTI rollout", "Saliency"])
     alone = [SEGMENTING.measure(model, example, cell) for cell in cells]
     with SEGMENTING.together():
         assert [SEGMENTING.measure(model, example, cell) for cell in cells] == alone
-
-
-def test_brightness_finds_bright_objects_and_no_others() -> None:
-    found, tasks = {}, (SceneTask(polarity="bright"), SceneTask(polarity="random"))
-    for task in tasks:
-        found[task.polarity] = values(vim(), scenes(task, 30), Cell("brightness", "pixels"))
-    assert found["bright"]["mAP"] >= 0.75
-    assert found["random"]["mAP"] <= found["bright"]["mAP"] - 0.1
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -52,17 +52,6 @@ def test_the_numbers_of_a_random_map(seed: int) -> None:
     assert numbers["hit_sure"] == int(hits.sum()) and numbers["predicted"] == len(best)
 
 
-def test_examples_follow_from_seed_and_index() -> None:
-    copying = EXPERIMENTS["copying"]
-    subject = copying.subjects()[0]
-    first, same, other, seed = (
-        copying.example(subject, index, seed).ids
-        for index, seed in ((3, 1), (3, 1), (4, 1), (3, 2))
-    )
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other) and not torch.equal(first, seed)
-
-
 def test_every_cell_has_its_numbers() -> None:
     copying = EXPERIMENTS["copying"]
     (subject,) = (each for each in copying.subjects() if each.name == "copying-mamba")

@@ -8,20 +8,18 @@ import math
 import platform
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.full_disk import ROOM, contents, full_disk
+from helpers.full_disk import full_disk
 from torch import nn
 
 from captum_ssm.errors import InputError, WriteError
 from captum_ssm_bench import (
-    EXPERIMENTS,
     Cell,
     Column,
     Experiment,
@@ -30,15 +28,9 @@ from captum_ssm_bench import (
     Records,
     Rows,
     Subject,
-    lines,
     run,
-    write_table,
 )
 from captum_ssm_bench.harness.runner import note_machine
-from captum_ssm_bench.training.loop import RECIPES, recipe_of, train
-
-NAME, CPU = "passkey-mamba", torch.device("cpu")
-PASSKEYS = EXPERIMENTS["passkey"]
 
 
 class Ended(Exception):
@@ -187,30 +179,6 @@ def test_a_line_that_is_no_result(tmp_path: Path, line: str) -> None:
 
 
 # --- full disks ------------------------------------------------------------------------------
-
-
-def tables(folder: Path, examples: int) -> None:
-    found = run(plan(Counted(), examples), folder)
-    write_table(Counted(), lines(Counted(), found), folder)
-
-
-def trained(folder: Path, examples: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        recipe = recipe_of("recall-mamba")
-        patch.setattr(type(recipe), "measure", lambda *_: {})
-        small = replace(recipe, size=replace(recipe.size, hidden=8), steps=(1,))
-        patch.setitem(RECIPES, "recall-mamba", small)
-        train("recall-mamba", folder, examples, lambda line: None)
-
-
-@pytest.mark.parametrize("write", [tables, trained])
-def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
-    write(tmp_path, 1)
-    before = contents(tmp_path)
-    assert any(len(data or b"") > ROOM for data in before.values())
-    with full_disk(), pytest.raises(WriteError, match=r"could not be written: .*large"):
-        write(tmp_path, 2)
-    assert contents(tmp_path) == before
 
 
 def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from captum_ssm_bench import (
     write_table,
 )
 from captum_ssm_bench.harness.statistics import interval, ratio
-from captum_ssm_bench.harness.tables import SHOWN, as_text, gain_lines, group_lines, shown
+from captum_ssm_bench.harness.tables import SHOWN, gain_lines, group_lines, shown
 
 Result = tuple[Key, Rows]
 A, B = Side("a"), Side("b", "half")
@@ -196,20 +196,6 @@ def test_baselines_are_shown_wherever_they_are() -> None:
     means = [line("a", 3.0, row="mean, far"), line("a", 4.0, row="mean, near")]
     assert shown(Table(better=""), [*layers, *means]) == means
     assert shown(Table(better=""), layers) == layers
-
-
-def test_the_text() -> None:
-    table = [line("long method", 0.5, row="layer 1"), line("a", -0.00001, "f")]
-    assert as_text(Table(), [*table, line("other", math.nan, model="n")]).splitlines() == [
-        "A table",
-        "m, 7 examples",
-        "  method       formulation  row      x      error   ratio",
-        "  long method               layer 1  0.500  -0.500  -",
-        "  a            f                     0.000  0.000   -",
-        "n, 7 examples",
-        "  method  x  error  ratio",
-        "  other   -  -      -",
-    ]
 
 
 def test_the_file(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 from bench_helpers.task_solvers import Rule, Solver
 
 from captum_ssm.errors import InputError
@@ -17,7 +16,6 @@ from captum_ssm_bench.tasks import (
     LinkedText,
     PasskeyTask,
     answer_accuracy,
-    answers,
     swap_check,
 )
 
@@ -74,23 +72,6 @@ def test_what_moves_and_what_strays() -> None:
     assert swap_check(_solver(_passkey), _batch("1234", "5566"), 0) == (1, 0)
 
 
-def test_each_exchange_puts_in_another_word_of_the_family() -> None:
-    batch, seen = _batch("1234"), set()
-
-    class Watcher(Solver):
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
-            for ids in input_ids:
-                differs = (ids != batch.input_ids[0]).nonzero().flatten().tolist()
-                assert len(differs) <= 1
-                seen.update((i, TASK.vocabulary.tokens([int(ids[i])])[0]) for i in differs)
-            return super().forward(input_ids, attention_mask)
-
-    for seed in range(100):
-        swap_check(Watcher(TASK, _passkey, ends="?", after=5), batch, seed)
-    digits = "0123456789"
-    assert seen == {(5 + i, d) for i in range(4) for d in digits if d != digits[1 + i]}
-
-
 def test_all_sources_of_a_token_are_exchanged_together() -> None:
     text = LinkedText(
         ("three", "three", "|", "drei"), 3, range(2), sure=((3, 0), (3, 1)), possible=()
@@ -104,15 +85,6 @@ def test_all_sources_of_a_token_are_exchanged_together() -> None:
     check = swap_check(Solver(NUMBER_WORDS, rule, ends="|"), batch, random.randrange(10**6))
     assert check.moved == 1
     assert math.isnan(check.strayed), "there is no other token"
-
-
-def test_rows_go_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = _batch("1234", "5555", "9012", "3338", "7707")
-    whole = answer_accuracy(_solver(_all_alike), batch), swap_check(_solver(_all_alike), batch, 3)
-    monkeypatch.setattr(answers, "_AT_ONCE", 3)
-    model = _solver(_all_alike)
-    assert (answer_accuracy(model, batch), swap_check(model, batch, 3)) == whole
-    assert max(model.seen) == 3
 
 
 def test_a_batch_without_families_is_named() -> None:

@@ -11,7 +11,6 @@ import torch
 from bench_helpers.task_solvers import Solver
 
 from captum_ssm.errors import InputError
-from captum_ssm.models.recall import generate, recall_vocabulary
 from captum_ssm_bench.tasks import (
     CHAINS,
     FREQUENT_WORD,
@@ -121,13 +120,6 @@ def test_words_that_are_not_known() -> None:
 # --- the form of each ------------------------------------------------------------------------
 
 
-def test_copies() -> None:
-    for text in texts_of(LONG_COPIES, 30):
-        string, separator, copy = text.words[: text.answer - 1], text.answer - 1, text.answer
-        assert string == text.words[copy:] and text.words[separator] == "|"
-        assert text.sure == tuple((copy + j, j) for j in range(len(string)))
-
-
 def test_the_gold_of_a_copy_may_be_wide() -> None:
     batch = SHORT_COPIES.batch(["abcd", "ab"])
     wide = batch.gold(diagonals=3)
@@ -190,12 +182,6 @@ def test_chains_lead_from_fact_to_fact() -> None:
     first, second = CHAINS.questions(rng, 6)
     assert second.words[: len(first.words)] == first.words
     assert {len(CHAINS.questions(rng, n)) for n in (3, 5)} == {1} and first.sure != second.sure
-
-
-def test_recall_is_the_task_of_the_core(seed: int) -> None:
-    task = RecallTask()
-    assert task.draw(9, seed) == generate(9, seed) and task.draw(4, seed, 3) == generate(4, seed, 3)
-    assert task.vocabulary.vocab == recall_vocabulary().vocab
 
 
 def statements(words: Any) -> list[tuple[int, str, list[str]]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from captum_ssm_bench.training.dictionary_recipes import (
     explained_share,
     rewritten,
 )
-from captum_ssm_bench.training.image_recipes import IMAGE_RECIPES, image_accuracy
+from captum_ssm_bench.training.image_recipes import image_accuracy
 from captum_ssm_bench.training.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
 from captum_ssm_bench.training.loop import RECIPES
 from captum_ssm_bench.training.text_recipes import TEXT_RECIPES, RatedTexts, class_accuracy
@@ -134,35 +133,6 @@ def test_accuracy_on_texts_held_out(name: str) -> None:
 
 def card_of(name: str) -> str:
     return " ".join((weights_of(name).parent / "README.md").read_text("utf-8").split())
-
-
-@pytest.mark.parametrize("kind", ["language", "image", "text"])
-def test_files_and_cards(kind: str) -> None:
-    recipes: dict[str, Any] = {"image": IMAGE_RECIPES, "text": TEXT_RECIPES}
-    for name in recipes.get(kind, LANGUAGE_RECIPES):
-        check_files_and_card(name)
-
-
-def check_files_and_card(name: str) -> None:
-    before = torch.get_rng_state()
-    model, _ = load_bundled(name)
-    assert torch.equal(torch.get_rng_state(), before), name
-    loaded: Any = model
-    recipe, folder, card = RECIPES[name], weights_of(name).parent, card_of(name)
-    key = set() if name in IMAGE_RECIPES else {"vocab.json"}
-    files = {"README.md", "config.json", "model.safetensors", *key}
-    assert {path.name for path in Path(folder).iterdir()} == files, name
-    assert weights_of(name).stat().st_size <= (2_000_000 if name in TEXT_RECIPES else 500_000)
-    assert not loaded.training
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in loaded.parameters())
-    count = f"{sum(p.numel() for p in loaded.parameters()):,}".replace(",", " ")
-    layers = f"{recipe.size.layers} layer{'s' if recipe.size.layers > 1 else ''}, "
-    width = "width" if name in IMAGE_RECIPES else "hidden size"
-    assert card.startswith(f"# {name} ") and f'load_bundled("{name}")' in card
-    assert f"{count} parameters" in card and f"{layers}{width} {recipe.size.hidden}" in card, name
-    assert all(f"{steps} steps" in card or f"--steps {steps}" in card for steps in recipe.steps)
-    fresh = recipe.new() if name not in TEXT_RECIPES else loaded
-    assert [p.shape for p in fresh.parameters()] == [p.shape for p in loaded.parameters()]
 
 
 def test_the_dictionary(seed: int) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.pages import ReadPage, addresses, read_page
-from zoo.small import classifier, images, mamba_lm, token_ids, vision
+from helpers.pages import ReadPage, addresses, read_page, streams
+from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     ImplicitAttentionRollout,
@@ -120,15 +120,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "report.html"
 
 
-def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
-    """What enters each layer, as the page's script reads it."""
-    data = base64.b64decode(page.by_id(block))
-    layers = len(data) // (4 + 2 * tokens)
-    scales = np.frombuffer(data, "<f4", layers)
-    steps = np.frombuffer(data, "<i2", layers * tokens, 4 * layers).reshape(layers, tokens)
-    return steps / 32767 * scales[:, None]
-
-
 @pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.slow)])
 def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
@@ -158,43 +149,6 @@ def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     exact = LatimFlow(model).attribute(ids, **pair)[0]
     difference = np.array(one["values"]) - np.array(rival["values"])
     np.testing.assert_allclose(difference, exact, atol=1e-4 * float(exact.abs().max()))
-
-
-@pytest.mark.slow
-def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> None:
-    options = {LatimFlow.get_name(): {"contrast": "mean"}}
-    methods = [LatimFlow, MambaLRP]
-    report(mamba_lm(), token_ids(1, 6), methods, options=options, matrices=False, path=path)
-    flow, lrp = read_page(path).facts["examples"][0]["methods"]
-    assert flow["answers"] == []
-    assert len(lrp["answers"]) == 5
-
-
-@pytest.mark.slow
-def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
-    model, ids, mask = classifier("mean"), token_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
-    mask[1, :3] = 0
-    report(model, ids, [LatimFlow], target=1, additional_forward_args=mask, path=path)
-    page = read_page(path)
-    example = page.facts["examples"][1]
-    found = LatimFlow(model).decompose(ids[1:, 3:], 1)
-    answer = example["methods"][0]["answers"][example["asked"]]
-    told = streams(page, answer["streams"], 5)
-    for row, exact in zip(told, found.streams, strict=True):
-        np.testing.assert_allclose(row, exact[0], atol=1e-3 * float(exact.abs().max()))
-
-
-@pytest.mark.slow
-def test_patches_of_an_image_switch_too(path: Path) -> None:
-    model, pictures = vision("middle", (3, 5)), images(1, (3, 5))
-    report(model, pictures, [LatimFlow], target=1, path=path)
-    (example,) = read_page(path).facts["examples"]
-    answers = example["methods"][0]["answers"]
-    best = model(pictures)[0].topk(5).indices.tolist()
-    for label, answer in zip(best, answers, strict=False):
-        exact = LatimFlow(model).attribute(pictures, label, per_token=True).flatten()
-        values = np.array([answer["values"][token] for token in example["image"]["cells"]])
-        np.testing.assert_allclose(values, exact, atol=1e-4 * float(exact.abs().max()))
 
 
 WORDS = ["anna", "owns", "<script>", "lamp", "."]

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import Saliency
-from helpers.pages import ReadPage, read_page
+from helpers.pages import ReadPage, read_page, streams
 from helpers.pictures import AWKWARD
-from torch import nn
+from zoo.architectures import vit
 from zoo.language import word_tokenizer
 from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     EdgeEffects,
+    Edges,
     ImplicitAttention,
     ImplicitAttentionRollout,
     LatimFlow,
@@ -27,6 +28,7 @@ from captum_ssm import (
     MambaAttribution,
     MambaLRP,
     attribution_graph,
+    knock_out,
     report,
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
@@ -34,6 +36,7 @@ from captum_ssm.inside import Graph
 from captum_ssm.models import load_bundled
 
 METHODS = [LatimFlow, MambaAttribution]
+MAPS_ALONE: dict[str, Any] = {"edges": 0, "graph": 0}
 
 
 @pytest.fixture
@@ -67,7 +70,8 @@ def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
 def test_a_language_model(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 13)
     names = [[f"{letter}{i}" for i in range(13)] for letter in "ab"]
-    assert report(model, ids, METHODS, tokens=names, path=path, title="T & U") == path
+    given = {"tokens": names, "title": "T & U", **MAPS_ALONE}
+    assert report(model, ids, METHODS, path=path, **given) == path
     page = read_page(path)
     assert page.texts("title") == page.texts("h1") == ["T & U"]
     told = [page.facts[name] for name in ("model", "layers", "families")]
@@ -100,11 +104,12 @@ def test_the_identity_is_told_from_sources(path: Path) -> None:
     for pool in ("last", "mean"):
         model = classifier(pool)
         methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
-        report(model, ids, methods, additional_forward_args=mask, path=path)
+        report(model, ids, methods, additional_forward_args=mask, matrices=False, path=path)
         for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
             wanted = length - 1 if pool == "last" else None
             assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
-    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], target=(4, 2), path=path)
+    asked: dict[str, Any] = {"target": (4, 2), "matrices": False}
+    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], path=path, **asked)
     (example,) = read_page(path).facts["examples"]
     assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
 
@@ -114,7 +119,8 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
     model, ids = classifier("mean"), token_ids(3, 11)
     mask = padded(3, 11, slice(7, None), slice(4))
     names = [[f"t{i}" for i in range(11)]] * 3
-    report(model, ids, METHODS, tokens=names, additional_forward_args=mask, path=path)
+    given = {"tokens": names, "additional_forward_args": mask, **MAPS_ALONE}
+    report(model, ids, METHODS, path=path, **given)
     page = read_page(path)
     for b, example in enumerate(page.facts["examples"]):
         real = mask[b].bool()
@@ -127,13 +133,18 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
             check_values(method, found, 1e-4 * float(found.abs().max()))
         exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
         check_map(page, example["maps"][0]["layers"][1], exact)
+        told = example["methods"][0]["answers"][example["asked"]]["streams"]
+        entering = LatimFlow(model).decompose(alone, answer).streams
+        for row, stream in zip(streams(page, told, alone.shape[1]), entering, strict=True):
+            np.testing.assert_allclose(row, stream[0], atol=1e-3 * float(stream.abs().max()))
 
 
 def test_images_have_patches(path: Path) -> None:
     methods, labels = [MambaAttribution, ImplicitAttentionRollout], [*"abcde"]
     for cls in ("middle", None):
         model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
-        report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
+        given = {"target": [1, 4], "labels": labels, **MAPS_ALONE}
+        report(model, pictures, methods, path=path, **given)
         tokens = model.patch_tokens()
         for b, example in enumerate(read_page(path).facts["examples"]):
             image = example["image"]
@@ -157,7 +168,8 @@ def test_images_have_patches(path: Path) -> None:
 @pytest.mark.slow
 def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
     model, picture = vision("head", (3, 5)), images(1, (3, 5))
-    report(model, picture, [LatimFlow, MambaAttribution, Saliency], target=1, path=path)
+    methods = [LatimFlow, MambaAttribution, Saliency]
+    report(model, picture, methods, target=1, matrices=False, path=path)
     flow, row, saliency = read_page(path).facts["examples"][0]["methods"]
     assert row["pixels"] is None
     wanted = [
@@ -172,6 +184,12 @@ def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
         assert np.abs(steps / 127 * end - exact.clip(-end, end)).max() <= end / 254 * 1.01
         patches = exact.reshape(3, 4, 5, 3).sum((1, 3)).flatten()
         np.testing.assert_allclose(values(method)[model.patch_tokens()], patches, rtol=1e-4)
+    # other classes are explained by patches, too
+    best = model(picture)[0].topk(5).indices.tolist()
+    for label, answer in zip(best, flow["answers"], strict=False):
+        exact = LatimFlow(model).attribute(picture, label, per_token=True).flatten()
+        found = np.array(answer["values"])[model.patch_tokens()].astype(float)
+        np.testing.assert_allclose(found, exact, atol=1e-4 * float(exact.abs().max()))
 
 
 @pytest.mark.slow
@@ -179,10 +197,12 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
     rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
-    methods["row"] = ImplicitAttentionRollout
-    report(model, ids, methods, target=(-1, 4), options=rules, path=path)
+    methods |= {"row": ImplicitAttentionRollout, "own": LatimFlow}
+    rules["own"] = {"contrast": "mean"}
+    report(model, ids, methods, target=(-1, 4), options=rules, matrices=False, path=path)
     (example,) = read_page(path).facts["examples"]
-    content, cause, lrp, row = example["methods"]
+    content, cause, lrp, row, own = example["methods"]
+    assert own["answers"] == [] != lrp["answers"]  # its contrast is the user's own
     assert content["roles"] == row["roles"] == {}
     assert set(cause["roles"]) == {"content", "key", "query", "gate", "step"}
     assert set(lrp["roles"]) == {"content", "gate"}  # what else its rule tells is all zero
@@ -199,7 +219,8 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     model, vocabulary = load_bundled()
     texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
-    report(model, texts, METHODS, tokenizer=vocabulary, names=["x", "$y$"], path=path)
+    given: dict[str, Any] = {"tokenizer": vocabulary, "matrices": False}
+    report(model, texts, METHODS, names=["x", "$y$"], path=path, **given)
     facts = read_page(path).facts
     for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
         assert example["tokens"] == text.split() and example["name"] == name
@@ -220,7 +241,8 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
         (AWKWARD, ["$x_1$", "<script>", r"a\nb", "∅"], "ltr"),
         (["שלום", "a", "סוף"], ["שלום", "a", "סוף"], "rtl"),
     ):
-        report(model, token_ids(1, len(tokens)), [LatimFlow], tokens=tokens, path=path)
+        given = {"tokens": tokens, "matrices": False}
+        report(model, token_ids(1, len(tokens)), [LatimFlow], path=path, **given)
         (example,) = read_page(path).facts["examples"]
         assert example["tokens"][:4] == spelled and example["direction"] == direction
         assert example["breaks"] == ([2] if tokens is AWKWARD else [])
@@ -230,14 +252,14 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
 def test_chosen_layers_and_little_room(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 150)
     chosen = {"matrices": ["contributions", "attention"], "shown_layers": [-1, 0]}
-    report(model, ids[:, :9], [LatimFlow], **chosen, path=path)
+    report(model, ids[:, :9], [LatimFlow], **chosen, **MAPS_ALONE, path=path)
     page = read_page(path)
     maps = page.facts["examples"][0]["maps"]
     assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
     assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
     check_map(page, maps[0]["layers"][0], LatimNorm(model).maps(ids[:, :9], layers=[2])[0][0])
     # the strongest are kept
-    report(model, ids, [LatimFlow], path=path, megabytes=0.1)
+    report(model, ids, [LatimFlow], path=path, megabytes=0.1, **MAPS_ALONE)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
     exact = ImplicitAttention(model).matrices(ids, layers=[2])[0][0].numpy()
@@ -254,9 +276,9 @@ def test_chosen_layers_and_little_room(path: Path) -> None:
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
     model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
     names = list(inspect.signature(model.forward).parameters)
-    further = (*[None] * (names.index("attention_mask") - 1), mask)
+    further, rows = (*[None] * (names.index("attention_mask") - 1), mask), [MambaAttribution]
     for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
-        report(model, ids, METHODS, additional_forward_args=further, path=path, **given)
+        report(model, ids, rows, additional_forward_args=further, graph=0, path=path, **given)
         for b, example in enumerate(read_page(path).facts["examples"]):
             alone = EdgeEffects(model).attribute(ids[b : b + 1, mask[b].bool()], (-1, 4))
             expected = alone.top(given.get("edges", 10))[0]
@@ -266,11 +288,19 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
             np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
             at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
             assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
+            assert not any(row["first_order"] for row in found)
+    for row in found:  # the truth is a cut by itself, here of the second example
+        ids_alone, cut = ids[1:, 3:], Edges(row["module"], row["source"], row["target"])
+        with torch.no_grad():
+            whole = model(ids_alone).logits[0, -1, 4]
+            with knock_out(model, cut):
+                true = float(whole - model(ids_alone).logits[0, -1, 4])
+        assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
     # and the list may be left out, or be impossible
-    for options, rows in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
-        report(model, ids[:1], METHODS, path=path, **options)
+    for options, count in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
+        report(model, ids[:1], rows, graph=0, path=path, **options)
         (example,) = read_page(path).facts["examples"]
-        assert len(example["edges"]["rows"]) == rows and example["edges"]["obstacle"] is None
+        assert len(example["edges"]["rows"]) == count and example["edges"]["obstacle"] is None
     run = torch.no_grad()(lambda x: model(x).logits)
     report(run, ids[:1], [ImplicitAttentionRollout], model=model, path=path)
     (example,) = read_page(path).facts["examples"]
@@ -278,17 +308,25 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
     assert "records no gradients" in example["edges"]["obstacle"]
 
 
+@pytest.mark.slow
+def test_layers_of_first_order_are_marked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = vit(monkeypatch)
+    report(case.model, case.inputs[:1], [LatimFlow], graph=0, path=path)
+    (example,) = read_page(path).facts["examples"]
+    rough = EdgeEffects(case.model).attribute(case.inputs[:1], example["asked"]).first_order
+    rows = example["edges"]["rows"]
+    assert [row["first_order"] for row in rows] == [row["module"] in rough for row in rows]
+
+
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "matrices='all'", {"matrices": "all"}),
     (OptionError, "layers names 7", {"shown_layers": [7]}),
-    (OptionError, "shown_layers is empty", {"shown_layers": []}),
     (OptionError, "edges=-1", {"edges": -1}),
     (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
     (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
     (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
     (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
     (InputError, "names has 1 labels for 2", {"names": ["a"]}),
-    (TargetError, "target", {"target": 3}),
     (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
     *(
         (OptionError, r"ends in \.html", {"path": f"other/report{suffix}"})
@@ -363,38 +401,6 @@ def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
         assert adds == [step["adds"] for step in found["path"]]
 
 
-class OneMixer(nn.Module):
-    """A language model that holds its mixer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        model = mamba_lm()
-        self.embedding, self.head = model.backbone.embeddings, model.lm_head
-        self.mixer = model.backbone.layers[0].mixer
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        return self.head(x + self.mixer(x))
-
-
-@pytest.mark.slow
-def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
-    model, ids, name = OneMixer(), token_ids(1, 7), "mixer"
-    (found,) = drawn(path, model, ids, target=(-1, 4), graph=EVERYTHING)
-    assert (found["kind"], found["rows"], found["places"]) == ("mixers", [name], 1)
-    graph = attribution_graph(model, ids, (-1, 4), nodes=[name], keep=None)
-    which = numbers_of(found, graph, [name])
-    kinds = [node["kind"] for node in found["nodes"]]
-    ends = [
-        (link["source"], link["weight"])
-        for link in found["links"]
-        if link["target"] == len(which) - 1
-    ]
-    ((source, weight),) = (end for end in ends if kinds[end[0]] == "token")
-    assert found["nodes"][source]["position"] == 6
-    assert weight == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
-
-
 @pytest.mark.slow
 def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 6)
@@ -413,10 +419,10 @@ def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
 
 @pytest.mark.slow
 def test_how_many_nodes(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 40)
+    model, ids = mamba_lm(), token_ids(1, 20)
     assert drawn(path, model, ids) == [EMPTY]
-    assert drawn(path, model, ids, matrices=True, graph=0) == [EMPTY]
-    (beside_maps,) = drawn(path, model, ids, matrices=True)
+    assert drawn(path, model, ids, matrices=True, graph=0, edges=0) == [EMPTY]
+    (beside_maps,) = drawn(path, model, ids, matrices=True, edges=0)
     (of_24,) = drawn(path, model, ids, graph=24)
     (of_4,) = drawn(path, model, ids, graph=4)
     assert beside_maps == of_24
