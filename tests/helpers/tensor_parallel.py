@@ -13,42 +13,45 @@ import torch
 PROCESSES = 2
 
 
-def explain(rank: int, queue: Any, folder: Path, names: list[str]) -> None:
-    """In one of the processes: how far each method is from that of the whole model, or the error.
+def explain(rank: int, queue: Any, store: Path, asked: list[tuple[Path, list[str]]]) -> None:
+    """In one of the processes: how far methods are from those of the whole model, or the error.
 
     Args:
         rank: which process it is.
-        queue: takes the errors by name.
-        folder: of a saved model.
-        names: of methods. ``"without room"`` is a rollout for which one process has no memory to
-            keep operators.
+        queue: takes the errors of each model by method.
+        store: a file, which the processes share.
+        asked: folders of saved models, and names of methods. ``"without room"`` is a rollout for
+            which one process has no memory to keep operators.
     """
     try:
-        queue.put(_errors(rank, folder, names))
+        _begin(rank, store)
+        queue.put([_errors(*each) for each in asked])
     except BaseException as error:
         queue.put(repr(error))
         raise
 
 
-def _errors(rank: int, folder: Path, names: list[str]) -> dict[str, float]:
+def _begin(rank: int, store: Path) -> None:
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     for package in ("fla", "mamba_ssm", "causal_conv1d"):  # their kernels need a GPU
         sys.modules[package] = None  # type: ignore[assignment]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch.distributed as dist
+    shared, timeout = dist.FileStore(str(store), PROCESSES), timedelta(seconds=30)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=PROCESSES, timeout=timeout)
+
+
+def _errors(folder: Path, names: list[str]) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
-    store = dist.FileStore(str(folder / "store"), PROCESSES)
-    timeout = timedelta(seconds=30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timeout)
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     split = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     before = dict(split.named_parameters())
     found = {name: _error(name, whole, split) for name in names}
     after = dict(split.named_parameters())
     assert all(after[name] is before[name] for name in before), "weights were not put back"
-    dist.destroy_process_group()
     return found
 
 

@@ -47,23 +47,24 @@ SEVERAL = ("compare", "report")
 OF_TOKENS = ["ImplicitAttentionRollout", "ImplicitAttention", "MambaAttribution", "LatimNorm"]
 
 
+#: Models, and what is asked of each.
+ASKED: list[tuple[Any, list[str]]] = [
+    (qwen3_5, [x for x in [*NAMES, *INSIDE, "without room"] if x not in SEVERAL]),
+    (nemotron_h, [*OF_TOKENS, "LatimFlow", "effects"]),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (qwen3_5, [x for x in [*NAMES, *INSIDE, "without room"] if x not in SEVERAL]),
-        (nemotron_h, [*OF_TOKENS, "LatimFlow", "effects"]),
-    ],
-    ids=["qwen3_5", "nemotron_h"],
-)
 def test_every_process_explains_the_whole_model(
-    make: Any, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)  # the processes add up in other orders, and of some weights more is left
-    make(monkeypatch).save_pretrained(tmp_path)
+    asked = [(tmp_path / make.__name__, names) for make, names in ASKED]
+    for (make, _), (folder, _) in zip(ASKED, asked, strict=True):
+        make(monkeypatch).save_pretrained(folder)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    given = ((rank, queue, tmp_path, names) for rank in range(PROCESSES))
+    given = ((rank, queue, tmp_path / "store", asked) for rank in range(PROCESSES))
     processes = [context.Process(target=explain, args=each, daemon=True) for each in given]
     try:
         for process in processes:
@@ -74,10 +75,11 @@ def test_every_process_explains_the_whole_model(
     finally:
         for process in processes:
             process.kill()
-    for errors in found:
-        assert not isinstance(errors, str), errors
-        assert set(errors) == set(names)
-        assert {name: error for name, error in errors.items() if not error <= 1e-5} == {}
+    for of_process in found:
+        assert not isinstance(of_process, str), of_process
+        for errors, (_, names) in zip(of_process, asked, strict=True):
+            assert set(errors) == set(names)
+            assert {name: error for name, error in errors.items() if not error <= 1e-5} == {}
 
 
 @pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimFlow])
