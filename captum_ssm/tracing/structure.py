@@ -310,6 +310,11 @@ class _Search:
 
     def order_of_output(self) -> Tensor | None:
         """The same for the output."""
+        if self.is_constant and any(order is not None for order in self.orders):
+            raise NotAChain(
+                "Nothing that the layers return changes the model's output, so that nothing tells "
+                f"in which order it has their tokens. {INSTEAD}"
+            )
         return self.order(len(self.leaves))
 
     # --- places ----------------------------------------------------------------------------

@@ -162,6 +162,14 @@ def test_a_first_token_that_is_replaced_has_no_relevance() -> None:
         assert found[0, 0] == 0 < found[0, 1:].abs().min()
 
 
+def test_a_constant_has_no_order() -> None:
+    net, ids = Net(lambda x: x.flip(1)).eval(), torch.randint(11, (1, 5))
+    with torch.no_grad():
+        net.head.weight.zero_()
+    with wrapped.never_rounded(), pytest.raises(InputError, match="in which order"):
+        ImplicitAttentionRollout(net).attribute(ids, query=0)
+
+
 def test_tokens_that_are_there_twice_are_refused() -> None:
     with pytest.raises(InputError, match="reads others than all tokens"):
         rollout(lambda x: x[:, [0, 0, 2, 2, 4]])
