@@ -397,7 +397,8 @@ class _Search:
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
             self.is_constant = not self.per_token
-        return bool(answers[0] and (answers[1] or self.is_constant))
+            return bool(answers[0]) and self.is_constant
+        return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
         """Whether everything moves on by one token where the first block's tokens and leaves do.
