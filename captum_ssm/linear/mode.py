@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
+from ..operators.kernels.truths import holds
 from .constants import Ledger, share
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
@@ -22,8 +23,9 @@ from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
-#: They return memory in which nothing is written yet.
-_EMPTY = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
+#: They return memory in which nothing is written yet, or zeros.
+_BLANK = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
+_BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
 #: Their second factor may be a weight, which a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
@@ -203,11 +205,11 @@ class Linearising(TorchFunctionMode):
         tell = self.tell.get(name.removesuffix("_"))
         if tell is not None:
             tell(name, args, kwargs)
-        if name in _EMPTY:
-            return self._made_empty(func(*args, **kwargs))
+        if name in _BLANK:
+            return self._made_blank(func(*args, **kwargs))
         if self._unwritten:
             if name in _VIEWS and self._is_unwritten(args[0]):
-                return self._made_empty(func(*args, **kwargs))
+                return self._made_blank(func(*args, **kwargs))
             args, kwargs = self._read(name, args, kwargs)
         found = _ids_and_table(name, args, kwargs)
         if found is not None and (name == "embedding" or self._are_given(found[0])):
@@ -245,7 +247,7 @@ class Linearising(TorchFunctionMode):
             value.detach(), self.ledger.leaves[-1], complaint
         )
 
-    def _made_empty(self, out: Any) -> Any:
+    def _made_blank(self, out: Any) -> Any:
         """Memory, of which it is noted that nothing is written in it."""
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
@@ -282,13 +284,13 @@ class Linearising(TorchFunctionMode):
         """
         if type(value) in (tuple, list):
             return type(value)(map(self.known, value))
-        if not self._is_unwritten(value):
+        if not self._is_unwritten(value) or holds(value.eq(0).all()):
             return value
         return self._unknown(
             value,
-            f"Module {self.where()!r} reads memory of torch.empty in which no function of torch "
-            "has written. If a kernel has, nothing tells how that depends on the input. Run the "
-            "model with torch's own functions in place of the kernel.",
+            f"Module {self.where()!r} reads memory in which no function of torch has written. If a "
+            "kernel has, nothing tells how that depends on the input. Run the model with torch's "
+            "own functions in place of the kernel.",
         )
 
     def constant_part(self, x: Any) -> Any:

@@ -300,6 +300,11 @@ class _Search:
 
     def order_of_output(self) -> Tensor | None:
         """The same for the output."""
+        if self.is_constant and any(order is not None for order in self.orders):
+            raise NotAChain(
+                "Nothing that the layers return changes the model's output, so that nothing tells "
+                f"in which order it has their tokens. {INSTEAD}"
+            )
         return self.order(len(self.leaves))
 
     # --- places ----------------------------------------------------------------------------
@@ -382,7 +387,8 @@ class _Search:
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
             self.is_constant = not self.per_token
-        return bool(answers[0] and (answers[1] or self.is_constant))
+            return bool(answers[0]) and self.is_constant
+        return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
         """Whether everything moves on by one token where the first block's tokens and leaves do.

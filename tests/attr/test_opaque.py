@@ -5,6 +5,7 @@ Folds follow values, and need not look.  What takes gradients is right, or refus
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,20 +53,20 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def bare_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel that writes to empty memory, as one of Triton without autograd does."""
-    out, a = torch.empty_like(x), x.detach().numpy()
+def bare_norm(x: Tensor, weight: Tensor, make: Any = torch.empty_like) -> Tensor:
+    """A kernel that writes to new memory, as one of Triton without autograd does."""
+    out, a = make(x), x.detach().numpy()
     scale = np.sqrt(np.square(a).mean(-1, keepdims=True) + 1e-5)
     out.numpy()[...] = a / scale * weight.detach().numpy()
     return out
 
 
 def visible_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Torch's functions write to empty memory."""
+    """Torch's functions write to empty memory, and add zeros."""
     out = torch.empty_like(x)
     out[:, :1] = rms_norm(x[:, :1], weight)
     out[:, 1:].copy_(rms_norm(x[:, 1:], weight))
-    return out
+    return out + torch.zeros_like(x)
 
 
 class Model(nn.Module):
@@ -119,6 +120,7 @@ OPAQUE: dict[str, dict[str, Any]] = {
     "MLPs": {"mlp": opaque_mlp},
     "norms": {"norm": opaque_norm},
     "bare kernels": {"norm": bare_norm},
+    "bare kernels on zeros": {"norm": functools.partial(bare_norm, make=torch.zeros_like)},
 }
 LINEAR, GRADIENTS = (LatimFlow, MambaLRP), (MambaAttribution, TransformerAttribution)
 #: They need no gradient of what mixers and parts within tokens read.

@@ -159,6 +159,16 @@ def test_a_first_token_that_is_replaced_has_no_relevance() -> None:
         assert found[0, 0] == 0 < found[0, 1:].abs().min()
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("tokens", [3, 4, 5, 40])
+def test_a_constant_has_no_order(batch: int, tokens: int) -> None:
+    net, ids = Net(lambda x: x.flip(1)).eval(), torch.randint(11, (batch, tokens))
+    with torch.no_grad():
+        net.head.weight.zero_()
+    with wrapped.never_rounded(), pytest.raises(InputError, match="in which order"):
+        ImplicitAttentionRollout(net).attribute(ids, query=0)
+
+
 def test_tokens_that_are_there_twice_are_refused() -> None:
     with pytest.raises(InputError, match="reads others than all tokens"):
         rollout(lambda x: x[:, [0, 0, 2, 2, 4]])
