@@ -290,7 +290,8 @@ class _Search:
                 register = module.register_forward_pre_hook
                 stack.enter_context(hooked(register, enter, with_kwargs=True))
                 after = module.register_forward_hook
-                stack.enter_context(hooked(after, leave, always_call=True))
+                # before hooks of others, which may do to a stream what no module does
+                stack.enter_context(hooked(after, leave, always_call=True, prepend=True))
             return self.replays.run(leaf)
 
     def _lost(self, joins: Sequence[_Join]) -> set[_Join]:

@@ -160,7 +160,7 @@ def state_of(model: nn.Module) -> Iterator[Any]:
     """What tells whether a model was changed: its modules, their weights and attributes."""
     for module in model.modules():
         yield _Same(module)
-        for name, value in vars(module).items():
+        for name, value in list(vars(module).items()):  # other threads may hang hooks on it
             if name in ("_parameters", "_buffers"):
                 for x in value.values():
                     if x is not None:
@@ -170,7 +170,7 @@ def state_of(model: nn.Module) -> Iterator[Any]:
             elif not isinstance(value, dict):
                 yield _Same(value)
             elif value and name != "_modules":
-                yield from map(_Same, value.values())
+                yield from map(_Same, list(value.values()))
 
 
 #: Types of attributes that are compared by what they hold.

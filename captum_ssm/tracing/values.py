@@ -196,7 +196,7 @@ def _quotient(x: Tensor, y: Tensor, dim: int) -> Tensor:
 
 def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
     """Steps from ``x`` (B, L, E) to a norm of it, its statistics frozen; None if it is none."""
-    if x.shape[:2].numel() < 2:  # of one token everything is a norm
+    if x.shape[:2].numel() < 2 or not out.any():  # one token, or zeros, are a norm of anything
         return None
     shift = 0.0 if bias is None else bias
     for is_centered in (False, True):
