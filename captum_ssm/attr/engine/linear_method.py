@@ -357,7 +357,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
     """The gradients of a number (B,) at what each mixer returned, in a network that is linear."""
     mode, outputs = network.mode, [step.output for step in network.steps]
-    # of ids whose places nothing tells they are that of some tokens all the same
+    # later look-ups are tokens as well, wherever their ids stand
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
     gradients, biases = account(mode.ledger, number, constant, [*roots, *outputs])
     parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
