@@ -238,7 +238,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Layout, and which module may import which; inside the package, by relative imports."""
+    """Layout; which module may import which, by relative imports; names that two classes have."""
     install(session, "ruff", "import-linter")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -246,6 +246,9 @@ def lint(session: nox.Session) -> None:
     # No linter tells an absolute import from a relative one of the same module.
     absolute = ("grep", "-rnE", "--include=*.py", r"^\s*(from|import) captum_ssm\b", "captum_ssm")
     session.run(*absolute, external=True, success_codes=[1])
+    # Nor does one tell two classes of one name.
+    classes = "grep -rhoE --include=*.py '^ *class \\w+' captum_ssm | sed 's/^ *//' | sort | uniq -d"
+    session.run("bash", "-c", f"! {{ {classes}; }} | grep .", external=True)
 
 
 @nox.session

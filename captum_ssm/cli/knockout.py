@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..edges.strongest import Held
     from ..explain.knockout import Cut
     from ..explain.loading import Loaded
-    from ..viz.html.example import Example, Subject
+    from ..viz.html.example import ShownExample, Subject
     from ..viz.html.outline import Outline
 
 _DESCRIPTION = """Run a model on a text, or an image, without some of the messages between its
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(told))
 
 
-def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> Example:
+def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> ShownExample:
     """The text, or the image in a file."""
     from ..viz.html.example import read_examples
 
@@ -164,7 +164,7 @@ def _cut(
     options: argparse.Namespace,
     loaded: Loaded,
     subject: Subject,
-    example: Example,
+    example: ShownExample,
     known: Outline,
     method: EdgeEffects,
 ) -> Cut:
@@ -181,7 +181,7 @@ def _cut(
     )
 
 
-def _edges(options: argparse.Namespace, example: Example) -> Edges:
+def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
     from ..edges import Edges
     from ..explain.knockout import read_tokens
 
@@ -205,7 +205,7 @@ def _layers(given: list[str]) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: Example) -> Any:
+def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: ShownExample) -> Any:
     """What comes in place of messages, as :func:`captum_ssm.knock_out` takes it."""
     if given is None or given == "mean":
         return given

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
     """What the command's page shows."""
     from ..explain.loading import Source, load
-    from ..insights.files import Images, Texts, common_classes
+    from ..insights.files import Images, TextFiles, common_classes
     from ..insights.visualizer import AttributionVisualizer
 
     names = None if options.labels is None else options.labels.read_text("utf-8").splitlines()
@@ -59,9 +59,9 @@ def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
     ]
     _check_kinds(loaded, options)
     classes = common_classes(options.models, loaded, names)
-    made: Texts | Images
+    made: TextFiles | Images
     if options.texts:
-        made = Texts(options.texts, loaded, classes)
+        made = TextFiles(options.texts, loaded, classes)
     else:
         made = Images(options.images, loaded, classes)
     return AttributionVisualizer(

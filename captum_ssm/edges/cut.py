@@ -18,7 +18,7 @@ from ..tracing import Layer, Mixer, Trace
 from ..tracing.hooks import detached
 from ..tracing.offload import linearize
 from ..tracing.projection import projection_of
-from .messages import Share, carried, is_attention, of_heads, share_of
+from .messages import MessageShare, carried, is_attention, of_heads, share_of
 from .pairs import Edges, Pairs, pairs_of
 
 #: What stands in place of messages: nothing, what the mean token would send, or what is sent in a
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
         by: the knock-out that puts something in place of the messages; None for nothing.
     """
 
-    share: Share
+    share: MessageShare
     selection: bool
     by: KnockOut | None
 
@@ -96,7 +96,7 @@ class KnockOut(Protocol):
         """The size (B, L) of what the model was given, and which of it each token is (B, L')."""
 
 
-class Cut:
+class CutCall:
     """One call of a mixer, and what is cut of it."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:

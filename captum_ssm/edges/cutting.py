@@ -21,7 +21,7 @@ from ..tracing.find import registered_mixers
 from ..tracing.hooks import hooked
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.structure import state_of
-from .cut import Cut, Donor, Kind, Replacement, read_replacement
+from .cut import CutCall, Donor, Kind, Replacement, read_replacement
 from .given import Given, given_tokens
 from .pairs import KINDS, Edges
 
@@ -236,10 +236,10 @@ class _KnockOut(Watcher):
         acting = [one for one in _active.get() if mixer.module in one.of]
         if self._listening:
             if mixer.module in self.of:
-                self.sent[mixer.module, number] = Cut(mixer, call, number, [self]).sent(self)
+                self.sent[mixer.module, number] = CutCall(mixer, call, number, [self]).sent(self)
                 self.read[mixer.module, number] = call.hidden_states.detach()
         elif acting and acting[-1] is self:  # the innermost one acts for all
-            return Cut(mixer, call, number, acting).changed()
+            return CutCall(mixer, call, number, acting).changed()
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:

@@ -17,7 +17,7 @@ from ..operators.kernels.rows import in_stacks
 from .pairs import Edges, Pairs
 
 
-class Share(NamedTuple):
+class MessageShare(NamedTuple):
     """Which share of a message is meant.
 
     Attributes:
@@ -33,13 +33,13 @@ class Share(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether nothing is left of what is written."""
-        return self == Share(None, None, True)
+        return self == MessageShare(None, None, True)
 
 
-def share_of(edges: Edges) -> Share:
+def share_of(edges: Edges) -> MessageShare:
     """Which share of their messages edges mean."""
     constants = edges.sources is None and not edges.relations and not edges.selection
-    return Share(edges.without, edges.head_numbers, constants)
+    return MessageShare(edges.without, edges.head_numbers, constants)
 
 
 def is_attention(linear: LinearMixer) -> bool:
@@ -50,7 +50,7 @@ def is_attention(linear: LinearMixer) -> bool:
 def carried(
     linear: LinearMixer,
     pairs: Iterable[Pairs],
-    share: Share,
+    share: MessageShare,
     layer: str,
     values: Tensor | None = None,
 ) -> Tensor:

@@ -38,7 +38,7 @@ from ..tracing.verification import relative_error, tolerance_for
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
-class Norm(NamedTuple):
+class NormReader(NamedTuple):
     """One norm at the stream that it read in a run.
 
     Attributes:
@@ -57,11 +57,11 @@ class Norm(NamedTuple):
     eps: float
     centred: bool
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Norm:
+    def each(self, change: Callable[[Tensor], Tensor]) -> NormReader:
         """The same, its tensors moved or laid out otherwise."""
         four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
         stream, scale, toward, explained = four
-        return Norm(stream, scale, toward, explained, self.eps, self.centred)
+        return NormReader(stream, scale, toward, explained, self.eps, self.centred)
 
     def pulled(self) -> Tensor:
         """The gradient at x, (B, L, E)."""
@@ -91,7 +91,7 @@ class Norm(NamedTuple):
 class Readers:
     """The norms that read what one layer writes, and the messages that they read."""
 
-    def __init__(self, layer: Layer, norms: Sequence[Norm]) -> None:
+    def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
         self._messages = Contributions(layer)
         like = self._messages.weight
         self.norms = [norm.each(lambda x: x.to(like)) for norm in norms]
@@ -149,7 +149,7 @@ class NormCalls:
 
     def of_layers(
         self, layers: Sequence[Layer], gradients: Sequence[Tensor]
-    ) -> list[Sequence[Norm]]:
+    ) -> list[Sequence[NormReader]]:
         """The norms that read what each layer writes; none where those are not known.
 
         They are where the gradients that come through norms add up to the whole one.
@@ -159,7 +159,7 @@ class NormCalls:
             gradients: those at what they wrote, (B, L, E).
         """
         norms = [(call.after, call.norm()) for call in self._calls]
-        found: list[Sequence[Norm]] = []
+        found: list[Sequence[NormReader]] = []
         for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
             later = [norm for after, norm in norms if after > number and norm is not None]
             later = [norm for norm in later if norm.stream.shape == gradient.shape]
@@ -170,7 +170,9 @@ class NormCalls:
         return found
 
 
-def _adding_up_to(gradient: Tensor, norms: Sequence[Norm], tolerance: float) -> Sequence[Norm]:
+def _adding_up_to(
+    gradient: Tensor, norms: Sequence[NormReader], tolerance: float
+) -> Sequence[NormReader]:
     """The norms, or the later ones of them, that a gradient (B, L, E) comes through, or none.
 
     A norm beside a mixer may run after it and not read it.
@@ -190,7 +192,7 @@ class _Call:
         self.module, self.x, self.output, self.after = module, x, output, after
         self.gradients: list[Tensor] = []
 
-    def norm(self) -> Norm | None:
+    def norm(self) -> NormReader | None:
         """The norm; None if no gradient reached it, or if it is none of the known form."""
         eps = next((getattr(self.module, name) for name in _EPS if hasattr(self.module, name)), 0.0)
         eps = torch.finfo(self.x.dtype).eps if eps is None else eps
@@ -217,7 +219,7 @@ class _Call:
             (pulled,) = torch.autograd.grad(first_tensor(self.module(at)), at, self.gradients[0])
         along = scale.square() * explained[..., None] / x.shape[-1]
         toward = (pulled + along * stream) / scale
-        return Norm(stream, scale, toward, explained, float(eps), centred)
+        return NormReader(stream, scale, toward, explained, float(eps), centred)
 
     @torch.no_grad()
     def _made(self, x: Tensor) -> Tensor:

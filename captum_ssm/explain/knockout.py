@@ -23,7 +23,7 @@ _POSITION = re.compile(r"-?\d+")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 
-class Answer(NamedTuple):
+class ChangedAnswer(NamedTuple):
     """A class or a token, and its probability.
 
     Attributes:
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
             ``selection`` or with something in their place.
     """
 
-    answers: list[Answer]
+    answers: list[ChangedAnswer]
     before: float
     without: float
     estimated: float | None
@@ -192,7 +192,7 @@ def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int
 
 def _answers(
     before: Tensor, without: Tensor, target: Any, label: Callable[[int, Tensor], str]
-) -> list[Answer]:
+) -> list[ChangedAnswer]:
     index = target_index(target, before)
     if index is None or before.shape[-1] == 1:
         return []
@@ -202,6 +202,6 @@ def _answers(
     ]
     best = [chance.topk(min(_NAMED, len(chance))).indices.tolist() for chance in chances]
     return [
-        Answer(label(k, before), *(float(chance[k]) for chance in chances))
+        ChangedAnswer(label(k, before), *(float(chance[k]) for chance in chances))
         for k in dict.fromkeys([explained, *best[0], *best[1]])
     ]

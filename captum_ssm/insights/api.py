@@ -20,7 +20,7 @@ from ..edges import Edges
 from ..errors import OptionError
 from ..viz.labels import as_words
 from .calculation import VisualizationOutput
-from .dataset import Example
+from .dataset import DatasetExample
 from .filters import FilterConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Api:
 
     def __init__(self, visualizer: AttributionVisualizer) -> None:
         self._visualizer = visualizer
-        self._shown: OrderedDict[int, Example] = OrderedDict()
+        self._shown: OrderedDict[int, DatasetExample] = OrderedDict()
         self._identities = itertools.count(1)
         self._lock = threading.Lock()
         #: print the tracebacks of errors that the page is told of
@@ -126,7 +126,13 @@ class Api:
         return self._explained(example, model, method, target, filtered=False) or {}
 
     def _explained(
-        self, example: Example, model: int, method: int, target: int | None, *, filtered: bool
+        self,
+        example: DatasetExample,
+        model: int,
+        method: int,
+        target: int | None,
+        *,
+        filtered: bool,
     ) -> dict[str, Any] | None:
         explain = self._visualizer.explain
         found = self._told(model, lambda: _sent(explain(example, model, target, filtered, method)))
@@ -146,7 +152,7 @@ class Api:
         example, model, target = self._asked(request)
         return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
-    def _asked(self, request: Mapping[str, Any]) -> tuple[Example, int, int]:
+    def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
         """The example, the model and the class that are asked about."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
@@ -158,7 +164,7 @@ class Api:
             raise OptionError(f"target={target!r} is no class.")
         return self._shown[identity], model, target
 
-    def _view(self, example: Example, index: int) -> dict[str, Any] | None:
+    def _view(self, example: DatasetExample, index: int) -> dict[str, Any] | None:
         model, method = divmod(index, len(self._visualizer.config.methods))
         return self._explained(example, model, method, None, filtered=True)
 

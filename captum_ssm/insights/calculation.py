@@ -22,7 +22,7 @@ from ..tracing import find_mixers, find_model
 from ..viz.html.parts import decomposition, roles_of, tells_pixels, tells_roles
 from ..viz.html.pictures import Raster
 from .applicability import obstacle
-from .dataset import Example
+from .dataset import DatasetExample
 from .features import BaseFeature, FeatureOutput
 from .filters import FilterConfig, OutputScore
 from .flow import Flow, flow_of
@@ -112,7 +112,7 @@ class AttributionCalculation:
         self.score_func = score_func
         self.use_label_for_attr = use_label_for_attr
 
-    def transformed(self, example: Example) -> tuple[Tensor, ...]:
+    def transformed(self, example: DatasetExample) -> tuple[Tensor, ...]:
         """What the models are given: the inputs after each feature's transforms."""
         if len(example.inputs) != len(self.features):
             raise InputError(
@@ -246,7 +246,7 @@ class AttributionCalculation:
         except CaptumSSMError:  # a model of another kind
             return []
 
-    def cut(self, model: Any, example: Example, target: int, edges: Edges) -> Cut:
+    def cut(self, model: Any, example: DatasetExample, target: int, edges: Edges) -> Cut:
         """What a model predicts of a text without messages between its words."""
         ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None
@@ -256,11 +256,11 @@ class AttributionCalculation:
 
         return cut_edges(method, ids, asked, edges, label, additional=additional)
 
-    def flow(self, model: Any, example: Example, target: int) -> Flow:
+    def flow(self, model: Any, example: DatasetExample, target: int) -> Flow:
         """What runs through a model's layers from the words of a text to a class."""
         return flow_of(model, *self._text(model, example, target), example.additional)
 
-    def _text(self, model: Any, example: Example, target: int) -> tuple[Tensor, Any]:
+    def _text(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
         """The ids of the one text that an example is, and a class as a target of the model."""
         if not self._is_one_text:
             raise OptionError("this is asked of the words of one text, which the example is not.")
@@ -317,7 +317,7 @@ class Logits(nn.Module):
 def explanation(
     calculation: AttributionCalculation,
     config: FilterConfig,
-    example: Example,
+    example: DatasetExample,
     model_index: int,
     target: int | None = None,
     filtered: bool = False,

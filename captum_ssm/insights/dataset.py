@@ -55,7 +55,7 @@ class Batch:
         self.additional_args = additional_args
 
 
-class Example(NamedTuple):
+class DatasetExample(NamedTuple):
     """One example of a batch.
 
     Attributes:
@@ -71,7 +71,7 @@ class Example(NamedTuple):
     number: int = 0
 
 
-def examples_of(batch: Any) -> Iterator[Example]:
+def examples_of(batch: Any) -> Iterator[DatasetExample]:
     """The examples of a batch, checked before the first is handed out."""
     if not hasattr(batch, "inputs"):
         raise InputError(
@@ -93,7 +93,7 @@ def examples_of(batch: Any) -> Iterator[Example]:
         )
     labels = _labels(getattr(batch, "labels", None), size)
     for i in range(size):
-        yield Example(
+        yield DatasetExample(
             tuple(x[i : i + 1] for x in inputs),
             tuple(a[i : i + 1] if isinstance(a, Tensor) and a.dim() else a for a in additional),
             labels[i],
@@ -112,7 +112,7 @@ def _labels(labels: Any, size: int) -> list[int | None]:
     return [int(number) for number in numbers]
 
 
-class Stream:
+class Pages:
     """Goes through a dataset page by page, and after its end from the beginning again.
 
     Args:
@@ -122,15 +122,15 @@ class Stream:
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
-        self._kept: deque[Example] = deque(maxlen=KEPT)
+        self._kept: deque[DatasetExample] = deque(maxlen=KEPT)
         # None stands for the end of the dataset
-        self._ahead: deque[Example | None] = deque()
-        self._page: list[Example | None] = []
+        self._ahead: deque[DatasetExample | None] = deque()
+        self._page: list[DatasetExample | None] = []
         self._source = self._first_time()
         #: whether the end of the dataset was met on the current page
         self.ended = False
 
-    def first(self) -> Example | None:
+    def first(self) -> DatasetExample | None:
         """The next example, which stays the next one; None if the dataset is empty."""
         for _ in range(2):  # the end may come first, and behind it the beginning
             if not self._ahead:
@@ -140,7 +140,7 @@ class Stream:
             self._ahead.popleft()
         return None
 
-    def page(self, again: bool = False) -> Iterator[Example]:
+    def page(self, again: bool = False) -> Iterator[DatasetExample]:
         """The examples from here to the end of the dataset, as many as are taken."""
         if again:
             self._ahead.extendleft(reversed(self._page))
@@ -152,26 +152,26 @@ class Stream:
         self._page.append(None)
         self.ended = True
 
-    def _read(self) -> Example | None:
+    def _read(self) -> DatasetExample | None:
         example = next(self._source, None)
         if example is None:
             self._source = self._again()
         return example
 
-    def _first_time(self) -> Iterator[Example]:
+    def _first_time(self) -> Iterator[DatasetExample]:
         once = isinstance(self._dataset, Iterator)
         for example in _examples(self._dataset):
             if once:
                 self._kept.append(example)
             yield example
 
-    def _again(self) -> Iterator[Example]:
+    def _again(self) -> Iterator[DatasetExample]:
         if isinstance(self._dataset, Iterator):
             return iter(tuple(self._kept))
         return _examples(self._dataset)
 
 
-def _examples(dataset: Iterable[Any]) -> Iterator[Example]:
+def _examples(dataset: Iterable[Any]) -> Iterator[DatasetExample]:
     number = 0
     for batch in _batches(iter(dataset)):
         for example in examples_of(batch):
@@ -199,17 +199,17 @@ class Found(Generic[Seen]):
         labelled: how many of those that were run have a label.
     """
 
-    examples: list[tuple[Example, list[Seen]]]
+    examples: list[tuple[DatasetExample, list[Seen]]]
     searched: int
     ended: bool
     labelled: int
 
 
 def search(
-    stream: Stream,
+    stream: Pages,
     count: int,
     views: int,
-    view: Callable[[Example, int], Seen | None],
+    view: Callable[[DatasetExample, int], Seen | None],
     again: bool = False,
 ) -> Found[Seen]:
     """Goes on through a stream until enough examples passed, or the dataset ends.
@@ -221,7 +221,7 @@ def search(
         view: what the view of an index shows of an example; None if it does not pass.
         again: begin where the last search began. Default: False, where it ended.
     """
-    found: list[tuple[Example, list[Seen]]] = []
+    found: list[tuple[DatasetExample, list[Seen]]] = []
     searched = labelled = 0
     for example in stream.page(again):
         searched += 1

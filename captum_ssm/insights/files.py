@@ -54,7 +54,7 @@ def common_classes(
     return first
 
 
-class Texts:
+class TextFiles:
     """The texts of a file, one a line, or of the files ``*.txt`` of a folder.
 
     Args:

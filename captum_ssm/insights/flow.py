@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..viz.html.example import Example, find_subject
+from ..viz.html.example import ShownExample, find_subject
 from ..viz.html.graph import graph_of
 from ..viz.html.outline import outline
 
@@ -30,7 +30,7 @@ class Flow(NamedTuple):
 def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -> Flow:
     """What runs through a model's layers on the way to a class."""
     subject = find_subject(model, None, None, None, None)
-    example = Example(ids, target, additional, None)
+    example = ShownExample(ids, target, additional, None)
     known = outline(subject, example)
     graph = graph_of(subject, example, known, _FOLLOWED)
     for node in graph["nodes"]:

@@ -19,7 +19,7 @@ from ..explain.knockout import Cut
 from ..viz.html.page import framed
 from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
-from .dataset import Example, Found, Seen, Stream, search
+from .dataset import DatasetExample, Found, Pages, Seen, search
 from .features import BaseFeature
 from .filters import FilterConfig
 from .flow import Flow
@@ -106,7 +106,7 @@ class AttributionVisualizer:
         self.attribution_calculation = AttributionCalculation(
             self.models, self.classes, self.features, score_func, use_label_for_attr
         )
-        self._stream = Stream(dataset)
+        self._stream = Pages(dataset)
         self._config: FilterConfig | None = None
         self._server: Server | None = None
 
@@ -163,7 +163,7 @@ class AttributionVisualizer:
         return [outputs for _, outputs in self.search(self.view).examples]
 
     def search(
-        self, view: Callable[[Example, int], Seen | None], again: bool = False
+        self, view: Callable[[DatasetExample, int], Seen | None], again: bool = False
     ) -> Found[Seen]:
         """Goes on through the dataset until as many examples as asked for pass the filter.
 
@@ -176,7 +176,7 @@ class AttributionVisualizer:
             views = len(self.models) * len(self.config.methods)
             return search(self._stream, self.config.num_examples, views, view, again)
 
-    def view(self, example: Example, index: int) -> VisualizationOutput | None:
+    def view(self, example: DatasetExample, index: int) -> VisualizationOutput | None:
         """What a model and a method make of an example, if it passes the filter.
 
         Args:
@@ -188,7 +188,7 @@ class AttributionVisualizer:
 
     def explain(
         self,
-        example: Example,
+        example: DatasetExample,
         model_index: int,
         target: int | None = None,
         filtered: bool = False,
@@ -218,7 +218,7 @@ class AttributionVisualizer:
         """By model, the names of the layers in which messages between words can be cut."""
         return [self.attribution_calculation.layers(model) for model in self.models]
 
-    def cut(self, example: Example, model_index: int, target: int, edges: Edges) -> Cut:
+    def cut(self, example: DatasetExample, model_index: int, target: int, edges: Edges) -> Cut:
         """What a model predicts of a text without messages between its words.
 
         Args:
@@ -231,7 +231,7 @@ class AttributionVisualizer:
             model = self.models[model_index]
             return self.attribution_calculation.cut(model, example, target, edges)
 
-    def flow(self, example: Example, model_index: int, target: int) -> Flow:
+    def flow(self, example: DatasetExample, model_index: int, target: int) -> Flow:
         """What runs through a model's layers from the words of a text to a class.
 
         Args:

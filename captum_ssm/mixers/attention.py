@@ -48,7 +48,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
     return _linearize(module, *_replay(module, call))
 
 
-def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
+def _linearize(module: Any, noted: _AttentionCall, factor: Tensor) -> LinearMixer:
     query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
     pairs, gated = _pairs(module, noted), ("gate", type(module))
     if pairs is not None and are_noted(factor):
@@ -185,7 +185,7 @@ def _refuse_cache(module: Any, call: Call) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Noted:
+class _AttentionCall:
     """What the attention function received, keys and values repeated to the query heads."""
 
     query: Tensor  # (B, H, L, N)
@@ -211,7 +211,7 @@ class _Settings:
         return getattr(self.__dict__["_config"], name)
 
 
-def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
+def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     """What the attention function received, and the factor (B, L, H P) put on what it returns."""
     from transformers import AttentionInterface
 
@@ -236,7 +236,7 @@ def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
     return _end_to_end(module, noted, call.hidden_states.shape[1]), first_tensor(out)
 
 
-def _end_to_end(module: Any, noted: list[_Noted], tokens: int) -> _Noted:
+def _end_to_end(module: Any, noted: list[_AttentionCall], tokens: int) -> _AttentionCall:
     """What was received at once, or of one image after the other, each then as an example."""
     if len(noted) == 1:
         return noted[0]
@@ -286,7 +286,7 @@ def _note(
         )
     causal = kwargs.get("is_causal")
     groups = heads // key.shape[1]
-    noted = _Noted(
+    noted = _AttentionCall(
         query,
         key.repeat_interleave(groups, 1),
         value.repeat_interleave(groups, 1),
@@ -345,7 +345,7 @@ class _TorchsNoted(TorchFunctionMode):
         return ones.transpose(1, 2)
 
 
-def _pairs(module: Any, noted: _Noted) -> Tensor | None:
+def _pairs(module: Any, noted: _AttentionCall) -> Tensor | None:
     """The mask over pairs of tokens that the module's own attention function would have used.
 
     Eager attention takes its mask as it is; the other functions apply causality themselves where

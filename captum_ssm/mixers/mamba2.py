@@ -39,7 +39,7 @@ from .parts.common import (
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
+class OutputNorm:
     """The RMSNorm at the end.
 
     Attributes:
@@ -62,7 +62,9 @@ def hf_mamba2(module: Any, call: Call) -> LinearMixer:
     own = module.norm
     channels = own.weight.shape[0]
     # in transformers 4 most norms know no groups
-    norm = Norm(own.weight, own.variance_epsilon, channels // getattr(own, "group_size", channels))
+    norm = OutputNorm(
+        own.weight, own.variance_epsilon, channels // getattr(own, "group_size", channels)
+    )
     return _hf_linearize(module, run(module.in_proj, hidden), mask, norm)
 
 
@@ -97,14 +99,14 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
     norm = None
     if module.mamba_rms_norm:
         own = module.norm
-        norm = Norm(own.weight, own.variance_epsilon, own.n_groups, own.norm_before_gate)
+        norm = OutputNorm(own.weight, own.variance_epsilon, own.n_groups, own.norm_before_gate)
     linear = _hf_linearize(module, projected, mask, norm)
     scale = float(getattr(call.block, "ssm_out_multiplier", 1.0))
     return replace(linear, branch_scale=scale)
 
 
 def _hf_linearize(
-    module: Any, projected: Tensor, mask: Tensor | None, norm: Norm | None
+    module: Any, projected: Tensor, mask: Tensor | None, norm: OutputNorm | None
 ) -> LinearMixer:
     return linearize(
         module,
@@ -124,7 +126,7 @@ def linearize(
     *,
     groups: int,
     dt_limit: tuple[float, float],
-    norm: Norm | None,
+    norm: OutputNorm | None,
     project: Callable[[Tensor], Tensor],
     initial: Tensor | None = None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
@@ -192,7 +194,7 @@ def _remembered(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape)
     return ShortConv(one_tap, shape, constant, component="scan")
 
 
-def _gate_and_norm(gate: Diagonal, norm: Norm | None, mixed: Tensor) -> list[Operator]:
+def _gate_and_norm(gate: Diagonal, norm: OutputNorm | None, mixed: Tensor) -> list[Operator]:
     """The gate and, with 1 / rms frozen, the norm of what the scan and the skip return."""
     if norm is None:
         return [gate]

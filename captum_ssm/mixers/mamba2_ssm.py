@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .base import Call, LinearMixer
-from .mamba2 import Norm, linearize
+from .mamba2 import OutputNorm, linearize
 from .parts.common import linear, refuse_packed, run, working_dtype
 
 
@@ -36,7 +36,9 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
     unmixed = F.silu(z0) * x0
     norm = None
     if module.rmsnorm:
-        norm = Norm(module.norm.weight, module.norm.eps, module.ngroups, module.norm_before_gate)
+        norm = OutputNorm(
+            module.norm.weight, module.norm.eps, module.ngroups, module.norm_before_gate
+        )
 
     def project(y: Tensor) -> Tensor:
         return _out_proj(module, torch.cat([unmixed, y.flatten(2)], -1))
@@ -62,7 +64,7 @@ def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
         None,
         groups=module.ngroups,
         dt_limit=module.dt_limit,
-        norm=Norm(module.norm.weight, module.norm.eps, groups),
+        norm=OutputNorm(module.norm.weight, module.norm.eps, groups),
         project=lambda y: _out_proj(module, y.flatten(2)),
         initial=module.init_states if module.learnable_init_states else None,
     )

@@ -34,7 +34,7 @@ from ..operators import (
 )
 from ..operators.reorder import flip
 from .base import Call, LinearMixer
-from .mamba2 import Norm, linearize
+from .mamba2 import OutputNorm, linearize
 from .parts.common import (
     activation_ratio,
     as_heads,
@@ -93,7 +93,7 @@ def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
         None,
         groups=config.n_groups,
         dt_limit=config.dt_limit,
-        norm=Norm(module.norm.weight, module.norm.eps, config.n_groups if fused else 1),
+        norm=OutputNorm(module.norm.weight, module.norm.eps, config.n_groups if fused else 1),
         project=project,
         initial=module.init_states if config.learnable_init_states else None,
     )

@@ -12,7 +12,7 @@ from .recall import Example, recall_vocabulary
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecallBatch:
     """Examples padded on the left to one length.
 
     Padding on the left keeps the open question at the last position of every row.
@@ -33,7 +33,7 @@ class Batch:
     examples: tuple[Example, ...]
 
 
-def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> RecallBatch:
     """Pads examples on the left into one batch.
 
     Args:
@@ -63,7 +63,7 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
     pad = recall_vocabulary().pad_id
     rows = [[pad] * (width - len(e.tokens)) + list(e.tokens) for e in examples]
     mask = (torch.arange(width, device=device)[None, :] >= offsets[:, None]).long()
-    return Batch(
+    return RecallBatch(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=mask,
         answer_ids=torch.tensor([e.answer_id for e in examples], device=device),

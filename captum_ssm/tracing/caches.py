@@ -54,7 +54,7 @@ def _forget(module: Any, *_: Any) -> None:
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 
 
-class _Calls(threading.local):
+class _CacheCalls(threading.local):
     """Of this thread's calls of modules that offer a cache, whether each would have used it.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Calls(threading.local):
         self.dropped.clear()
 
 
-_calls = _Calls()
+_calls = _CacheCalls()
 
 
 def _without_cache(

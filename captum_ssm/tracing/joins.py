@@ -36,7 +36,7 @@ from .values import (
     steps_of,
     summed,
 )
-from .way import Step, Way, along
+from .way import AffineStep, Way, along
 
 #: A module, the number of its call, whether the tensor enters it, and which of several it is.
 _Key = tuple[nn.Module, int, bool, int]
@@ -115,10 +115,10 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
     """
     replays.settle_every_hook()  # vectors have what a hook makes of them, or are refused
     with torch.no_grad():
-        _Search(replays, stages, order).find()
+        _JoinSearch(replays, stages, order).find()
 
 
-class _Search:
+class _JoinSearch:
     """The tensors of replays of one run."""
 
     def __init__(
@@ -429,9 +429,9 @@ class _Search:
                 for gate in gates:
                     if bool((part * gate - x).abs().max() <= rounding_of(x)):
                         pick = torch.eye(z.shape[-1]).to(x)[:, start : start + width]
-                        some = [] if z.shape[-1] == width else [Step(matrix=pick)]
+                        some = [] if z.shape[-1] == width else [AffineStep(matrix=pick)]
                         change = change_at(now, x, self.slots[k].at)
-                        each.branches[k].append(Branch([*steps, *some, Step(gate)], change))
+                        each.branches[k].append(Branch([*steps, *some, AffineStep(gate)], change))
                         return True
         return False
 
@@ -478,7 +478,7 @@ class _Search:
         if steps is None or steps[0].matrix is None or len(steps) > 1:
             return
         for i, (k, (part, way)) in enumerate(parts.items()):
-            step = Step(matrix=steps[0].matrix[part], bias=None if i else steps[0].bias)
+            step = AffineStep(matrix=steps[0].matrix[part], bias=None if i else steps[0].bias)
             change = change_at(after, out, self.slots[k].at)
             each.branches[k].append(Branch([*way, step], change))
 
@@ -508,7 +508,7 @@ class _Search:
                     gate = (x - rest) / y.to(x.device)
                     off = (moved - rows_at(gate, at) * change).abs().max()
                     is_gate = bool(off <= rounding_of(moved, 64))
-                    way = [Step(gate)] if is_gate else norm_of(y.to(x.device), x - rest, None)
+                    way = [AffineStep(gate)] if is_gate else norm_of(y.to(x.device), x - rest, None)
                     if way is not None and not is_constant(x - rest, x):
                         each.found = _Found({k: way}, rest, key, reading)
                         return True

@@ -20,7 +20,7 @@ from ..operators.kernels.truths import are_noted, holds
 from .find import Mixer
 from .projection import Projection, projection_of, scaled_output
 from .verification import Errors, relative_error, require_same, tolerance_for
-from .way import Step, Way
+from .way import AffineStep, Way
 
 
 class Layer:
@@ -288,7 +288,7 @@ class Layer:
         """
         declared, seen = self.linear.branch_scale, self._seen_scale
         if declared != 1 and (self._way is None or seen is not None):
-            return [Step(declared)]
+            return [AffineStep(declared)]
         if self._way is None:
             if self._has_joined:
                 raise InputError(
@@ -303,7 +303,7 @@ class Layer:
     @property
     def _seen_scale(self) -> float | None:
         """The only number that the output was seen to be multiplied with, if that is all."""
-        factors = [step.factor for step in self._way or () if step == Step(step.factor)]
+        factors = [step.factor for step in self._way or () if step == AffineStep(step.factor)]
         if self._way is None or len(factors) < len(self._way):
             return None
         numbers = [factor for factor in factors if isinstance(factor, int | float)]

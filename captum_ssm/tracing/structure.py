@@ -58,7 +58,7 @@ class NotAChain(InputError):
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class TokenOrder:
     """How the tokens of a run lie.
 
     Attributes:
@@ -73,7 +73,7 @@ class Chain:
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Arrangement:
     """What a search has found of the layers of a run, and where it holds.
 
     Attributes:
@@ -85,17 +85,17 @@ class _Found:
 
     state: tuple[Any, ...]
     mask: Tensor | None
-    chain: Chain
+    chain: TokenOrder
     layers: list[tuple[int, Tensor | None, bool]]
 
 
 #: The latest finding of each model.
-_found: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, _Arrangement] = WeakKeyDictionary()
 
 
 def arrange(
     replays: Replays, output: Tensor, mask: Tensor | None, *, is_model: bool = False
-) -> Chain:
+) -> TokenOrder:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
 
     Of a model that is run by itself the finding is kept, for inputs of the same kind, until
@@ -133,15 +133,15 @@ def arrange(
 
 def _search(
     replays: Replays, output: Tensor, mask: Tensor | None, state: tuple[Any, ...]
-) -> _Found:
-    search = _Search(replays, output, mask)
+) -> _Arrangement:
+    search = _OrderSearch(replays, output, mask)
     given = search.find_places()
     layers = [
         (number, search.order(k), has_stream)
         for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
         for k in stage
     ]
-    return _Found(state, mask, Chain(given, search.order_of_output()), layers)
+    return _Arrangement(state, mask, TokenOrder(given, search.order_of_output()), layers)
 
 
 def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
@@ -237,7 +237,7 @@ def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
     return [*entering, output.reshape(len(output), -1)]
 
 
-class _Search:
+class _OrderSearch:
     """Replays of one run, and what they have told so far."""
 
     def __init__(self, replays: Replays, output: Tensor, mask: Tensor | None) -> None:

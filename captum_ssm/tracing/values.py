@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .way import Step, Way, along
+from .way import AffineStep, Way, along
 
 #: So many tokens tell which tensors may be alike.
 _SAMPLE = 16
@@ -61,9 +61,9 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
         off = [(change - factor * own).abs().max() for factor in (scale, gain)]
         number, by_number, by_feature, limited = torch.stack([scale, *off, limit]).tolist()
         if by_number <= limited:
-            return [*steps, *([] if number == 1 else [Step(number)])]
+            return [*steps, *([] if number == 1 else [AffineStep(number)])]
         if len(own) > 1 and by_feature <= limited:
-            return [*steps, Step(gain)]
+            return [*steps, AffineStep(gain)]
     return _sum_of(branches, change, limit)
 
 
@@ -97,7 +97,7 @@ def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
     )
     matrix = sum(w * along(rest, eye) for w, rest in zip(weights, rests, strict=True))
     assert isinstance(matrix, Tensor) and isinstance(bias, Tensor)
-    return [*ways[0][:shared], Step(matrix=matrix - bias, bias=bias[0])]
+    return [*ways[0][:shared], AffineStep(matrix=matrix - bias, bias=bias[0])]
 
 
 def change_at(now: Tensor, before: Tensor, at: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
         return None
     bias = bias[0, 0]
     if matrix.dim() == 2 and bool((x @ matrix + bias - out).abs().max() <= rounding_of(out, 16)):
-        return [Step(matrix=matrix, bias=bias)]
+        return [AffineStep(matrix=matrix, bias=bias)]
     return norm_of(x, out, bias) if out.shape == x.shape else None
 
 
@@ -211,6 +211,6 @@ def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
         gain, size = gain.to(x), size.to(x)
         if bool((inner * gain * size + shift - out).abs().max() <= rounding_of(out, 16)):
             eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-            first = [Step(matrix=eye - 1 / x.shape[-1])] if is_centered else []
-            return [*first, Step(size), Step(gain, bias=bias)]
+            first = [AffineStep(matrix=eye - 1 / x.shape[-1])] if is_centered else []
+            return [*first, AffineStep(size), AffineStep(gain, bias=bias)]
     return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..operators.kernels.rows import tokens_at
 
 
-class Step(NamedTuple):
+class AffineStep(NamedTuple):
     """y = (x * factor) matrix + bias, within tokens.
 
     Attributes:
@@ -62,7 +62,7 @@ class Step(NamedTuple):
             direction = direction @ self.matrix.to(direction).T
         return direction * _at(self.factor, direction)
 
-    def at(self, index: Tensor) -> Step:
+    def at(self, index: Tensor) -> AffineStep:
         """The step at some tokens ``index`` (B, q), of vectors (B, q, s, E)."""
         factor = self.factor
         if not isinstance(factor, Tensor) or factor.dim() < 3:
@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
 
 #: From what a mixer returned to what is added to the stream.
-Way = Sequence[Step]
+Way = Sequence[AffineStep]
 
 
 def along(way: Way, x: Tensor) -> Tensor:

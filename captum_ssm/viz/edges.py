@@ -159,7 +159,7 @@ def plot_edges(
         if outside:
             raise InputError(f"edges names token {outside[0]}, but there are {len(tokens)} tokens.")
     effects = numbers([edge.effect for edge in edges], "edges")
-    words = Words.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
+    words = WordRow.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
     layers = sorted({edge.layer for edge in edges})
     rows = [[layer] for layer in layers] if by_layer else [layers]
     deep = max(map(len, words.labels)) * 0.085 if words.turned else 0.2
@@ -181,7 +181,7 @@ def plot_edges(
     return figure, axes[:, 0]
 
 
-class Words(NamedTuple):
+class WordRow(NamedTuple):
     """The words of a row.
 
     Attributes:
@@ -201,7 +201,7 @@ class Words(NamedTuple):
     length: float
 
     @classmethod
-    def of(cls, tokens: Sequence[str], ends: set[int]) -> Words:
+    def of(cls, tokens: Sequence[str], ends: set[int]) -> WordRow:
         found = as_words(tokens)
         names, joined = [cut(label) for label in found.labels], set(found.joined)
         gaps = [0 if i in joined else _GAP / 2 for i in range(len(tokens) + 1)]  # in front of each
@@ -242,7 +242,7 @@ class _Arc(NamedTuple):
     high: float
 
 
-def _arcs(edges: Sequence[EdgeLike], words: Words) -> list[_Arc]:
+def _arcs(edges: Sequence[EdgeLike], words: WordRow) -> list[_Arc]:
     """The arcs, the strongest first; those that meet at a word stand side by side there."""
     strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
     at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)
@@ -268,7 +268,7 @@ def _sign(number: int) -> int:
     return (number > 0) - (number < 0)
 
 
-def set_words(axis: Any, words: Words) -> None:
+def set_words(axis: Any, words: WordRow) -> None:
     """An axis whose ticks are words."""
     axis.set_xlim(-0.3, words.length + 0.3)
     axis.set_ylim(0, 1.15)

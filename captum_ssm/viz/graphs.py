@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .edges import AGAINST, FOR, Words, explain, set_words
+from .edges import AGAINST, FOR, WordRow, explain, set_words
 from .figure import new_figure, numbers
 from .labels import FAMILIES, cut, shown
 from .text import CELL
@@ -116,7 +116,7 @@ def plot_graph(
     edges = numbers(graph.edges, "graph")
     chosen = chosen_nodes(graph, most)
     last = len(graph.nodes) - 1
-    words = Words.of(graph.tokens, {_column(graph, i) for i in chosen})
+    words = WordRow.of(graph.tokens, {_column(graph, i) for i in chosen})
     depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
     rows = {depth: row for row, depth in enumerate(depths)}
     figure, axis = new_figure(
@@ -213,7 +213,7 @@ def _row_name(graph: GraphLike, depth: int, last: int) -> str:
 
 
 def _places(
-    graph: GraphLike, chosen: Sequence[int], words: Words, rows: dict[int, int]
+    graph: GraphLike, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Where each node is; several of one word in a row stand one above the other."""
     together = defaultdict[tuple[int, int], list[int]](list)

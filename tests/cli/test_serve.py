@@ -18,7 +18,7 @@ from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
-from captum_ssm.insights.files import Images, Texts, class_names, common_classes
+from captum_ssm.insights.files import Images, TextFiles, class_names, common_classes
 from captum_ssm.models import load_bundled
 
 PROMPTS = ["anna owns the lamp . ? anna owns the", "bob owns the red kite . ? bob owns the red"]
@@ -170,13 +170,13 @@ def test_models_must_read_a_text_and_see_an_image_alike(tmp_path, photos):
 
     path = tmp_path / "texts"
     path.write_text("ab\n")
-    (batch,) = Texts(path, [reader(), reader()], [])
+    (batch,) = TextFiles(path, [reader(), reader()], [])
     assert batch.inputs.tolist() == [[97, 98]] and batch.labels is None
     with pytest.raises(OptionError, match=r"read 'ab' as different tokens.*--tokenizer"):
-        list(Texts(path, [reader(), reader(1)], []))
+        list(TextFiles(path, [reader(), reader(1)], []))
     path.write_text("ab\n!\n")
     with pytest.raises(InputError, match="'!' has no tokens"):
-        list(Texts(path, [reader()], []))
+        list(TextFiles(path, [reader()], []))
     (batch, *_) = Images(photos, [sees(4), sees(4)], ["cat", "dog"])
     assert batch.inputs.shape == (1, 3, 4, 4)
     with pytest.raises(OptionError, match="different sizes"):

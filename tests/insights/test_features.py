@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from captum_ssm.errors import InputError
 from captum_ssm.insights import Batch, EmptyFeature, GeneralFeature, ImageFeature, TextFeature
-from captum_ssm.insights.dataset import Stream, examples_of
+from captum_ssm.insights.dataset import Pages, examples_of
 from captum_ssm.insights.features import FeatureOutput
 
 
@@ -173,7 +173,7 @@ def test_a_batch_that_does_not_fit_is_named():
 
 def test_pages_follow_each_other_and_one_again_is_the_same():
     for source in (batches(2, 3), (batch for batch in batches(2, 3)), iter(batches(1, 1, 3))):
-        check_pages(Stream(source))
+        check_pages(Pages(source))
 
 
 def check_pages(stream):
@@ -202,9 +202,9 @@ def test_generators_are_read_no_further_than_asked_and_their_errors_told():
         yield batches(1)[0]
         raise RuntimeError("broken")
 
-    stream = Stream(published())
+    stream = Pages(published())
     assert seen(stream.page()) == [0, 1] and stream.ended
     assert seen(stream.page()) == [0, 1]
-    assert seen(Stream(broken()).page(), 1) == [0]
+    assert seen(Pages(broken()).page(), 1) == [0]
     with pytest.raises(RuntimeError, match="broken"):
-        seen(Stream(broken()).page())
+        seen(Pages(broken()).page())

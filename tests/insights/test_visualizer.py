@@ -33,7 +33,7 @@ from captum_ssm.insights import (
     TextFeature,
 )
 from captum_ssm.insights.calculation import AttributionCalculation
-from captum_ssm.insights.dataset import MOST_SEARCHED, Example
+from captum_ssm.insights.dataset import MOST_SEARCHED, DatasetExample
 from captum_ssm.viz.html.pictures import heat
 
 
@@ -216,7 +216,7 @@ def calculation(model, *features, classes=CLASSES, **options):
 
 
 def example(*inputs, additional=()):
-    return Example(inputs, additional, None)
+    return DatasetExample(inputs, additional, None)
 
 
 def test_transforms_see_one_example_without_its_batch():

@@ -335,7 +335,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     own = structure.arrange
 
-    class Search(structure._Search):
+    class Search(structure._OrderSearch):
         def __init__(self, *args: Any) -> None:
             found.append(1)
             super().__init__(*args)

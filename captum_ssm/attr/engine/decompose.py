@@ -107,7 +107,7 @@ class Decomposition(NamedTokens):
         return self.inputs.shape[0], self.inputs.shape[1]
 
 
-class Parts(Protocol):
+class OutputParts(Protocol):
     """What an output is taken apart into."""
 
     @property
@@ -391,7 +391,7 @@ def exact(found: Decomposition, apart: bool = False) -> bool:
 
 
 def sums_up(
-    found: Parts,
+    found: OutputParts,
     inputs: Tensor,
     share: float = 1.0,
     *,

@@ -100,7 +100,7 @@ class LayerMatrix:
 
 
 #: One layer's part of a fold: the layer and its operator to what it adds to the identity.
-Step = Callable[[Layer, Operator], LayerMatrix]
+MatrixMaker = Callable[[Layer, Operator], LayerMatrix]
 
 
 def given(matrix: Tensor) -> LayerMatrix:
@@ -121,7 +121,7 @@ def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
 def fold(
     layers: Sequence[Layer],
     row: Tensor,
-    step: Step,
+    step: MatrixMaker,
     options: Options,
     description: str,
     normalize_rows: bool = False,

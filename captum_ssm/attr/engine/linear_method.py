@@ -29,7 +29,7 @@ from .alone import Alone, alone
 from .baselines import Baselines, baselines_of, baselines_of_others, one_each
 from .decompose import (
     Decomposition,
-    Parts,
+    OutputParts,
     account,
     decompose,
     exact,
@@ -97,7 +97,7 @@ class LinearMethod(SSMAttribution):
             relevance = (relevance, *(joined(2 + i, x) for i, x in enumerate(others)))
         return (relevance, joined(1, tensor)) if return_convergence_delta else relevance
 
-    def _delta(self, found: Parts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
+    def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
         """output - attributions - biases (B,), for relevance that ``attribute`` has returned.
 
         Args:

@@ -34,7 +34,7 @@ from ...tracing import (
 )
 from ...tracing.joins import join
 from ...tracing.replays import Beginning, Replays
-from ...tracing.structure import Chain, NotAChain, arrange, note_streams
+from ...tracing.structure import NotAChain, TokenOrder, arrange, note_streams
 from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model
 from ..call.layout import ImageProbe, TokenLayout
@@ -194,7 +194,7 @@ class Run:
     record: Trace
     output: Tensor
     mask: Tensor | None
-    chain: Chain | None
+    chain: TokenOrder | None
     shared: bool = False
     questions: Sequence[Question] = ()
     paths: DirectPaths | None = None
@@ -362,7 +362,7 @@ def _replayed(
     output: Tensor,
     mask: Tensor | None,
     paths: DirectPaths | None,
-) -> Chain | None:
+) -> TokenOrder | None:
     """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
     layers, chosen, chain = record.layers, request.layers is not None, None
     if chosen and not request.folds and not request.streams:

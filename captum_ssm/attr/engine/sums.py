@@ -18,7 +18,7 @@ from .result import part
 _SHARE = 0.05
 
 
-class Sum(NamedTuple):
+class CheckedSum(NamedTuple):
     """The sum of one example's relevance.
 
     Attributes:
@@ -76,9 +76,9 @@ class Sums:
     wanted: Tensor
     total: Tensor
 
-    def __getitem__(self, example: int) -> Sum:
+    def __getitem__(self, example: int) -> CheckedSum:
         """The sum of one example."""
-        return Sum(self.of, float(self.wanted[example]), float(self.total[example]))
+        return CheckedSum(self.of, float(self.wanted[example]), float(self.total[example]))
 
 
 def attribute_with_sums(

@@ -25,7 +25,7 @@ _OF = "run.txt"
 
 
 @dataclass(frozen=True)
-class Answer:
+class SavedRow:
     """A row that was read back; see :class:`~captum_ssm.attr.text.hops.Row`."""
 
     tokens: Tensor
@@ -70,10 +70,10 @@ def kept(
             return result
         path = folder / f"{number:06d}.pt"
         if path.exists():
-            answer = Answer(**torch.load(path, weights_only=True))
+            answer = SavedRow(**torch.load(path, weights_only=True))
         else:
             row = yield question
-            answer = Answer(row.tokens.cpu(), row.bias.cpu(), row.output.cpu())
+            answer = SavedRow(row.tokens.cpu(), row.bias.cpu(), row.output.cpu())
             with replacing(path) as beside:
                 torch.save(vars(answer), beside)
         number += 1

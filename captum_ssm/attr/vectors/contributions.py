@@ -29,7 +29,7 @@ from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
-from ...tracing.way import Step, Way, along
+from ...tracing.way import AffineStep, Way, along
 from .scanned import scanned
 from .taps import Path, TapShares, paths_of, silenced
 
@@ -163,21 +163,21 @@ def tiles(
         yield Tile(queries, sources, vectors)
 
 
-def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[Step]]:
+def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     """A projection's weight (C, E) with the first steps of a way in it, and the steps that remain.
 
     Constants are left out.  What is the same for all features of a token can be done at any time,
     so that no product behind it, as that of a norm, has to be made for every vector.
     """
-    remain: list[Step] = []
+    remain: list[AffineStep] = []
     for step in way:
         if step.is_of_tokens:
-            remain.append(Step(step.factor))
-            step = Step(matrix=step.matrix)
+            remain.append(AffineStep(step.factor))
+            step = AffineStep(matrix=step.matrix)
         if all(each.is_of_tokens for each in remain) and step.is_alike:
-            weight = Step(step.factor, step.matrix)(weight)
+            weight = AffineStep(step.factor, step.matrix)(weight)
         else:
-            remain.append(Step(step.factor, step.matrix))
+            remain.append(AffineStep(step.factor, step.matrix))
     return weight, remain
 
 

@@ -42,7 +42,7 @@ def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
     norm = None
     if module.rmsnorm:
         own = module.norm
-        norm = mamba2.Norm(own.weight, own.eps, width // own.group_size, own.norm_before_gate)
+        norm = mamba2.OutputNorm(own.weight, own.eps, width // own.group_size, own.norm_before_gate)
     return mamba2.linearize(
         module,
         torch.cat([z, steps(stream, mask), dt], -1),

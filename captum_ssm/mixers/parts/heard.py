@@ -117,7 +117,7 @@ def told(module: nn.Module, x: Tensor) -> Tensor | None:
             return None
         if not live:
             return output.detach()
-        found: Tensor = _Product.apply(x, module.weight, [output])  # type: ignore[no-untyped-call]
+        found: Tensor = _KnownProduct.apply(x, module.weight, [output])  # type: ignore[no-untyped-call]
         return found
 
 
@@ -139,7 +139,7 @@ def _is_product(module: nn.Module) -> bool:
     )
 
 
-class _Product(torch.autograd.Function):
+class _KnownProduct(torch.autograd.Function):
     """x times a transposed weight, where the result is known."""
 
     @staticmethod

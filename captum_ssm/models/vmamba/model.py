@@ -19,7 +19,7 @@ DOWNSAMPLES = ("v1", "v2", "v3")
 PATCH_EMBEDS = ("v1", "v2")
 
 
-class Permute(nn.Module):
+class PermuteDims(nn.Module):
     """A map with its dimensions in another order."""
 
     def __init__(self, *order: int) -> None:
@@ -30,7 +30,7 @@ class Permute(nn.Module):
         return x.permute(self.order)
 
 
-class Mlp(nn.Module):
+class Perceptron(nn.Module):
     """A perceptron of one hidden layer, for each token by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -84,7 +84,7 @@ class VSSBlock(nn.Module):
         self.has_mlp = mlp_hidden > 0
         if self.has_mlp:
             self.norm2 = nn.LayerNorm(width)
-            self.mlp = Mlp(width, mlp_hidden)
+            self.mlp = Perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """The map behind the block.
@@ -177,7 +177,7 @@ class VMamba(nn.Module):
         self.classifier = nn.Sequential(
             OrderedDict(
                 norm=nn.LayerNorm(widths[-1]),
-                permute=Permute(0, 3, 1, 2),
+                permute=PermuteDims(0, 3, 1, 2),
                 avgpool=nn.AdaptiveAvgPool2d(1),
                 flatten=nn.Flatten(1),
                 head=nn.Linear(widths[-1], num_classes),
@@ -225,7 +225,7 @@ class VMamba(nn.Module):
 def _patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(channels, width, patch, patch),
-        Permute(0, 2, 3, 1),
+        PermuteDims(0, 2, 3, 1),
         nn.LayerNorm(width) if normed else nn.Identity(),
     )
 
@@ -234,12 +234,12 @@ def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) ->
     stride, half = patch // 2, width // 2
     return nn.Sequential(
         nn.Conv2d(channels, half, stride + 1, stride, 1),
-        Permute(0, 2, 3, 1),
+        PermuteDims(0, 2, 3, 1),
         nn.LayerNorm(half) if normed else nn.Identity(),
-        Permute(0, 3, 1, 2),
+        PermuteDims(0, 3, 1, 2),
         nn.GELU(),
         nn.Conv2d(half, width, stride + 1, stride, 1),
-        Permute(0, 2, 3, 1),
+        PermuteDims(0, 2, 3, 1),
         nn.LayerNorm(width) if normed else nn.Identity(),
     )
 
@@ -250,8 +250,8 @@ def _coarser(kind: str, width: int, out: int) -> nn.Module:
         return PatchMerging(width, out)
     kernel, padding = (2, 0) if kind == "v2" else (3, 1)
     return nn.Sequential(
-        Permute(0, 3, 1, 2),
+        PermuteDims(0, 3, 1, 2),
         nn.Conv2d(width, out, kernel, 2, padding),
-        Permute(0, 2, 3, 1),
+        PermuteDims(0, 2, 3, 1),
         nn.LayerNorm(out),
     )

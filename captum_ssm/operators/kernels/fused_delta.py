@@ -50,13 +50,13 @@ _AHEAD = 4
 tl: Any = None
 
 
-class Coefficients(Protocol):
+class DeltaCoefficients(Protocol):
     """Those of the rule, of which ``query`` is (B, L, H, N)."""
 
     query: Tensor
 
 
-def serves(rule: Coefficients) -> bool:
+def serves(rule: DeltaCoefficients) -> bool:
     """Whether the kernel takes a rule on a GPU: with Triton, and of not too many states."""
     return gpu.has_triton() and 0 < rule.query.shape[3] <= _STATES
 

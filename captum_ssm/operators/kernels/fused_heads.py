@@ -45,7 +45,7 @@ _STATES = 256
 tl: Any = None
 
 
-class Coefficients(Protocol):
+class HeadCoefficients(Protocol):
     """Those of the heads: ``log_decay`` (B, L, H), and ``query`` and ``key`` (B, L, G, N)."""
 
     log_decay: Tensor
@@ -53,7 +53,7 @@ class Coefficients(Protocol):
     key: Tensor
 
 
-def serves(heads: Coefficients) -> bool:
+def serves(heads: HeadCoefficients) -> bool:
     """Whether the kernel takes heads on a GPU: with Triton, of not too many states, in float32.
 
     Some versions of Triton have no product of matrices in float64.

@@ -32,7 +32,7 @@ from torch import Tensor
 from . import gpu
 from .arithmetic import BINARY
 from .gpu import composed, device_of, jitted, power_of_two
-from .token_loop import Coefficients
+from .token_loop import ScanCoefficients
 
 #: Tokens, and channels times states, of what a program holds at a time.
 _TOKENS, _COLUMNS = 32, 64
@@ -43,7 +43,7 @@ _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 tl: Any = None
 
 
-def serves(scan: Coefficients) -> bool:
+def serves(scan: ScanCoefficients) -> bool:
     """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states."""
     return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 

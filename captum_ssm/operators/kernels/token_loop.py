@@ -29,7 +29,7 @@ from .portions import parts, vectors_of_heads
 _PREPARED = 8
 
 
-class Coefficients(Protocol):
+class ScanCoefficients(Protocol):
     """Those of a selective scan: dt (B, L, H), A (H, N), B and C (B, L, N) or (B, L, G, N)."""
 
     dt: Tensor
@@ -53,7 +53,7 @@ class ScanSteps:
         transposed: whether this is the adjoint.
     """
 
-    def __init__(self, scan: Coefficients, stack: int, longest: int, transposed: bool) -> None:
+    def __init__(self, scan: ScanCoefficients, stack: int, longest: int, transposed: bool) -> None:
         self.key, self.read = (scan.c, scan.b) if transposed else (scan.b, scan.c)
         self.transposed = transposed
         self.dt = scan.dt.transpose(0, 1)[:, :, None]  # (L, B, 1, H)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...attr import LatimFlow
 from ...attr.call.layout import PatchGrid
 from ...attr.engine.decompose import Decomposition
-from .example import Example, Subject
+from .example import ShownExample, Subject
 from .outline import Outline
 from .parts import Account, account, options_of_parts, roles_of
 
@@ -59,7 +59,7 @@ def switches(method: Any, options: Mapping[str, Any]) -> bool:
 def answers_of(
     method: LatimFlow,
     subject: Subject,
-    example: Example,
+    example: ShownExample,
     known: Outline,
     *,
     options: Mapping[str, Any],

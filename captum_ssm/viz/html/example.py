@@ -20,7 +20,7 @@ Names = Sequence[str] | Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class ShownExample:
     """One example.
 
     Attributes:
@@ -66,7 +66,7 @@ def read_examples(
     target: Any,
     additional_forward_args: Any,
     tokens: Names | None,
-) -> list[Example]:
+) -> list[ShownExample]:
     """The examples, each by itself."""
     additional = as_tuple(additional_forward_args)
     if isinstance(inputs, str):
@@ -82,12 +82,12 @@ def read_examples(
     check_batch(tensor, additional)
     names = _names(tensor, tokens, subject.codec)
     return [
-        Example(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
+        ShownExample(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
         for cut, named in zip(batch_parts(len(tensor), 1), names, strict=True)
     ]
 
 
-def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[Example]:
+def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[ShownExample]:
     if subject.codec is None:
         raise InputError("inputs holds texts: pass the model's tokenizer, or token ids (B, L).")
     if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
@@ -103,7 +103,7 @@ def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[Example]:
         if not len(ids):
             raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
         named = Tokens.of(subject.codec, ids)
-        yield Example(ids[None].to(device), cut.target(target), (), named)
+        yield ShownExample(ids[None].to(device), cut.target(target), (), named)
 
 
 def _names(

@@ -24,7 +24,7 @@ from ..figure import numbers
 from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
 from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
-from .example import Example, Subject
+from .example import ShownExample, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
@@ -118,7 +118,7 @@ class Explanation:
 
 
 def explain(
-    subject: Subject, example: Example, known: Outline, wanted: Wanted, number: int
+    subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, number: int
 ) -> Explanation:
     """Explain one example."""
     gridded = known.grid is not None
@@ -175,7 +175,7 @@ def explain(
 
 
 def _parts(
-    subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
+    subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, names: Sequence[str]
 ) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
     """What methods that decompose the output say beside relevance, by their names.
 
@@ -216,7 +216,7 @@ def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | Non
     return None
 
 
-def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
+def _edges(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
     """The edges whose cutting is estimated to do most, and what it does; or why there are none."""
     told: dict[str, Any] = {"rows": [], "obstacle": None}
     if count == 0:
@@ -249,7 +249,7 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
-def _names(example: Example, known: Outline) -> Sequence[str]:
+def _names(example: ShownExample, known: Outline) -> Sequence[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
         return patch_names(known)
@@ -329,7 +329,7 @@ def _shortened_roles(
     return {role: _shortened(values) for role, values in roles.items()}
 
 
-def _image(example: Example, known: Outline) -> dict[str, Any] | None:
+def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
     """The image as a data address, and where its tokens lie."""
     if not example.is_image:
         return None

@@ -15,7 +15,7 @@ from ...errors import CaptumSSMError, LayerError
 from ...inside import Graph, attribution_graph
 from ...tracing import find_mixers
 from ..graphs import chosen_nodes
-from .example import Example, Subject
+from .example import ShownExample, Subject
 from .outline import Outline
 
 #: So many rows are drawn between the words and the target.
@@ -33,7 +33,7 @@ _ENTERED = ("whole", "target")
 Link: TypeAlias = tuple[int, int, float]
 
 
-def graph_of(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
+def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
     """What runs through which activations on the way to the target, or why this is not known."""
     told: dict[str, Any] = {
         "rows": [],

@@ -18,7 +18,7 @@ from ...attr.call.query import query_weights
 from ...attr.call.targets import logits_of, target_index
 from ...errors import InputError, QueryError
 from ...tracing import Trace, require_layers, require_real_tokens, trace
-from .example import Example, Subject
+from .example import ShownExample, Subject
 
 #: How many of the likeliest classes are named.
 _NAMED = 5
@@ -32,7 +32,7 @@ class LayerOutline(NamedTuple):
     tokens: int
 
 
-class Prediction(NamedTuple):
+class LikelyClass(NamedTuple):
     """A class, or a token, with its logit and its probability among all."""
 
     label: str
@@ -76,12 +76,12 @@ class Outline:
     grid: Grid | None
     target: Any
     explained: str
-    predictions: list[Prediction]
+    predictions: list[LikelyClass]
     targets: list[Any]
     asked: int
 
 
-def outline(subject: Subject, example: Example) -> Outline:
+def outline(subject: Subject, example: ShownExample) -> Outline:
     """Run the model once on an example."""
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         probe = ImageProbe(subject.module) if example.is_image else None
@@ -130,7 +130,7 @@ def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | 
     return int(asked[0]) if len(asked) == 1 else None
 
 
-def _grid(probe: ImageProbe, subject: Subject, example: Example, tokens: int) -> Grid | None:
+def _grid(probe: ImageProbe, subject: Subject, example: ShownExample, tokens: int) -> Grid | None:
     def run(image: Tensor) -> Any:
         return call_model(subject.forward_func, image, example.additional)
 
@@ -150,7 +150,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 
 def _said(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any
-) -> tuple[str, list[Prediction], list[Any], int]:
+) -> tuple[str, list[LikelyClass], list[Any], int]:
     """What is explained, in words, the likeliest answers, each as a target, and which is asked."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
@@ -161,7 +161,8 @@ def _said(
     # what a model never answers has no logit to be explained
     named = list(dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen]))
     predictions = [
-        Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k])) for k in named
+        LikelyClass(label_of(subject, k, output), float(logits[k]), float(chances[k]))
+        for k in named
     ]
     asked = named.index(chosen)
     targets: list[Any] = [(*place, k) if place else k for k in named]

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...attr import ImplicitAttention, LatimNorm
 from ...attr.engine.fold import shown
 from ...errors import OptionError
-from .example import Example, Subject
+from .example import ShownExample, Subject
 from .outline import Outline
 from .page import short
 
@@ -86,7 +86,7 @@ def entries_kept(sizes: Sequence[int], room: int) -> int:
 
 def maps_of(
     subject: Subject,
-    example: Example,
+    example: ShownExample,
     known: Outline,
     kind: str,
     layers: Sequence[int],
@@ -112,7 +112,7 @@ def maps_of(
 
 def _matrices(
     subject: Subject,
-    example: Example,
+    example: ShownExample,
     known: Outline,
     kind: str,
     layers: Sequence[int],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...attr import LatimFlow, LatimLogit
-from ...attr.engine.decompose import Decomposition, Parts
+from ...attr.engine.decompose import Decomposition, OutputParts
 from ...attr.engine.method import SSMAttribution
 from ...attr.flow import FlowMethod
 
@@ -92,7 +92,7 @@ def decomposition(
     *,
     options: Mapping[str, Any],
     roles: bool,
-) -> Parts:
+) -> OutputParts:
     """All that a method sums up."""
     chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
@@ -105,14 +105,14 @@ def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 
-def account(found: Parts) -> Account:
+def account(found: OutputParts) -> Account:
     """The sum that a decomposition of one example is."""
     bias = sum(found.biases.values(), torch.zeros_like(found.output))
     references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
     return Account(*map(float, (found.output, bias, found.delta, references, baselines)))
 
 
-def roles_of(found: Parts) -> dict[str, Tensor]:
+def roles_of(found: OutputParts) -> dict[str, Tensor]:
     """Relevance of tokens (B, L) by role, without roles that none has."""
     roles = found.roles if isinstance(found, Decomposition) else None
     return {role: x for role, x in (roles or {}).items() if bool(x.any())}

@@ -18,7 +18,7 @@ from ...attr.engine.fold import wanted as layers_wanted
 from ...attr.text.spans import Spans
 from ...errors import OptionError
 from ..figure import check_labels
-from .example import Example, Names, Subject, find_subject, read_examples
+from .example import Names, ShownExample, Subject, find_subject, read_examples
 from .explanation import Explanation, Methods, Wanted, explain, streams_size
 from .generated import report_answers
 from .outline import Outline, outline
@@ -120,7 +120,7 @@ def report(
         prompt_spans: what of the prompt they are due to, likewise. Default: ``"word"``.
         hops: how often relevance on the answer's own words goes on towards the prompt, likewise.
             Default: 0.
-        names: what the examples are called. Default: None, ``Example 1``, ...
+        names: what the examples are called. Default: None, ``ShownExample 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write, which ends in .html; its folder is made if it is missing.
             Default: ``"report.html"``.
@@ -213,7 +213,7 @@ def _check_left(**given: tuple[Any, Any]) -> None:
 
 def explain_all(
     subject: Subject,
-    examples: Sequence[Example],
+    examples: Sequence[ShownExample],
     methods: Methods,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
