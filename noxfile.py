@@ -247,7 +247,9 @@ def lint(session: nox.Session) -> None:
     absolute = ("grep", "-rnE", "--include=*.py", r"^\s*(from|import) captum_ssm\b", "captum_ssm")
     session.run(*absolute, external=True, success_codes=[1])
     # Nor does one tell two classes of one name.
-    classes = "grep -rhoE --include=*.py '^ *class \\w+' captum_ssm | sed 's/^ *//' | sort | uniq -d"
+    classes = (
+        "grep -rhoE --include=*.py '^ *class \\w+' captum_ssm | sed 's/^ *//' | sort | uniq -d"
+    )
     session.run("bash", "-c", f"! {{ {classes}; }} | grep .", external=True)
 
 

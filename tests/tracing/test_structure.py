@@ -341,7 +341,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(*args)
 
     assert own is structure.arrange
-    monkeypatch.setattr(structure, "_Search", Search)
+    monkeypatch.setattr(structure, "_OrderSearch", Search)
     return found
 
 
