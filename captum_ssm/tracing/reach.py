@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections.abc import Iterator
-from itertools import pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,12 +13,6 @@ from torch import Tensor, nn
 _STEPS = 5
 #: What is no object that holds a model: its attributes are not looked through.
 _NOT_OPENED = (type, ModuleType, Tensor, nn.Module)
-#: What reads a name of the module in which a function was written.
-_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-#: What reads an attribute of the value that was read last.
-_READS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-#: What has the name of a value without using it.
-_READS_NOTHING = (*_READS_ATTRIBUTE, "LOAD_CLOSURE", "LOAD_CONST")
 
 
 def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -62,50 +54,35 @@ def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
+    read = _names_read(code)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
-            yield from _used(code, name, cell.cell_contents)
+            yield from _used(read, name, cell.cell_contents)
         except ValueError:  # not filled yet
             continue
-    for name in dict.fromkeys(_global_names(code)):
-        if name in function.__globals__:
-            yield from _used(code, name, function.__globals__[name])
+    for name in sorted(read & function.__globals__.keys()):
+        yield from _used(read, name, function.__globals__[name])
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _used(code: CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What code uses of a value that it knows by a name: some of its attributes, or all of it."""
-    opened = hasattr(value, "__dict__") and not isinstance(value, _NOT_OPENED)
-    read = dict.fromkeys(_attributes(code, name)) if opened else {}
-    if read and read.keys() <= vars(value).keys():
-        yield from ((f"{name}.{attribute}", vars(value)[attribute]) for attribute in read)
+def _names_read(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a function's code, and in functions inside of it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names, *(name for each in inner for name in _names_read(each))}
+
+
+def _used(read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value that a function knows by a name, or those of its attributes that the code names."""
+    held = {} if isinstance(value, _NOT_OPENED) else getattr(value, "__dict__", {})
+    named = [each for each in held if each in read]
+    if named and not any(hasattr(type(value), each) for each in read):
+        yield from ((f"{name}.{each}", held[each]) for each in named)
     else:
         yield name, value
-
-
-def _attributes(code: CodeType, name: str) -> Iterator[str | None]:
-    """The attributes that are read of a name, and None where it is used in another way."""
-    for here, after in pairwise(dis.get_instructions(code)):
-        loads = here.opname.startswith("LOAD_") and here.opname not in _READS_NOTHING
-        if loads and here.argval == name:
-            yield after.argval if after.opname in _READS_ATTRIBUTE else None
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _attributes(constant, name)
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    """The global names that a function's code reads, functions written inside of it included."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _READS_GLOBAL:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
 
 
 def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:

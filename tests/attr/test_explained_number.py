@@ -14,7 +14,14 @@ from zoo import networks
 from zoo.attention import attention_model
 from zoo.mamba import transformers_model
 
-from captum_ssm import EdgeEffects, LatimFlow, LatimLogit, MambaLRP
+from captum_ssm import (
+    EdgeEffects,
+    LatimFlow,
+    LatimLogit,
+    MambaAttribution,
+    MambaLRP,
+    TransformerAttribution,
+)
 from captum_ssm.errors import CachedStateError, ReconstructionError
 from tests.oracles import relative_error
 
@@ -25,6 +32,8 @@ METHODS = (LatimFlow, MambaLRP, LatimLogit)
 #: Whatever compares the number that it explains.
 COMPARING: dict[str, Callable[..., Any]] = {
     **{method.__name__: method for method in METHODS},
+    "MambaAttribution": MambaAttribution,
+    "TransformerAttribution": TransformerAttribution,
     "EdgeEffects": EdgeEffects,
     "EdgeEffects, frozen": functools.partial(EdgeEffects, rule="frozen"),
 }
@@ -170,7 +179,8 @@ def test_sound_functions_are_not_accused(
     context = torch.autocast("cpu", torch.bfloat16) if how == "autocast" else nullcontext()
     method = LatimFlow(lambda x: model(x), model=model)
     with context:
-        EdgeEffects(lambda x: model(x), model=model).attribute(case.inputs, **case.target)
+        for other in (EdgeEffects, MambaAttribution):
+            other(lambda x: model(x), model=model).attribute(case.inputs, **case.target)
         found = method.attribute(case.inputs, **case.target)
         wanted = LatimFlow(model).attribute(case.inputs, **case.target)
     assert torch.equal(found, wanted)

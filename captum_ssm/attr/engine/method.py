@@ -32,6 +32,7 @@ from ..call import checks
 from ..call.inputs import BatchPart, as_tuple, batch_parts, by_position, check_batch, single_input
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
+    Against,
     Total,
     as_asked,
     contrasted,
@@ -40,6 +41,7 @@ from ..call.targets import (
     several,
     target_index,
 )
+from .alone import require_alone
 from .fold import Options, shown, wanted
 from .run import Question, Request, Run, layout_of, run_of
 
@@ -343,6 +345,13 @@ class ImplicitMethod(SSMAttribution):
                 for device in {layer.output.device for layer in run.layers}:
                     stack.enter_context(full_precision(device))
                 rows = [relevance(asked) for asked in run.asked(questions)]
+                numbers = [
+                    (Against(asked.target, None), asked.selected.detach())
+                    for asked in questions
+                    if asked.selected is not None
+                ]
+                if numbers:
+                    require_alone(run, verify, numbers)
                 return [row.detach() for row in run.laid_out(rows, layout)]
 
         found = self._by_parts(
