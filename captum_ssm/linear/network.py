@@ -28,7 +28,7 @@ from ..operators.readings.coefficients import follow_mask, live_coefficients
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import Running
+from ..tracing.hooks import name_of_running
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
@@ -365,14 +365,14 @@ def under_rules(
     constants: bool = True,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside."""
-    running = Running(model)
+    names = {module: name for name, module in model.named_modules()}
+    where = functools.partial(name_of_running, names, type(model).__name__)
     ids = None if inputs.is_floating_point() else inputs
-    mode = Linearising(ids, rule, running.name, constants, by_role)
+    mode = Linearising(ids, rule, where, constants, by_role)
     mode.tell.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
-        running.watch(stack)
         require_gathered(model, model.modules())
         stack.enter_context(whole(model.modules()))
         stack.enter_context(recordable(model))

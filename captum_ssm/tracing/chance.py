@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from ..errors import TrainingModeError
 from ..mixers.registry import looks_like_a_mixer
+from .hooks import name_of_running
 
 #: Of a function's call, by position and by name.
 Arguments = tuple[Any, ...]
@@ -50,22 +49,12 @@ def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> No
     chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     if not value or ("dropout" in name and not chance):
         return
+    names = {module: _named(name, module) for name, module in model.named_modules()}
+    where = name_of_running(names, "forward_func")
     raise TrainingModeError(
-        f"{_running(model)} calls torch's {name} with {argument}={value} although it is in "
+        f"{where} calls torch's {name} with {argument}={value} although it is in "
         f"evaluation mode, and {complaint}. Let it be {argument}=self.training, or the like."
     )
-
-
-def _running(model: nn.Module) -> str:
-    """The module that is running, which its frame tells."""
-    names = {id(module): name for name, module in model.named_modules()}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        own = frame.f_locals.get("self")
-        if isinstance(own, nn.Module) and id(own) in names:
-            return _named(names[id(own)], own)
-        frame = frame.f_back
-    return "forward_func"
 
 
 def require_deterministic(model: nn.Module) -> None:

@@ -1,11 +1,13 @@
-"""What hooks are made of: one thread's calls, the tensors in a call, the names of what runs."""
+"""What hooks are made of: one thread's calls, the tensors in a call, the name of what runs."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,33 +97,21 @@ def detached(value: Any) -> Any:
     return value
 
 
-class Running:
-    """The names of the modules that are running, innermost last."""
+def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
+    """Name the innermost module that this thread is calling.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names: list[str] = []
-
-    def name(self) -> str:
-        """That of the module that runs, or of the model's class where none does."""
-        return self._names[-1] if self._names else type(self._model).__name__
-
-    def watch(self, stack: ExitStack) -> None:
-        """Follow which modules run, until the stack is left."""
-        for name, module in self._model.named_modules():
-            enter, leave = self._hooks(name)
-            stack.enter_context(hooked(module.register_forward_pre_hook, enter))
-            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
-
-    def _hooks(self, name: str) -> tuple[Any, Any]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._names.append(name)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._names and self._names[-1] == name:  # else a hook before ours raised
-                self._names.pop()
-
-        return enter, leave
+    Args:
+        names: of the modules in question.
+        otherwise: is returned where none of them is called.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            name = names.get(frame.f_locals["self"])
+            if name is not None:
+                return name
+        frame = frame.f_back
+    return otherwise
 
 
 def sequences_in(value: Any) -> Iterator[Tensor]:
