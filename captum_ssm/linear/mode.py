@@ -357,7 +357,13 @@ class Linearising(TorchFunctionMode):
         return out
 
     def _any_live(self, values: Iterable[Any]) -> bool:
-        return next(iter(self._tensors(values)), None) is not None
+        for value in values:  # called for every function of a run
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    return True
+            elif isinstance(value, tuple | list) and self._any_live(value):
+                return True
+        return False
 
     def _straight(self, value: Any) -> Any:
         """``value`` with activations as coefficients."""

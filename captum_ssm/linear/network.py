@@ -350,7 +350,7 @@ def linearised(
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
         network = Network(mode, mixers, sites, steps, verify, begins)
         vouched = layers is not None
-        observe(model, mixers, (network,), stack, gradients=True, vouched=vouched)
+        observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
         sites.watch(stack)
         yield network
 

@@ -15,6 +15,7 @@ Values never change; only what counts as depending on the input does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ FROZEN = """
 TANGENT = frozenset(("sigmoid", "log_sigmoid", "softplus", "exp", "exp2"))
 
 
+@functools.cache
 def plain(name: str) -> str:
     """A function's name without the namespace it is in."""
     for prefix in PREFIXES:

@@ -118,9 +118,9 @@ class Tags:
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; where it is given what is followed, follow its results."""
         given = {id(x): x for x in _tensors((args, kwargs))}
-        ids = {key: x for key, x in given.items() if _where(x) is not None}
-        if not any(map(self.follow, ids.values())):
+        if not any(map(self.follow, given.values())):
             return func(*args, **kwargs)
+        ids = {key: x for key, x in given.items() if _where(x) is not None}
         with unseen():  # it may write to what it is given
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
