@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -112,6 +113,39 @@ def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
                 return name
         frame = frame.f_back
     return otherwise
+
+
+@contextmanager
+def met_by(
+    modules: Iterable[nn.Module], meet: Callable[[nn.Module, int, bool, Any], None]
+) -> Iterator[None]:
+    """Show a function what enters and leaves modules in the run inside the ``with``.
+
+    Args:
+        modules: the modules.
+        meet: takes a module, the number of its call, from 1, whether it is entered, and its
+            arguments or its output. It sees outputs before the hooks of others, which may do to
+            them what no module does.
+    """
+    calls = Counter[nn.Module]()
+    running: list[int] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module] += 1
+        running.append(calls[module])
+        meet(module, calls[module], True, (args, kwargs))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        call = running.pop()
+        if output is not None:  # else it has failed
+            meet(module, call, False, output)
+
+    with ExitStack() as stack:
+        for module in modules:
+            before, after = module.register_forward_pre_hook, module.register_forward_hook
+            stack.enter_context(hooked(before, enter, with_kwargs=True))
+            stack.enter_context(hooked(after, leave, always_call=True, prepend=True))
+        yield
 
 
 def sequences_in(value: Any) -> Iterator[Tensor]:

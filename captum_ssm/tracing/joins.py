@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .hooks import hooked, sequences_in
+from .hooks import met_by, sequences_in
 from .layer import Layer
 from .replays import Replays, changed
 from .values import (
@@ -263,35 +261,17 @@ class _JoinSearch:
         Args:
             meet: is given every floating tensor that enters or leaves a module.
         """
-        calls = Counter[nn.Module]()
-        running: list[int] = []
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
             for i, x in enumerate(sequences_in(value)):
                 meet((module, call, enters, i), x)
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls[module] += 1
-            running.append(calls[module])
-            note(module, calls[module], True, (args, kwargs))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            call = running.pop()
-            if output is not None:
-                note(module, call, False, output)
-
         def leaf(k: int, _: Tensor) -> Tensor:
             self.ran = k + 1
             return self._leaf(k)
 
-        with ExitStack() as stack:
-            for module in self.modules:
-                register = module.register_forward_pre_hook
-                stack.enter_context(hooked(register, enter, with_kwargs=True))
-                after = module.register_forward_hook
-                # before hooks of others, which may do to a stream what no module does
-                stack.enter_context(hooked(after, leave, always_call=True, prepend=True))
+        with met_by(self.modules, note):
             return self.replays.run(leaf)
 
     def _lost(self, joins: Sequence[_Join]) -> set[_Join]:

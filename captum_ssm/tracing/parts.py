@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .hooks import hooked, swap_first
+from .hooks import met_by, swap_first
 from .layer import Layer
 from .replays import Replays, changed
 
@@ -180,26 +179,12 @@ def _agrees(met: Tensor, reading: Tensor, expected: Sequence[Tensor]) -> bool:
 def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
     """Keep what enters and leaves modules in the run inside the ``with``, at each call."""
     found: dict[tuple[Any, ...], Tensor] = {}
-    wanted, calls = {part[:3] for part in parts}, Counter[nn.Module]()
-    running: dict[nn.Module, list[int]] = {}
+    wanted = {part[:3] for part in parts}
 
-    def note(key: tuple[Any, ...], value: Any) -> None:
-        if key in wanted:
-            x = swap_first(value, lambda x: x)[1]
-            if x is not None:
-                found[key] = x.detach().clone()
+    def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
+        x = swap_first(value, lambda x: x)[1] if (module, call, enters) in wanted else None
+        if x is not None:
+            found[module, call, enters] = x.detach().clone()
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[module] += 1
-        running.setdefault(module, []).append(calls[module])
-        note((module, calls[module], True), (args, kwargs))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        note((module, running[module].pop(), False), output)
-
-    with ExitStack() as stack:
-        for module in {part.module for part in parts if part.module is not None}:
-            register = module.register_forward_pre_hook
-            stack.enter_context(hooked(register, enter, with_kwargs=True))
-            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
+    with met_by({part.module for part in parts if part.module is not None}, note):
         yield found

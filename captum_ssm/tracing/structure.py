@@ -22,7 +22,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingModeError
-from .hooks import hooked, swap_first
+from .hooks import met_by, swap_first
 from .layer import Layer
 from .replays import UNITS, Replays, changed
 
@@ -487,26 +486,21 @@ class _OrderSearch:
 
     def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
         """What enters and leaves modules between layers k - 1 and k in a run, innermost first."""
-        found, entered = list[tuple[str, Tensor, Tensor]](), list[Tensor | None]()
-        layers = self.replays.layers
+        found, entered = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
+        layers, model = self.replays.layers, self.replays.beginning.model
         mixing = {part for layer in layers for part in layer.mixer.module.modules()}
+        names = {part: name for name, part in model.named_modules() if part not in mixing}
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = swap_first((args, kwargs), lambda x: x)[1]
-            entered.append(None if x is None else x.detach().clone())
-
-        def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            before, x = entered.pop(), swap_first(output, lambda x: x)[1]
+        def meet(module: nn.Module, call: int, enters: bool, value: Any) -> None:
+            x = swap_first(value, lambda x: x)[1]
+            if enters:
+                entered[module, call] = None if x is None else x.detach().clone()
+                return
+            before = entered.pop((module, call))
             if self.ran == k and before is not None and x is not None:
-                found.append((name, before, x.detach().clone()))
+                found.append((names[module], before, x.detach().clone()))
 
-        with ExitStack() as stack:
-            for name, module in self.replays.beginning.model.named_modules():
-                if module not in mixing:
-                    register = module.register_forward_pre_hook
-                    stack.enter_context(hooked(register, enter, with_kwargs=True))
-                    left = functools.partial(leave, name)
-                    stack.enter_context(hooked(module.register_forward_hook, left))
+        with met_by(names, meet):
             run()
         return found
 
