@@ -91,8 +91,6 @@ KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]]
 
 
 class Block(nn.Module):
-    """A mixer, and what may stand behind it."""
-
     def __init__(self, index: int, behind: Behind | None, flips: bool = False) -> None:
         super().__init__()
         config = MambaConfig(hidden_size=WIDTH, state_size=3, num_hidden_layers=3)
@@ -115,8 +113,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Mixers, and a function that runs them."""
-
     def __init__(self, run: Callable[[Any, Tensor], Tensor], count: int = 2) -> None:
         super().__init__()
         self.blocks, self.run = nn.ModuleList(Block(i, None) for i in range(count)), run
@@ -127,7 +123,6 @@ class Blocks(nn.Module):
 
 
 def drawn(make: Callable[[], list[nn.Module]]) -> tuple[Any, Tensor]:
-    """A stack of modules, and what it reads."""
     torch.manual_seed(1)
     return nn.Sequential(*make()).double().eval(), torch.randn(2, TOKENS, WIDTH).double()
 
@@ -137,7 +132,6 @@ def model_of(*behind: Behind | None, flips: bool = False) -> tuple[Any, Tensor]:
 
 
 def joined(joins: Behind) -> tuple[Any, Tensor]:
-    """Two layers, of the stream and what the mixer returned."""
     return drawn(lambda: [Blocks(lambda b, x: joins(b[0], x, b[0](x)), 1) for _ in range(2)])
 
 
@@ -203,7 +197,6 @@ def test_shares_are_of_what_joins_the_stream(kind: str) -> None:
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (0, 2)])
 @pytest.mark.parametrize("kind", ["layer norm", "a projection"])
 def test_layers_that_are_named(kind: str, numbers: tuple[int, ...]) -> None:
-    """Those between them may mix tokens."""
     behind = KINDS[kind][0]
     model, x = model_of(behind, behind, behind)
     wanted = [oracle.alti(*each) for each in vectors_and_streams(model, x, kind)]
@@ -217,7 +210,6 @@ def test_layers_that_are_named(kind: str, numbers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mixing", ["alti", "projection"])
 @pytest.mark.parametrize("kind", ["layer norm", "a gate", "a projection and a norm"])
 def test_what_is_traced_back_by_them(kind: str, mixing: str) -> None:
-    """Of the second layer, whose own contributions are the target's column of its vectors."""
     behind = KINDS[kind][0]
     model, x = model_of(behind, behind)
     first, (vectors, _) = vectors_and_streams(model, x, kind)
@@ -246,7 +238,6 @@ IN_TURN: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("kind", IN_TURN)
 def test_mixers_that_join_the_stream_in_turn(kind: str) -> None:
-    """What the first has become is no part of the stream that the second is added to."""
     joins, of_vectors = IN_TURN[kind]
     model, x = drawn(lambda: [Blocks(lambda b, x: joins(b, x, b[0](x), b[1](x))) for _ in range(2)])
     for one, module in zip(LatimALTI(model).maps(x), model, strict=True):
@@ -261,7 +252,6 @@ def test_mixers_that_join_the_stream_in_turn(kind: str) -> None:
 
 @pytest.mark.parametrize("method", [LatimNorm, LatimALTI, LatimLogit])
 def test_a_hook_counts_once_in_every_call(method: Any) -> None:
-    """What is known of the model from the first call on changes nothing."""
     model, x = model_of(*[lambda block, out, x: out] * 2)
     model[0].mixer.register_forward_hook(lambda module, args, out: out * 0.3)
     expected = method(model_of(lambda b, out, x: 0.3 * out, lambda b, out, x: out)[0])
@@ -279,7 +269,6 @@ def dense(model: Any, x: Tensor) -> list[Tensor]:
 
 
 def rollout(model: Any, x: Tensor, layers: Any = None, **options: Any) -> Tensor:
-    """The last token's row."""
     method = ImplicitAttentionRollout(model, layers=layers)
     return method.attribute(x, TARGET, components="exact", **options).sum(-1)
 
@@ -289,7 +278,6 @@ EYE = torch.eye(TOKENS).double()
 
 @pytest.mark.parametrize("normalize_rows", [False, True])
 def test_the_identity_stands_for_a_stream_alone(normalize_rows: bool) -> None:
-    """Between layers without one, matrices are multiplied as they are."""
     model, x = model_of(None, None)
     first, second = dense(model, x)
     if normalize_rows:
@@ -303,7 +291,6 @@ def halves(m: Tensor, x: Tensor) -> Any:
 
 
 def wide(block: Any, x: Tensor) -> Tensor:
-    """A projection of twice the width."""
     return F.linear(x, torch.cat([block.gate.weight, block.gate.weight.flip(0)], -1))
 
 

@@ -49,7 +49,6 @@ def test_slow_tokenizers_find_what_fast_ones_tell(tokenizer: Any, text: str) -> 
 
 
 def test_bytes_of_one_character_share_it() -> None:
-    """A slow tokenizer of transformers, which reads parts of characters as nothing."""
     text = "a \N{EURO SIGN}b\N{ROCKET}"
     ids, found = Codec(ByT5Tokenizer()).encode_with_spans(text)
     wanted = [(0, 1), (1, 2), *[(2, 3)] * 3, (3, 4), *[(4, 5)] * 4, (5, 5)]  # and </s>
@@ -67,7 +66,6 @@ def pieces(*words: str) -> Any:
 
 
 def joined(*words: str) -> Any:
-    """Reads ids as they are, but that the space before a stop is taken away."""
     return lambda ids: "".join(words[i] for i in ids).replace(" .", ".")
 
 

@@ -151,8 +151,6 @@ class SomeSSM(nn.Module):
 
 
 class Beside(nn.Module):
-    """A language model that calls another module first."""
-
     def __init__(self, extra):
         super().__init__()
         self.lm, self.extra = mamba_lm(), extra
@@ -200,7 +198,6 @@ def test_models(case: str) -> None:
 
 @each_method
 def test_layers_vouch_for_other_mixers(method):
-    """The error can be overridden by naming the layers."""
     model = Beside(SomeSSM())
     ids = token_ids()
     chosen = [f"lm.backbone.layers.{i}.mixer" for i in range(3)]
@@ -224,7 +221,6 @@ def test_outputs(name: str) -> None:
 
 
 def test_a_model_that_writes_into_a_mixers_input() -> None:
-    """Autograd refuses such a model by itself."""
     model, seen = mamba_lm(), list[Tensor]()
     model.backbone.layers[1].norm.register_forward_hook(lambda *args: seen.append(args[2]))
 
@@ -241,8 +237,6 @@ def test_a_model_that_writes_into_a_mixers_input() -> None:
 
 
 class Detached(nn.Module):
-    """A block whose output has no gradient."""
-
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
@@ -286,7 +280,6 @@ def test_there_is_no_asynchronous_form() -> None:
 
 
 def test_a_mask_of_the_whole_batch_in_a_closure() -> None:
-    """The adapter is not to blame for parts of a batch that a mask does not fit."""
     model, ids = mamba_lm(), token_ids(2, 6)
     mask = torch.ones_like(ids)
     for method in (LatimFlow, Rollout):

@@ -37,7 +37,6 @@ MODELS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str]] = {
 
 
 def draw(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Ids (1, 9) and their embeddings."""
     ids = torch.randint(1, 15, (1, 9))
     return ids, model.get_input_embeddings()(ids).detach()
 

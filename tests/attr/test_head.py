@@ -43,7 +43,6 @@ def positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def whole(model: Any) -> Callable[..., Tensor]:
-    """A function that returns the logits of all positions, whatever it is asked for."""
     return lambda x, *more: model(x, *more).logits
 
 

@@ -49,7 +49,6 @@ def test_each_sum_is_compared_with_its_own_number() -> None:
 
 
 def test_what_relevance_lacks_is_told_by_its_sign() -> None:
-    """LatimLogit with the papers' activation does not add up."""
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(TEXT)])
     method = LatimLogit(model, activation="silu")

@@ -154,7 +154,6 @@ def test_a_hook_that_moves_tokens_is_followed_or_refused(method: Any) -> None:
 
 @each_method
 def test_a_hook_that_writes_to_the_output(method: Any) -> None:
-    """Nobody remembers what the mixer had returned."""
     model, ids = transformers_model("mamba"), tokens()
     same = copy.deepcopy(model)
 
@@ -223,7 +222,6 @@ def test_examples_that_mix_are_not_blamed_on_functions(name: str) -> None:
 
 @each_method
 def test_a_target_at_padding_names_the_remedy(method: Any) -> None:
-    """Mixers of transformers are told of padding; on the right the last position is none."""
     model, ids = transformers_model("mamba"), tokens()
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0

@@ -81,7 +81,6 @@ def test_a_transformers_padding_on_the_right(form):
 
 @forms
 def test_a_log_probability(form):
-    """What a function does with the model's output is differentiated."""
     model, ids = transformers_model().double(), torch.randint(19, (2, 7))
 
     def log_probability(ids):

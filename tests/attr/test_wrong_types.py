@@ -101,7 +101,6 @@ def _refused(call: Callable[[], Any], option: str) -> None:
 
 @pytest.mark.parametrize(("method", "call"), CALLS)
 def test_options(method, call):
-    """Each wrong value is refused by an error that names the option, each other one accepted."""
     model = _model()
     for option in _parameters(getattr(method, call)):
         refused, accepted = values_of(option)

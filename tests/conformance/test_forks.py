@@ -74,7 +74,6 @@ def test_parameters_made_in_inference_mode_are_their_own_again(
 
 
 def test_examples_are_looked_through() -> None:
-    """By the parent's thread in one model, by the child in another."""
     model, batch = table_model(), Batch(torch.rand(2, 3), labels=None)
     other = table(table_model(), [batch])
     with in_another_thread(model, table(model, [batch]).visualize) as found:

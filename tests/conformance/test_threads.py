@@ -95,7 +95,6 @@ def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch
 
 
 def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread's stand in for what the model's embedding layer returns."""
     case = architectures.mamba_ssm(monkeypatch)
     (layer,) = (m for m in case.model.modules() if isinstance(m, torch.nn.Embedding))
     inputs = [layer(x).detach() for x in (case.inputs, other(case.inputs))]

@@ -60,7 +60,6 @@ def of_log_probabilities(method, model, whole, token):
 
 @each_method
 def test_llm_gradient_attribution_itself(method, watched):
-    """Prompt and text as Captum's users have them; other classes are refused as ever."""
     model, tokenizer, skipped = watched(mamba_lm()), word_tokenizer(), ["owns", "."]
     prompt = TextTokenInput("anna owns the lamp .", tokenizer, skip_tokens=skipped)
     found = LLMGradientAttribution(method(model), tokenizer).attribute(prompt, "bob $5")

@@ -62,7 +62,6 @@ def test_every_edge(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["rwkv7", "fla RWKV6"])
 def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In RWKV-7 a part of what is read passes by the norm."""
     test_every_edge(NETWORKS[name](monkeypatch))
 
 

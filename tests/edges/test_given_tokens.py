@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,19 +76,6 @@ def assert_cut(
     assert oracles.relative_error(found, model(ids).detach()) > 1e-5, "nothing is cut"
 
 
-@contextmanager
-def counted(module: nn.Module) -> Iterator[list[int]]:
-    """How often a module is called, as the only number of a list."""
-    count = [0]
-
-    def once(*_: Any) -> None:
-        count[0] += 1
-
-    handle = module.register_forward_pre_hook(once)
-    yield count
-    handle.remove()
-
-
 # --- what nobody can look into -------------------------------------------------------------------
 
 
@@ -145,7 +131,6 @@ def in_front(x: Tensor) -> Tensor:
 
 
 def test_every_layer_by_itself() -> None:
-    """Tokens that come, go and change places between layers, and layers beside each other."""
     ids = tokens()
     swapped = made(same, lambda x: x[:, [0, 2, 1, 3, 4, 5]])
     assert_cut(swapped, ids, 1, (4, 1), (4, 2))
@@ -234,26 +219,6 @@ def test_of_images_those_of_the_first_mixer() -> None:
 # --- when the model is asked ---------------------------------------------------------------------
 
 
-def test_the_same_call_is_asked_once() -> None:
-    model, ids = made(same, same), tokens()
-    with counted(model.table) as count:
-        cut(model, ids, Edges(1), Edges(0, heads=0))
-        assert count == [1]  # no positions
-        cut(model, ids, Edges(1, 0, 1))
-        assert count[0] > 2
-        count[0] = 0
-        cut(model, ids.clone(), Edges(1, 2, 3))
-        assert count == [1]
-        with torch.no_grad(), knock_out(model, Edges(0, 1, 3)):
-            model(ids)
-            assert count == [2]
-            model((ids + 1) % 11)
-            assert count[0] > 4
-            count[0] = 0
-            model((ids + 1) % 11)
-            assert count == [1]
-
-
 def test_a_changed_model_is_asked_anew() -> None:
     class Either(Between):
         backwards = False
@@ -322,8 +287,6 @@ def test_being_asked_leaves_nothing_behind() -> None:
 
 
 def test_what_models_write_to() -> None:
-    """A stream in the mixers' own memory, and a cache of the caller's."""
-
     class InPlace(nn.Module):
         in_place = False
 
@@ -363,7 +326,6 @@ def test_what_models_write_to() -> None:
 
 
 def test_outer_and_inner_ones_and_other_runs() -> None:
-    """The innermost acts for all, whoever names positions; nobody cuts what is asked."""
     model, ids, other = made(same, lambda x: x.flip(1)), tokens(), tokens()
     outer = Edges(1, sources=4, targets=1)
     with torch.no_grad():

@@ -37,7 +37,6 @@ def logits(output: Any) -> Tensor:
 
 
 def size_of(case: Case) -> tuple[int, int, int]:
-    """Mixers, examples and tokens."""
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
     return len(record.layers), *record.layers[0].operator.shape[:2]
@@ -45,7 +44,6 @@ def size_of(case: Case) -> tuple[int, int, int]:
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the mixers return, behind all hooks that are there already."""
     found: dict[str, Tensor] = {}
     handles = []
     for mixer in find_mixers(model):
@@ -208,7 +206,6 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
 
 @every(("mamba2", "recurrent_gemma", "gpt_neox"), ("mamba2",))
 def test_without_a_share_in_the_selection_either(case: Case) -> None:
-    """Targets read what the module itself makes of its input with zeros for the sources."""
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
     layer = record.layers[-1]

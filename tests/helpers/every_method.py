@@ -71,11 +71,11 @@ def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
     return list(compare(model, METHODS, inputs, target=target).values())
 
 
-def reported(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+def reported(model: nn.Module, inputs: Tensor, target: Any, **options: Any) -> list[Tensor]:
     """The page's markup, its facts but for numbers, and these; its folder holds it alone."""
     with TemporaryDirectory() as folder:
         try:
-            path = report(model, inputs, target=target, path=Path(folder, "page.html"))
+            path = report(model, inputs, target=target, path=Path(folder, "page.html"), **options)
             markup = re.sub(
                 rb'<script type="application/.*?</script>', b"", path.read_bytes(), flags=re.S
             )

@@ -31,7 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str, seed: int) -> SparseAutoencoder:
-    """A dictionary of random weights in float64."""
     torch.manual_seed(seed)
     found = SparseAutoencoder(WIDTH, FEATURES, layer="blocks.3", **KINDS[kind]).double()
     with torch.no_grad():

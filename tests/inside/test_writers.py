@@ -142,7 +142,6 @@ READ: dict[str, Any] = {"string": str, "int": int, "long": int, "double": float}
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[tuple[int, int], float]]:
-    """What a GraphML file says of the graph, of its nodes, and of its edges (target, source)."""
     root = ElementTree.parse(path).getroot()
     keys = {key.attrib["id"]: key.attrib for key in root.iter(f"{SPACE}key")}
     (whole,) = root.iter(f"{SPACE}graph")

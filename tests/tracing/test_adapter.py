@@ -75,8 +75,6 @@ def with_apply(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Call], Line
 
 
 def changed(**changes: Callable[[LinearMixer], Any]) -> Callable[[Any, Call], LinearMixer]:
-    """The right adapter with some attributes of what it returns replaced."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         linear = right(module, call)
         return replace(linear, **{name: change(linear) for name, change in changes.items()})
@@ -249,8 +247,6 @@ def test_what_no_gradient_gets_through(case: str) -> None:
 
 
 class Scaled(Operator):
-    """Values times coefficients, without an adjoint of its own."""
-
     def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         self.shape = Shape(*weight.shape)
         self.weight, self.change = weight, change
@@ -271,7 +267,6 @@ def test_an_adjoint_by_torch_needs_the_gradient() -> None:
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_right_adapter_serves_with_and_without_gradients(recorded: bool, asked: bool) -> None:
-    """Whether they are wanted may change between the adapter's call and that of its projection."""
     model, x = model_with(right), inputs().requires_grad_()
     mixer = find_mixers(model)[0]
     with torch.set_grad_enabled(recorded):
