@@ -49,14 +49,9 @@ def gate(block: Any, x: Tensor) -> Tensor:
     return torch.sigmoid(block.gate(x))
 
 
-def gated(block: Any, out: Tensor, x: Tensor) -> Tensor:
-    return block.gate(out) * torch.sigmoid(x) / 2
-
-
 #: By name: what a block puts behind its mixer, and that on a vector ``v`` with all else frozen, of
 #: the tokens of ``out`` and ``x``.
 KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]] = {
-    "a number": (lambda block, out, x: out * 0.3, lambda block, v, out, x: v * 0.3),
     "layer norm": (lambda b, out, x: b.norm(out), layer_norm),
     "a gate": (lambda b, out, x: out * gate(b, x), lambda b, v, out, x: v * gate(b, x)),
     "a gate of each example": (
@@ -72,17 +67,7 @@ KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]]
         lambda b, out, x: b.norm(b.gate(out)) * 0.7,
         lambda b, v, out, x: 0.7 * layer_norm(b, v @ b.gate.weight.T, b.gate(out), x),
     ),
-    "features in three dimensions": (
-        lambda b, out, x: b.gate(out) * b.gain[None, None] + b.gain[None, None],
-        lambda b, v, out, x: v @ b.gate.weight.T * b.gain,
-    ),
     "constants": (lambda b, out, x: out + b.gain - 0.5, lambda b, v, out, x: v),
-    "its negative": (lambda b, out, x: -out, lambda b, v, out, x: -v),
-    "a product in place": (
-        lambda b, out, x: b.gate(out).mul_(b.gain),
-        lambda b, v, out, x: v @ b.gate.weight.T * b.gain,
-    ),
-    "once more": (lambda b, out, x: out + b.gain * out, lambda b, v, out, x: v * (1 + b.gain)),
     "an addition to itself": (
         lambda b, out, x: out + b.gate(out),
         lambda b, v, out, x: v + v @ b.gate.weight.T,
@@ -299,24 +284,16 @@ GATES: dict[str, Behind] = {
     "a gate": lambda b, x, m: m * gate(b, x),
     "a gate and a norm": lambda b, x, m: b.norm(gate(b, x) * m),
     "a gate and a constant": lambda b, x, m: torch.addcmul(b.gain, m, gate(b, x)),
-    "a gate in letters": lambda b, x, m: torch.einsum("ble,ble->ble", m, gate(b, x)),
-    "a gate in place": lambda b, x, m: m.clone().mul_(gate(b, x)),
-    "a divisor": lambda b, x, m: m / (1 + x.square()),
     "a gate of both": lambda b, x, m: m * gate(b, m + x),
-    "a distance": lambda b, x, m: m * (m - x).norm(dim=-1, keepdim=True),
     "a gated unit": lambda b, x, m: F.glu(torch.cat([m, b.gate(x)], -1), -1),
     "halves": lambda b, x, m: (lambda one, other: one * torch.sigmoid(other))(*halves(m, x)),
 }
 STREAMS: dict[str, Behind] = {
     "a product and a sum": lambda b, x, m: torch.addcmul(x, m, gate(b, x)),
-    "a sum in place": lambda b, x, m: x.clone().add_(m),
-    "a weighted sum": lambda b, x, m: torch.lerp(x, m, 0.3),
     "both gated": lambda b, x, m: (lambda g: g * m + (1 - g) * x)(gate(b, x)),
     "a gate of the output": lambda b, x, m: x * gate(b, m) + m,
-    "a factor near one": lambda b, x, m: x * (1 + m),
     "a projection of both": lambda b, x, m: wide(b, torch.cat([m, x], -1)),
     "of a gated output, too": lambda b, x, m: wide(b, torch.cat([m * gate(b, x), x], -1)),
-    "of a gated stack": lambda b, x, m: torch.stack([x, m * gate(b, x)]).sum(0),
     "weights of a stack": lambda b, x, m: (
         torch.stack([m, x], -1) * torch.softmax(wide(b, torch.cat([x, m], -1))[..., None, :2], -1)
     ).sum(-1),
@@ -395,18 +372,8 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]
     "its own gate": (
         lambda: model_of(*[lambda b, out, x: gate(b, out) * out] * 2), VECTORS, FACTORS
     ),
-    "a projection that is no module": (
-        lambda: model_of(*[lambda b, out, x: out @ b.gate.weight] * 2), VECTORS, FACTORS
-    ),
-    "a projection, a gate and a norm": (
-        lambda: model_of(*[lambda b, out, x: b.norm(gated(b, out, x))] * 2), VECTORS, FACTORS
-    ),
     "once more behind a norm": (
         lambda: joined(lambda b, x, m: x + m + b.norm(m)), VECTORS, FACTORS
-    ),
-    "a sum that is made again": (
-        lambda: joined(lambda b, x, m: x + m + b.up(F.gelu(b.down(b.norm(x + m))))),
-        VECTORS, FACTORS,
     ),
     "once more, later": (
         lambda: run_by(lambda b, x: later(b, x, b[0](x))), VECTORS, FACTORS

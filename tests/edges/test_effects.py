@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
+from oracles import relative_error as close
 from oracles.messages import whole_matrix
 from torch import Tensor
 from zoo.architectures import QUICK, Case, every
@@ -17,10 +17,6 @@ from captum_ssm.errors import OptionError, QueryError, TargetError
 from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
-
-
-def close(found: Tensor, expected: Tensor) -> float:
-    return oracles.relative_error(found.double(), expected.double())
 
 
 def by_hand(case: Case, number: int) -> Tensor:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from oracles import relative_error as close
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.architectures import QUICK, Case, every, hook_count
@@ -55,10 +55,6 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     yield found
     for handle in handles:
         handle.remove()
-
-
-def close(found: Tensor, expected: Tensor) -> float:
-    return oracles.relative_error(found.double(), expected.double())
 
 
 @every(QUICK, ("mamba2",))

@@ -77,9 +77,9 @@ def test_after_an_error(
         raise error
 
     model.get_submodule(place).register_forward_pre_hook(fail)
-    before = snapshot(model)
+    tokens, before = ids(), snapshot(model)
     with pytest.raises(error), trace(model, graph=graph):
-        model(ids())
+        model(tokens)
     before.check()
 
 

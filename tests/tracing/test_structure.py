@@ -73,22 +73,9 @@ def beside_massive(x: Tensor) -> Tensor:
     return torch.cat([x[:, :1] * 1e6, x[:, 1:] + 1e-3 * x[:, 1:].mean(1, keepdim=True)], 1)
 
 
-@torch.jit.script
-def scripted(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
-
-
-@torch.jit.script
-def scripted_sum(x: Tensor) -> Tensor:
-    return x.cumsum(1) / 3
-
-
 WITHIN: dict[str, Between] = {
     "norm by hand": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3),
-    "product": lambda x: x + torch.relu(x @ torch.ones(8, 8).double().tril()),
     "a function of autograd's": Twice.apply,
-    "vmap": torch.vmap(torch.vmap(lambda x: x * x.norm())),
-    "TorchScript": scripted,
     "numpy": lambda x: torch.from_numpy(np.tanh(x.detach().numpy())),
 }
 MIXING: dict[str, Between] = {
@@ -100,9 +87,6 @@ MIXING: dict[str, Between] = {
     "a function of autograd's": Cumulated.apply,
     "a millionth": lambda x: x + 1e-6 * x.mean(1, keepdim=True),
     "under detach": lambda x: x + x.detach().cumsum(1),
-    "Fourier": lambda x: torch.fft.fft(x, dim=1).real / 3,
-    "vmap": torch.vmap(lambda x: x.cumsum(0)),
-    "TorchScript": scripted_sum,
     "beside a massive token": beside_massive,
 }
 
