@@ -169,19 +169,6 @@ def test_what_may_read_other_positions_gets_all(
     assert torch.allclose(found.output, logits[:, 2, 1])
 
 
-def test_positions_that_the_user_keeps_stay(model: Any) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.inner(ids, logits_to_keep=2).logits
-
-    found = LatimFlow(Own()).decompose(IDS, (0, 1))
-    assert torch.allclose(found.output, model(IDS).logits[:, -2, 1])
-
-
 WRONG: list[tuple[Any, Any, type[Exception]]] = [
     ((6, 2), None, TargetError), (None, None, TargetError), (LAST, (7, 1), TargetError),
     (LAST, "least", OptionError),

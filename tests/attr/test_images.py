@@ -94,17 +94,6 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-def test_a_patch_may_change_in_one_channel_alone() -> None:
-    model, pictures = vision("middle"), images(2)
-    reads = torch.zeros(WIDTH)
-    reads[3] = 1
-    with torch.no_grad():
-        model.patch.weight *= reads[:, None, None, None]
-    row = ImplicitAttentionRollout(model, layers=["blocks.0.mixer"])
-    found = row.attribute(pictures, query="last", per_token=True)
-    assert found.shape == (2, *GRID)
-
-
 class Stemmed(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import FEW, call
+from helpers.every_method import FEW, call, close
 from helpers.forks import FORKS, in_a_fork, in_another_thread
 from helpers.insights_examples import table, table_model
 from helpers.snapshots import hooks, process_state
-from oracles import relative_error
 from torch import Tensor, nn
 from zoo import architectures
 
@@ -18,14 +17,6 @@ from captum_ssm.insights import Batch
 
 pytest.importorskip("transformers")
 pytestmark = [*FORKS, pytest.mark.slow]
-
-
-def close(found: list[Any], wanted: list[Tensor]) -> bool:
-    tensors = [torch.as_tensor(x) for x in found]
-    return all(
-        torch.equal(a, b) or relative_error(a, b) <= 1e-5
-        for a, b in zip(tensors, wanted, strict=True)
-    )
 
 
 def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
@@ -45,7 +36,7 @@ def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
 
     with in_another_thread(model, lambda: call(name, model, inputs, target)) as found:
         forked = in_a_fork(work)
-    assert close(forked, wanted)
+    assert close([torch.as_tensor(x) for x in forked], wanted)
     assert close(found[0], wanted)
     assert hooks(model) == before
     assert process_state(model) == process

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call, call_all
-from oracles import relative_error
+from helpers.every_method import NAMES, OF_TEXTS, call, call_all, close
 from torch import Tensor
 from zoo import architectures
 
@@ -34,10 +33,6 @@ def in_a_process(start: str, names: list[str], cases: list[Any]) -> list[list[Te
     assert process.exitcode == 0
     assert not isinstance(found, str), found
     return [[torch.from_numpy(x) for x in each] for each in found]
-
-
-def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(relative_error(a, b) <= 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

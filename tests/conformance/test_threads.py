@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import FEW, call
+from helpers.every_method import FEW, call, close
 from helpers.snapshots import Snapshot, process_state
-from oracles import relative_error
 from torch import Tensor
 from zoo import architectures
 
@@ -39,13 +38,6 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     if errors:
         raise errors[0]
     return found
-
-
-def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(
-        torch.equal(a, b) or relative_error(a, b) <= 1e-5
-        for a, b in zip(found, wanted, strict=True)
-    )
 
 
 def other(inputs: Tensor) -> Tensor:

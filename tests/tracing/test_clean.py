@@ -68,21 +68,6 @@ def test_grad_mode_is_kept(model: Any, graph: Any, mode: Callable[[], Any]) -> N
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("graph", "error"), [("none", ValueError), ("all", KeyboardInterrupt)])
-@pytest.mark.parametrize("place", ["backbone.layers.1.mixer.x_proj", "lm_head"])
-def test_after_an_error(
-    model: Any, snapshot: Any, graph: Any, error: type[BaseException], place: str
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    model.get_submodule(place).register_forward_pre_hook(fail)
-    tokens, before = ids(), snapshot(model)
-    with pytest.raises(error), trace(model, graph=graph):
-        model(tokens)
-    before.check()
-
-
 def test_after_a_refusal(model: Any, snapshot: Any) -> None:
     model.backbone.layers[1].mixer = nn.LSTM(5, 5)
     tokens, before = ids(), snapshot(model)
