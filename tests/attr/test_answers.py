@@ -232,7 +232,6 @@ def test_wrong_spans(options: dict[str, Any], error: type[Exception], said: str)
 
 
 def by_hand(explain: Any, prompt: Tensor, text: Tensor, hops: int) -> Tensor:
-    """Relevance (prompt + text) of the whole text, passed on token by token."""
     ids = torch.cat([prompt, text[:-1]])[None]
     method, start = explain.attr_method, len(prompt)
 

@@ -1,7 +1,4 @@
-"""What stands between a mixer and the residual stream, and stacks that have none.
-
-Norms that models write by hand, factors of features and bare layers are drawn by ``tests/fuzz``.
-"""
+"""What stands between a mixer and the residual stream, and stacks that have none."""
 
 from __future__ import annotations
 
@@ -314,7 +311,6 @@ def test_the_identity_stands_for_what_outputs_are_added_to(kind: str) -> None:
 
 
 def turns(blocks: Any, x: Tensor) -> Tensor:
-    """Two directions that take turns by a gate, and no stream."""
     g = gate(blocks[0], x)
     return g * blocks[0](x) + (1 - g) * blocks[1](x.flip(1)).flip(1)
 
@@ -327,8 +323,6 @@ def test_directions_that_take_turns_have_no_stream() -> None:
 
 
 class Local(Blocks):
-    """x + a convolution over tokens of what the mixer returned."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(self.blocks[0](x).mT).mT
 
@@ -347,13 +341,11 @@ def test_what_mixes_tokens_behind_named_layers_is_vouched_for() -> None:
 
 
 def later(blocks: Any, x: Tensor, m: Tensor) -> Tensor:
-    """What the first mixer returned is added to the output of the second layer, too."""
     x = blocks[0].norm(x + m)
     return x + blocks[1].mixer(x) + m / 2
 
 
 def late(blocks: Any, x: Tensor) -> Tensor:
-    """What the first layer reads is its gate, and is added to the output of all."""
     h = blocks[0](x) * gate(blocks[0], x)
     return h + blocks[1](h) + x
 
@@ -412,11 +404,6 @@ def test_refused(case: str) -> None:
 
 
 class Parallel(nn.Module):
-    """Two mixers, of which the second reads the other way round, beside a stream or alone.
-
-    What they return is weighted and added up, then projected or not, or is projected side by side.
-    """
-
     def __init__(self, index: int, kind: str, adds: bool) -> None:
         super().__init__()
         self.mixers = nn.ModuleList(Block(index, None).mixer for _ in range(2))
@@ -486,8 +473,6 @@ def test_a_hook_on_a_block_may_be_there_before_the_call() -> None:
 
 
 class Gated(nn.Module):
-    """A mixer whose output is its own gate, which is refused, beside zeros that something reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mixer = nn.LayerNorm(8), wrapped.mixer("mamba")

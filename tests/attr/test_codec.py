@@ -20,8 +20,6 @@ from captum_ssm.models import WordVocabulary, load_bundled
 
 
 class Slow:
-    """A tokenizer of transformers that keeps the characters of its tokens to itself."""
-
     def __init__(self, fast: Any) -> None:
         self.encode, self.decode = fast.encode, fast.decode
         self.all_special_ids, self.unk_token_id = fast.all_special_ids, fast.unk_token_id
@@ -62,7 +60,6 @@ def test_bytes_of_one_character_share_it() -> None:
 
 
 def pieces(*words: str) -> Any:
-    """Reads ids as words with spaces between them, and none before what begins with ##."""
     return lambda ids: " ".join(words[i] for i in ids).replace(" ##", "")
 
 

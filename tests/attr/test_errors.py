@@ -1,7 +1,4 @@
-"""Errors with a remedy: the argument by its name, what was found, what to do.
-
-The contract of methods refuses wrong values of every option of ``attribute``.
-"""
+"""Errors with a remedy: the argument by its name, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -144,8 +141,6 @@ def test_examples_that_are_not_explained_by_themselves(method: Any) -> None:
 
 
 class SomeSSM(nn.Module):
-    """A mixer without adapter, by its name."""
-
     def forward(self, x):
         return x.cumsum(1)
 

@@ -42,8 +42,6 @@ def draw(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def in_chunks(model: Any, cache: str, **asked: bool) -> Callable[[Tensor], Tensor]:
-    """A function that reads the first five tokens, and goes on from their cache."""
-
     def given(x: Tensor) -> dict[str, Tensor]:
         return {"inputs_embeds": x} if x.is_floating_point() else {"input_ids": x}
 

@@ -45,7 +45,6 @@ def mixer_named(model: nn.Module, kind: str) -> Any:
 
 
 def make_mixer(kind: str, **options: Any) -> tuple[Any, int, loops.Select]:
-    """A real mixer, the width of its input, and the oracle of what it selects."""
     if kind in ("mamba", "falcon_mamba"):
         model = transformers_model(kind, **options)
         return spread_steps(model.backbone.layers[0].mixer), 5, loops.mamba
@@ -69,7 +68,6 @@ CHANNELS = [7, 0, -1]
 
 
 def explain(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
-    """The method on the bare mixer, and the arguments with which to call it."""
     call = {"inputs": hidden}
     if mask is not None:  # it comes behind a cache
         names = list(inspect.signature(type(mixer).forward).parameters)

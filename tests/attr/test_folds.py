@@ -139,7 +139,6 @@ def test_exact_matrices_times_values_plus_bias_are_the_mixers_output() -> None:
 
 
 def without_smallest(matrix: Tensor, ratio: float) -> Tensor:
-    """Each example's smallest non-zero entries become zero, one by one."""
     result = matrix.clone()
     for example in result:
         present = [(float(example[i, j]), i, j) for i, j in example.nonzero().tolist()]

@@ -408,8 +408,6 @@ class Int8Weight(Tensor):
 
 
 class Forward(Int8Weight):
-    """One for inference, whose product has no backward."""
-
     trains = False
 
 

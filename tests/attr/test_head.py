@@ -29,7 +29,6 @@ def model() -> Any:
 
 @pytest.fixture
 def positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """At how many positions the head has run, for each time that it did."""
     found: list[int] = []
     plain = nn.functional.linear
 
@@ -121,8 +120,6 @@ def by_position(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class OfTwo(nn.Linear):
-    """A head that gives each position a part of the one before."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 

@@ -123,8 +123,6 @@ def test_pixels_are_summed_over_the_cells_they_lie_in(size: tuple[int, int]) -> 
 
 
 class Through(nn.Module):
-    """A model whose tokens a function makes of the image."""
-
     def __init__(self, read: Any) -> None:
         super().__init__()
         self.inner, self.read = vision(None), read
@@ -138,8 +136,6 @@ class Through(nn.Module):
 
 
 class Sequenced(nn.Conv2d):
-    """A convolution that lays its patches out in a row."""
-
     def forward(self, image: Tensor) -> Tensor:
         return super().forward(image).flatten(2).mT
 
@@ -150,7 +146,6 @@ def unfolded(model: Any, pictures: Tensor) -> Tensor:
 
 
 def pairs(model: Any, pictures: Tensor) -> Tensor:
-    """Pairs of patches become one token after the convolution."""
     x = model.inner.patch(pictures).flatten(2).mT
     return (x[:, ::2] + x[:, 1::2]) / 2
 

@@ -1,7 +1,4 @@
-"""LATIM with ALTI: maps are eq. 6, with the stream eq. 4; the rollout is their product.
-
-Networks of other mixers are drawn by ``tests/fuzz``.
-"""
+"""LATIM with ALTI: maps are eq. 6, with the stream eq. 4; the rollout is their product."""
 
 from __future__ import annotations
 

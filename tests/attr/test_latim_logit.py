@@ -45,7 +45,6 @@ def test_what_feeds_a_mixer_writes_nothing_itself() -> None:
 
 
 def by_hand(model: Any, ids: Tensor, activation: str, mixings: list[Tensor]) -> Tensor:
-    """C[layer, b, k] of a Mamba-1 language model for target (-1, 3), in loops."""
     layers = record(model, ids)
     norm, head = model.backbone.norm_f, model.lm_head.weight.double()[3]
     stream = model.get_input_embeddings()(ids).detach().double()

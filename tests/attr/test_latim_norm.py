@@ -36,7 +36,6 @@ CHOICES = ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"]
 def by_loop(
     model: Any, ids: Tensor, activation: str, p: int, mask: Tensor | None = None
 ) -> list[Tensor]:
-    """Dense maps in float64; padding is silent on both sides."""
     found = []
     keep = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad(), trace(model) as t:

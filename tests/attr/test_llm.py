@@ -56,7 +56,6 @@ def rows_of(method, prompt, text, **options):
 
 
 def check(result, rows, columns, tolerance=1e-5):
-    """The result against rows over the prompt's ``columns`` tokens, then the text's."""
     assert isinstance(result, LLMAttributionResult)
     assert oracles.relative_error(result.token_attr, rows[:, :columns]) <= tolerance
     assert oracles.relative_error(result.seq_attr, rows[:, :columns].sum(0)) <= tolerance

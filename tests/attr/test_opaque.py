@@ -1,7 +1,4 @@
-"""Functions that nobody can look into: operations without a backward, kernels, scripts, vmap.
-
-Folds follow values, and need not look.  What takes gradients is right, or refused by name.
-"""
+"""Functions that nobody can look into: operations without a backward, kernels, scripts, vmap."""
 
 from __future__ import annotations
 
@@ -146,8 +143,6 @@ def test_direct_paths_through_it_are_refused(last: Norm, where: str) -> None:
 
 
 class Unpacked(nn.Linear):
-    """A weight that a kernel unpacks for every call."""
-
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.empty_like(self.weight)
         weight.numpy()[...] = self.weight.detach().numpy()

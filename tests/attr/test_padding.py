@@ -1,7 +1,4 @@
-"""Padding of every kind: a batch gives what each example gives alone, and padding gets nothing.
-
-The contract of methods tries every option with padding on the left.
-"""
+"""Padding of every kind: a batch gives what each example gives alone, and padding gets nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ LENGTHS = (9, 4, 1, 6)
 
 
 def agree(method: Any, model: nn.Module, target: Any, mask: Tensor, **options: Any) -> None:
-    """Random ids everywhere, also where padding is."""
     ids = token_ids(*mask.shape)
     padded = method(model).attribute(ids, target, mask, **options)
     assert padded.shape == ids.shape and not padded[mask == 0].any()
@@ -83,7 +79,6 @@ class Masking(nn.Module):
 
 
 def padded(*examples: int, batch: int = 4) -> Tensor:
-    """Token ids, some of whose examples are padding alone, and the others in part."""
     ids = token_ids(batch, 6).clamp_min(1)
     ids[:, :2] = PADDING
     ids[list(examples)] = PADDING

@@ -81,7 +81,6 @@ def _put(operator: Operator, old: Operator, new: Operator) -> Operator:
 
 
 def of_each_class(model: nn.Module, inputs: Tensor) -> list[Layer]:
-    """The first layer of each class of mixers."""
     with torch.no_grad(), trace(model, operators=False) as t:
         model(inputs)
     return list({type(layer.mixer.module): layer for layer in t.layers[::-1]}.values())

@@ -38,7 +38,6 @@ def heights(monkeypatch):
 
 
 def check(method, heights, budget, *args, tolerance=1e-5, **options):
-    """Few rows at a time, and all at once."""
     heights.clear()
     found = method.attribute(*args, memory_budget=budget, **options)
     few = list(heights)

@@ -1,7 +1,4 @@
-"""Explanations are of what ``forward_func`` computed, set up as it was when it ran.
-
-What a function does for the time of its call is explained as if the model had always been so.
-"""
+"""Explanations are of what ``forward_func`` computed, set up as it was when it ran."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ def tokens() -> Tensor:
 
 
 def assert_same(method: Any, forward: Callable[[Tensor], Any], model: nn.Module, same: Any) -> None:
-    """What the method says of ``forward`` over ``model`` is what it says of ``same``."""
     ids = tokens()
     torch.testing.assert_close(forward(ids), same(ids).logits)
     found = method(forward, model).attribute(ids, target=TARGET)
@@ -172,8 +168,6 @@ def test_a_hook_that_writes_to_the_output(method: Any) -> None:
 
 
 class Written(nn.Module):
-    """A Mamba whose blocks add in place: the stream to the output, or the output to the stream."""
-
     def __init__(self, onto: str) -> None:
         super().__init__()
         self.model, self.onto = transformers_model("mamba"), onto

@@ -1,8 +1,4 @@
-"""What stands between layers, and between the given tokens and those that the model reads.
-
-Relevance lies on the tokens that were given, whatever order the model reads them in.  Layers are
-folded as stages that read one stream, in any order of the tokens; all else is refused by name.
-"""
+"""What stands between layers, and between the given tokens and those that the model reads."""
 
 from __future__ import annotations
 

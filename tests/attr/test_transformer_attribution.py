@@ -23,7 +23,6 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def a_transformer(family, batch=2, tokens=7):
-    """The model, its inputs, a target, the query's position."""
     # an activation written out in products is propagated through as these
     options = {"activation_function": "gelu"} if family == "gpt2" else {}
     model = attention_models.attention_model(family, **options)

@@ -34,7 +34,6 @@ LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\
 
 
 def with_wrong_adapter(model: Any) -> Any:
-    """The model, for whose mixers an adapter is registered that forgets the skip connection."""
     forgetting_the_skip(model.backbone.layers[0].mixer)
     return model
 

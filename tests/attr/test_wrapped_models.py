@@ -56,7 +56,6 @@ ADAPTABLE = ("mamba", "vim", "mamba_ssm", "mamba2_ssm")
 
 
 def adaptable(model: nn.Module) -> list[str]:
-    """The mixers' projections that the models call, and do not only read by their weights."""
     raw = {"dt_proj", "dt_proj_b"}
     kind = type(find_mixers(model)[0].module)
     if kind.__module__.startswith("mamba_ssm"):
@@ -71,7 +70,6 @@ def adaptable(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def with_adapters(model: nn.Module, names: list[str], **options: Any) -> Any:
-    """A copy of the model in peft's wrapper, with random adapters, the last of them active."""
     peft = pytest.importorskip("peft")
     model, targets = copy.deepcopy(model), adaptable(model)
     if hasattr(model, "config"):

@@ -1,7 +1,4 @@
-"""What people build around mixers: every method, held to dense matrices of the same run.
-
-Each case was once silently wrong, or refused without need; ``tests/fuzz`` draws others.
-"""
+"""What people build around mixers: every method, held to dense matrices of the same run."""
 
 from __future__ import annotations
 

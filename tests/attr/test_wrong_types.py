@@ -1,8 +1,4 @@
-"""Options of all calls beside ``attribute``, with values of wrong types and with good ones.
-
-The tables are by option; which call has which is read from the signatures, so that an option
-without a row fails.
-"""
+"""Options of all calls beside ``attribute``, with values of wrong types and with good ones."""
 
 from __future__ import annotations
 

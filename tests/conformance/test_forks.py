@@ -20,7 +20,6 @@ pytestmark = [*FORKS, pytest.mark.slow]
 
 
 def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
-    """The child finds what its parent does, in a model and a process that nobody has changed."""
     wanted = call(name, model, inputs, target)
     before, process = hooks(model), process_state(model)
     held = list(model.parameters()), [dict(vars(module)) for module in model.modules()]

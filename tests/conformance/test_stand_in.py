@@ -36,7 +36,6 @@ def moved(case: architectures.Case, kind: str = "cuda") -> architectures.Case:
 
 
 def found_or_refused(name: str, case: architectures.Case) -> list[Tensor] | str:
-    """What a method finds, or by what name it refuses the model."""
     try:
         return call(name, case.model, case.inputs, case.target["target"])
     except Exception as refused:

@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each in a thread of its own and none before all are there."""
     ready, found = threading.Barrier(len(calls)), [None] * len(calls)
 
     def work(index: int) -> None:
@@ -41,7 +40,6 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def other(inputs: Tensor) -> Tensor:
-    """Another input, of more tokens unless it is an image."""
     if inputs.dim() == 4:
         return torch.randn_like(inputs)
     return torch.cat([inputs.flip(1), inputs], 1)

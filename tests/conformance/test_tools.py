@@ -50,8 +50,6 @@ def test_noise_tunnel_hands_options_on(method, watched):
 
 
 def of_log_probabilities(method, model, whole, token):
-    """What the method says of the log-probability of a token that comes next."""
-
     def log_probability(ids):
         return model(ids).logits[:, -1].log_softmax(-1)[:, token, None]
 

@@ -16,8 +16,6 @@ from captum_ssm.errors import OptionError
 
 
 class TanhNorm(nn.Module):
-    """A norm by its name alone."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(width))

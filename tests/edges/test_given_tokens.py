@@ -58,7 +58,6 @@ def cut(model: Any, ids: Tensor, *edges: Edges) -> Tensor:
 
 
 def zeroed(shape: tuple[int, int], *pairs: tuple[int, int]) -> Tensor:
-    """The entries of targets and sources, of every example."""
     out = torch.zeros(shape[0], shape[1], shape[1], dtype=torch.bool)
     for target, source in pairs:
         out[:, target, source] = True
@@ -68,7 +67,6 @@ def zeroed(shape: tuple[int, int], *pairs: tuple[int, int]) -> Tensor:
 def assert_cut(
     model: Any, ids: Tensor, layer: int, edge: tuple[int, int], at: tuple[int, int], length: int = 0
 ) -> None:
-    """An edge (target, source) of given tokens is one at these places of the layer's."""
     entries = zeroed((len(ids), length or ids.shape[1]), at)
     expected, _ = run_without(model, ids, {layer: entries})
     found = cut(model, ids, Edges(layer, sources=edge[1], targets=edge[0]))
@@ -80,7 +78,6 @@ def assert_cut(
 
 
 def through_numpy(x: Tensor) -> Tensor:
-    """A norm in memory that others fill."""
     out = torch.empty_like(x)
     array = x.detach().numpy()
     out.numpy()[...] = array / np.sqrt((array**2).mean(-1, keepdims=True) + 0.02)
@@ -186,8 +183,6 @@ def _by_hand(model: Any, ids: Tensor, layer: int, target: int, source: int, n: i
 
 
 class Turned(nn.Module):
-    """A block that is given its tokens from the last to the first, or in another way."""
-
     def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.inner, self.change = inner, change or (lambda x: x.flip(1))

@@ -37,7 +37,6 @@ SCORES = {"kept": 0.75, "completeness": 0.5, "replacement": 0.25}
 
 @pytest.fixture
 def graph(seed: int) -> Graph:
-    """Every kind of node, and edges from each to all of greater depth but one."""
     depths = torch.tensor([node.depth for node in NODES])
     edges = torch.randn(len(NODES), len(NODES), generator=torch.Generator().manual_seed(seed))
     edges = torch.where(depths[:, None] > depths, edges, torch.zeros(()))

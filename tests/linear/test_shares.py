@@ -113,7 +113,6 @@ def explained(
 
 
 def assert_same(found: Decomposition, wanted: by_hand.Shares) -> None:
-    """Relative to the largest output or relevance: parts may be nothing but rounding."""
     size = wanted.output.abs().max() + wanted.inputs.abs().max()
 
     def differ(one: Tensor, other: Tensor) -> float:

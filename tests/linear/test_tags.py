@@ -1,7 +1,4 @@
-"""Which of the explained ids a model looks up, whatever forward_func makes of them.
-
-The oracle moves place numbers in place of ids, and explains the moved ids as they are.
-"""
+"""Which of the explained ids a model looks up, whatever forward_func makes of them."""
 
 from __future__ import annotations
 

@@ -53,8 +53,6 @@ def right(module: Any, call: Call) -> LinearMixer:
 
 
 class Other(ElementwiseRecurrence):
-    """An operator whose apply is replaced."""
-
     change: Callable[[Tensor], Tensor]
 
     def apply(self, v: Tensor) -> Tensor:
@@ -87,8 +85,6 @@ def identity(shape: tuple[int, ...]) -> Diagonal:
 
 
 def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
-    """Values and an operator of a shape, whatever the module returned."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         values = call.hidden_states.sum() * torch.ones(shape)
         return replace(right(module, call), values=values, operator=identity(shape))
@@ -97,8 +93,6 @@ def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
 
 
 def named(component: str | None) -> Callable[[Any, Call], LinearMixer]:
-    """The right adapter with an identity of this name after its operator."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         linear = right(module, call)
         shape = linear.operator.shape

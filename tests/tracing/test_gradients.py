@@ -17,8 +17,6 @@ from captum_ssm.tracing.gradients import graphs_dropped, recordable
 
 
 class Remembering(nn.Module):
-    """Keeps its last output, as recurrent models keep a state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)

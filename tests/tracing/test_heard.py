@@ -141,7 +141,6 @@ def test_nothing_is_told_under_autocast() -> None:
 
 
 def on_device(model: Any, explain: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
-    """What is found on a device, and how often a projection ran there."""
     with StandIn():
         there = copy.deepcopy(model).to("cuda")
         counts = []

@@ -36,8 +36,6 @@ def test_bias_is_the_constant_term(model: Any) -> None:
 
 
 class Overwriting(nn.Module):
-    """Changes its mixer's input or output in place after the call."""
-
     def __init__(self, mixer: nn.Module, what: str) -> None:
         super().__init__()
         self.mixer, self.what = mixer, what

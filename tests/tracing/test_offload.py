@@ -107,7 +107,6 @@ def model_and_matrices() -> tuple[Any, Tensor, list[Tensor]]:
 
 
 def check(model: Any, tokens: Tensor, matrices: list[Tensor]) -> None:
-    """While the trace is open and after it."""
     with torch.no_grad(), trace(model) as t:
         model(tokens)
         assert all(layer.reconstruction_error() <= 1e-5 for layer in t.layers)

@@ -27,8 +27,6 @@ def names(t: Any) -> list[str]:
 
 
 class Residual(nn.Module):
-    """Blocks run in a given order: hidden += mixer(hidden)."""
-
     def __init__(self, blocks: list[nn.Module], order: list[int]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)

@@ -32,15 +32,6 @@ def on_a_gpu(dtype: torch.dtype) -> Any:
     return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size((2, 9, 3)))
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_so_does_that_of_autocast(low: torch.dtype) -> None:
-    with torch.autocast("cpu", low):
-        for dtype in (torch.float32, low):
-            assert tolerance_for(torch.ones(2, 9, 3, dtype=dtype)) == TOLERANCES[low]
-        with torch.autocast("cpu", enabled=False):
-            assert tolerance_for(torch.ones(2, 9, 3)) == TOLERANCES[torch.float32]
-
-
 def test_float32_on_a_gpu_may_be_multiplied_in_ten_bits() -> None:
     """A product of numbers rounded to ten bits is off by up to 2^-10 of itself."""
     wide = tolerance_for(on_a_gpu(torch.float32))

@@ -47,7 +47,6 @@ class Block(nn.Module):
 
 
 def check(model: Any, hidden: Tensor, net: Net) -> list[str]:
-    """Trace one run; every layer must hold this run, and the output must be unchanged."""
     with torch.no_grad():
         wanted = hidden
         mixers = [m for m in net.modules() if type(m).__name__ == "MambaMixer"]
