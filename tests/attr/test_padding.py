@@ -19,7 +19,7 @@ from captum_ssm.errors import InputError, PaddedExampleError
 pytestmark = pytest.mark.slow
 
 
-LENGTHS = (9, 4, 1, 6)
+LENGTHS = (9, 1, 6)
 
 
 def agree(method: Any, model: nn.Module, target: Any, mask: Tensor, **options: Any) -> None:
