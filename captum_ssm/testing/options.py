@@ -67,7 +67,7 @@ OPTIONS: dict[str, Values] = {
     "verify": Values((), (True, False, 1e-2, np.False_, np.float32(1e-2), torch.tensor(1e-2)), (
         "x", [True], {}, _NAN, float("inf"), 0, 1, -1e-3, torch.ones(2),
     )),
-    "query": Values(("mean", -2, [-1, -2], [-2, -2, -1], torch.tensor([-2, -3])), (
+    "query": Values(("mean", -2, [-2, -2, -1], torch.tensor([-2, -3])), (
         None, "last", -1, np.int64(-1), torch.tensor(-1), (-1,), [np.int32(-1)],
     ), (
         "first", "", 1.5, True, [], ["a"], [1.5], [True], [[0], [1, 2]], {"a": 1}, TOKENS,
@@ -79,14 +79,14 @@ OPTIONS: dict[str, Values] = {
     "reduce": Values(("max", "min", "product", discard_smallest(0.4)),
                      ("mean", lambda x: x.mean(-1)),
                      ("x", "", 3, True, ["mean"], None, "heads", lambda x: x, lambda x: x.sum())),
-    "heads": Values(([0], [1, 3], torch.tensor([2]), [-1]), (None, range(CHANNELS)), (
+    "heads": Values(([0, -1], torch.tensor([2])), (None, range(CHANNELS)), (
         "a", 1, 1.5, True, [1.5], [True], [None], [[0]], [], [99], [0, 0], [0, -CHANNELS],
     )),
     "start_layer": Values((1,), (0, np.int32(0), torch.tensor(0)), (*_NUMBER, None, -1, 2)),
     "recipe": Values(("published_code",), ("paper",), (*_NAMES, None)),
     "normalize_rows": Values((True,), _NO, _FLAG),
     "absolute": Values((True,), _NO, _FLAG),
-    "discard_ratio": Values((0.6, np.float32(0.3)), (0, 0.0), ("a", None, True, _NAN, 1, -0.1)),
+    "discard_ratio": Values((np.float32(0.3),), (0, 0.0), ("a", None, True, _NAN, 1, -0.1)),
     "clamp": Values(("abs", "none"), ("relu",), (*_NAMES, None)),
     "aggregate": Values(("mean",), ("rollout",), (*_NAMES, None)),
     "mixing": Values(("projection",), ("alti",), (*_NAMES, None)),
@@ -94,7 +94,7 @@ OPTIONS: dict[str, Values] = {
         "nonsense", "", 1.5, 99, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99),
     )),
     "rule": Values(("frozen", "half", "equal", "centred"), (None,), _NAMES),
-    "baselines": Values(("mean", 0.5, torch.tensor(-1.0), BASELINES), (None,), (
+    "baselines": Values(("mean", 0.5, BASELINES), (None,), (
         "a", "", True, _NAN, float("inf"), [[1], [2, 3]], {"a": 1}, torch.ones(7, 3),
     )),
     "zero_bias": Values((True,), _NO, _FLAG),

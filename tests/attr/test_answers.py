@@ -157,7 +157,6 @@ def test_what_a_span_adds_up_to() -> None:
 
 
 def test_a_batch_of_one_and_a_budget() -> None:
-    """A budget is for the rows that spans are made of."""
     asked, whole = {"spans": "sentence"}, explainer(MambaAttribution)
     expected = whole.attribute(PROMPT, TEXT, **asked).token_attr
     for options in ({"internal_batch_size": 1}, {"memory_budget": "1MiB"}):
@@ -188,8 +187,6 @@ def test_features_of_the_prompt_by_mask_and_ranges() -> None:
 
 
 class Chat:
-    """A vocabulary with a chat template."""
-
     chat_template = "plain"
 
     def __init__(self, vocabulary: Any) -> None:
@@ -235,7 +232,6 @@ def test_wrong_spans(options: dict[str, Any], error: type[Exception], said: str)
 
 
 def by_hand(explain: Any, prompt: Tensor, text: Tensor, hops: int) -> Tensor:
-    """Relevance (prompt + text) of the whole text, passed on token by token."""
     ids = torch.cat([prompt, text[:-1]])[None]
     method, start = explain.attr_method, len(prompt)
 
@@ -380,8 +376,3 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(PROMPT, TEXT, **asked)
     with pytest.raises(OptionError, match="resume="):
         explain.attribute(PROMPT, TEXT, resume=tmp_path / "run")
-
-
-def test_progress_over_spans(capsys: pytest.CaptureFixture[str]) -> None:
-    explainer().attribute(PROMPT, TEXT, spans="sentence", show_progress=True)
-    assert "LatimFlow" in capsys.readouterr().err

@@ -20,7 +20,6 @@ MODELS = {"mamba": mamba_lm, "bamba": lambda: mamba2.make_model("bamba")}
 
 
 def check(method, inputs, targets, *args, **options):
-    """One call for all targets, one for each; how often the model ran in the former."""
     runs = []
     model = method.forward_func
     handle = model.register_forward_hook(lambda *_: runs.append(1))

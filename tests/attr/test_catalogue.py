@@ -28,7 +28,6 @@ def test_every_method_has_an_entry() -> None:
 
 @pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 def test_options(entry: Entry) -> None:
-    """Those that make a difference by the contract of methods, with the words that it tries."""
     parameters = inspect.signature(entry.method.attribute).parameters
     chosen = [name for name in parameters if OPTIONS.get(name, Values()).differ]
     assert [option.name for option in entry.options] == chosen
@@ -43,7 +42,6 @@ def test_options(entry: Entry) -> None:
 
 @pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])
 def test_contributions_are_multiplied_by_the_input(method: Any) -> None:
-    """What the embedding does not hold contributes nothing."""
     model = mamba_lm().double()
     asked = method(model)
     assert asked.multiplies_by_inputs and not LatimNorm(model).multiplies_by_inputs

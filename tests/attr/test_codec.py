@@ -20,8 +20,6 @@ from captum_ssm.models import WordVocabulary, load_bundled
 
 
 class Slow:
-    """A tokenizer of transformers that keeps the characters of its tokens to itself."""
-
     def __init__(self, fast: Any) -> None:
         self.encode, self.decode = fast.encode, fast.decode
         self.all_special_ids, self.unk_token_id = fast.all_special_ids, fast.unk_token_id
@@ -33,6 +31,7 @@ def inside(text: str, spans: list[Span]) -> list[str]:
 
 @pytest.mark.parametrize(("tokenizer", "text"), [
     (word_tokenizer, "anna owns the  $5 lamp .\nbob"),
+    (word_piece_tokenizer, "going  home ."),
     (piece_tokenizer, "abba b$b ab"),
     (byte_tokenizer, "a \N{EURO SIGN}b \N{ROCKET}\N{ROCKET} c"),
 ])  # fmt: skip
@@ -49,7 +48,6 @@ def test_slow_tokenizers_find_what_fast_ones_tell(tokenizer: Any, text: str) -> 
 
 
 def test_bytes_of_one_character_share_it() -> None:
-    """A slow tokenizer of transformers, which reads parts of characters as nothing."""
     text = "a \N{EURO SIGN}b\N{ROCKET}"
     ids, found = Codec(ByT5Tokenizer()).encode_with_spans(text)
     wanted = [(0, 1), (1, 2), *[(2, 3)] * 3, (3, 4), *[(4, 5)] * 4, (5, 5)]  # and </s>
@@ -62,32 +60,7 @@ def test_bytes_of_one_character_share_it() -> None:
 
 
 def pieces(*words: str) -> Any:
-    """Reads ids as words with spaces between them, and none before what begins with ##."""
     return lambda ids: " ".join(words[i] for i in ids).replace(" ##", "")
-
-
-def joined(*words: str) -> Any:
-    """Reads ids as they are, but that the space before a stop is taken away."""
-    return lambda ids: "".join(words[i] for i in ids).replace(" .", ".")
-
-
-#: A text, its tokens, how they are read, which of them are marks, and their characters.
-READ: dict[str, tuple[str, list[int], Any, set[int], list[Span]]] = {
-    "otherwise by themselves": (
-        "Playing  then", [0, 1, 2, 3, 4], pieces("[CLS]", "play", "##ing", "the", "##n"), {0},
-        [(0, 0), (0, 4), (4, 7), (9, 12), (12, 13)]),
-    "tidied when more is read": ("go.", [1, 2], joined("", "go ", "."), set(), [(0, 2), (2, 3)]),
-    "nothing across a mark": (
-        "play ##ing", [1, 0, 2], pieces("[SEP]", "play", "##ing"), {0}, [(0, 4), (4, 4), (5, 10)]),
-    "spaces that are not there": (
-        "go on ", [0, 1, 2], joined(" ", "go", "on"), set(), [(0, 0), (0, 2), (3, 5)]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", READ)
-def test_tokens_that_read_otherwise(name: str) -> None:
-    text, ids, read, marks, wanted = READ[name]
-    assert find_spans(text, ids, read, marks) == wanted
 
 
 @pytest.mark.parametrize(("text", "ids", "message"), [

@@ -139,8 +139,6 @@ def test_misuse(message):
 
 
 class Counted(torch.autograd.Function):
-    """The identity; counts the backward passes that begin at it."""
-
     passes = 0
 
     @staticmethod
@@ -154,7 +152,6 @@ class Counted(torch.autograd.Function):
 
 
 def counted(model):
-    """A function that runs the model, the list of its runs, and their outputs."""
     runs = []
 
     def function(*args):

@@ -87,7 +87,6 @@ def test_without_a_mask_the_model_says_which_pixels_a_class_has() -> None:
 
 
 def test_relevance_by_patch_where_convolutions_stand_beside_the_mixer() -> None:
-    """Of which the first, of stride 1, says how fine the tokens of the first mixer are."""
     model, pictures = u_mamba(), images()
     pixels = LatimFlow(model).attribute(pictures, target=(1, 2, 3))
     found = LatimFlow(model).attribute(pictures, target=(1, 2, 3), per_token=True)
@@ -95,8 +94,6 @@ def test_relevance_by_patch_where_convolutions_stand_beside_the_mixer() -> None:
 
 
 class Detector(nn.Module):
-    """Logits of classes for each of some boxes (B, boxes, K), each of which reads all pixels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = u_mamba()

@@ -1,7 +1,4 @@
-"""Errors with a remedy: the argument by its name, what was found, what to do.
-
-The contract of methods refuses wrong values of every option of ``attribute``.
-"""
+"""Errors with a remedy: the argument by its name, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -144,15 +141,11 @@ def test_examples_that_are_not_explained_by_themselves(method: Any) -> None:
 
 
 class SomeSSM(nn.Module):
-    """A mixer without adapter, by its name."""
-
     def forward(self, x):
         return x.cumsum(1)
 
 
 class Beside(nn.Module):
-    """A language model that calls another module first."""
-
     def __init__(self, extra):
         super().__init__()
         self.lm, self.extra = mamba_lm(), extra
@@ -200,7 +193,6 @@ def test_models(case: str) -> None:
 
 @each_method
 def test_layers_vouch_for_other_mixers(method):
-    """The error can be overridden by naming the layers."""
     model = Beside(SomeSSM())
     ids = token_ids()
     chosen = [f"lm.backbone.layers.{i}.mixer" for i in range(3)]
@@ -224,7 +216,6 @@ def test_outputs(name: str) -> None:
 
 
 def test_a_model_that_writes_into_a_mixers_input() -> None:
-    """Autograd refuses such a model by itself."""
     model, seen = mamba_lm(), list[Tensor]()
     model.backbone.layers[1].norm.register_forward_hook(lambda *args: seen.append(args[2]))
 
@@ -241,8 +232,6 @@ def test_a_model_that_writes_into_a_mixers_input() -> None:
 
 
 class Detached(nn.Module):
-    """A block whose output has no gradient."""
-
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
@@ -286,7 +275,6 @@ def test_there_is_no_asynchronous_form() -> None:
 
 
 def test_a_mask_of_the_whole_batch_in_a_closure() -> None:
-    """The adapter is not to blame for parts of a batch that a mask does not fit."""
     model, ids = mamba_lm(), token_ids(2, 6)
     mask = torch.ones_like(ids)
     for method in (LatimFlow, Rollout):

@@ -46,14 +46,11 @@ MODELS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str]] = {
 
 
 def draw(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Ids (1, 9) and their embeddings."""
     ids = torch.randint(1, 15, (1, 9))
     return ids, model.get_input_embeddings()(ids).detach()
 
 
 def in_chunks(model: Any, cache: str, **asked: bool) -> Callable[[Tensor], Tensor]:
-    """A function that reads the first five tokens, and goes on from their cache."""
-
     def given(x: Tensor) -> dict[str, Tensor]:
         return {"inputs_embeds": x} if x.is_floating_point() else {"input_ids": x}
 

@@ -12,7 +12,7 @@ from oracles import selection as loops
 from oracles.mamba2_formula import form_of
 from oracles.selection import Wanted, by_loops
 from torch import Tensor, nn
-from zoo import fla_cpu, mamba2
+from zoo import mamba2
 from zoo.attention import attention_model
 from zoo.delta import Family
 from zoo.mamba import padded_batch, randomise, transformers_model
@@ -21,7 +21,6 @@ from captum_ssm import ImplicitAttention
 from captum_ssm.attr.engine.factors import Factors
 from captum_ssm.errors import OptionError
 from captum_ssm.models.vim import VimMixer
-from captum_ssm.tracing import repaired_scans
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +45,6 @@ def mixer_named(model: nn.Module, kind: str) -> Any:
 
 
 def make_mixer(kind: str, **options: Any) -> tuple[Any, int, loops.Select]:
-    """A real mixer, the width of its input, and the oracle of what it selects."""
     if kind in ("mamba", "falcon_mamba"):
         model = transformers_model(kind, **options)
         return spread_steps(model.backbone.layers[0].mixer), 5, loops.mamba
@@ -70,7 +68,6 @@ CHANNELS = [7, 0, -1]
 
 
 def explain(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
-    """The method on the bare mixer, and the arguments with which to call it."""
     call = {"inputs": hidden}
     if mask is not None:  # it comes behind a cache
         names = list(inspect.signature(type(mixer).forward).parameters)
@@ -142,26 +139,6 @@ def test_a_step_at_its_limit_counts_as_if_softplus_had_returned_it() -> None:
     )
     (simplified,) = attention.factors(channels=CHANNELS, simplified=True, **call)
     check_factors(simplified, by_loops([scan], CHANNELS, simplified=True), FLOAT64)
-
-
-def test_a_whole_model_layer_by_layer() -> None:
-    model = transformers_model("mamba", num_hidden_layers=3).double()
-    ids, mask = padded_batch([8, 3])
-    seen: list[Tensor] = []
-    mixers = [block.mixer for block in model.backbone.layers]
-    handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for m in mixers]
-    with torch.no_grad(), repaired_scans():  # the loops of a trace
-        model(ids, attention_mask=mask)
-    for handle in handles:
-        handle.remove()
-    attention = ImplicitAttention(model)
-    states = attention.states(ids, [1, 6], layers=[2, 0, -1], additional_forward_args=mask)
-    factors = attention.factors(ids, [1, 6], layers=[2, 0, -1], additional_forward_args=mask)
-    for layer, found, product in zip([2, 0, 2], states, factors, strict=True):
-        (scan,) = loops.mamba(mixers[layer], seen[layer], mask)
-        wanted = by_loops([scan], [1, 6], simplified=False)
-        assert relative_error(found, wanted.states) <= FLOAT64
-        check_factors(product, wanted, FLOAT64)
 
 
 def test_long_histories_neither_overflow_nor_drift() -> None:
@@ -273,18 +250,3 @@ def test_recurrences_whose_states_mix_are_refused(
     with pytest.raises(OptionError, match="DeltaRule"):
         ids = torch.randint(1, 19, (1, 4))
         getattr(ImplicitAttention(model), method)(ids, [0], verify=False)
-
-
-@pytest.mark.parametrize("kind", ["GatedLinearAttention", "HGRN2Attention", "RWKV6Attention"])
-def test_states_but_no_steps(fla: fla_cpu.FLA, kind: str) -> None:
-    heads = {"expand_ratio": 6} if kind == "HGRN2Attention" else {"num_heads": 2}
-    layer = fla.layer(kind, hidden_size=24, **heads).double()
-    layer.layer_idx = 0  # HGRN2's first layer has no lower bound
-    attention, hidden = ImplicitAttention(layer), torch.randn(2, 7, 24, dtype=torch.float64)
-    for components in ("s6", "unified"):
-        (matrices,) = attention.matrices(hidden, reduce=None, components=components)
-        (states,) = attention.states(hidden, CHANNELS, components=components)
-        assert relative_error(states.sum(2), matrices[:, CHANNELS]) <= 1e-11
-    assert not torch.allclose(states[:, :, 0], states[:, :, 1])
-    with pytest.raises(OptionError, match="VectorDecayHeads has none"):
-        attention.factors(hidden, CHANNELS)

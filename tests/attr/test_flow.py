@@ -17,7 +17,6 @@ from zoo.mamba import randomise
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
-from captum_ssm.attr.engine.decompose import Decomposition, exact
 from captum_ssm.errors import GradientModeError, NotLinearError, OptionError
 
 pytestmark = pytest.mark.slow
@@ -76,28 +75,6 @@ def test_what_enters_and_leaves_mixers_by_feature(rule):
     assert oracles.relative_error(first.streams[0], first.inputs) <= 1e-5
     with pytest.raises(OptionError, match="features='yes'"):
         explain.decompose(ids, targets[0], features="yes")
-
-
-def test_what_is_exact():
-    inputs, output = torch.tensor([[1.0, 2.0], [3.0, -3.0]]), torch.tensor([3.0, 0.5])
-
-    def found(bias: float) -> Decomposition:
-        biases = {"a": torch.tensor([0.0, bias])}
-        return Decomposition(inputs, (), (), biases, output, torch.zeros(2))
-
-    assert exact(found(0.5)) and not exact(found(0.6))
-    assert not exact(found(float("nan")))
-
-
-def test_rounding_of_what_passes_a_layer_counts():
-    inputs, output = torch.ones(1, 2), torch.tensor([2.01])
-
-    def found(past: torch.Tensor | None) -> Decomposition:
-        return Decomposition(inputs, (), (), {}, output, torch.zeros(1), past=past)
-
-    assert not exact(found(None)) and not exact(found(torch.zeros(1, 2)))
-    assert exact(found(torch.tensor([[9.0, -9.0]])))  # of what cancels, too
-    assert exact(found(torch.zeros(1, 2).bfloat16()))
 
 
 class Cubed(torch.autograd.Function):

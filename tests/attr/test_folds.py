@@ -61,7 +61,6 @@ CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def dropping(ratio: float, dropped: int) -> Any:
-    """A reduction that drops so many of the smallest channels."""
     reduce = discard_smallest(ratio)
     REDUCE[reduce] = lambda alpha: mean_of_largest(alpha, dropped)
     return reduce
@@ -140,7 +139,6 @@ def test_exact_matrices_times_values_plus_bias_are_the_mixers_output() -> None:
 
 
 def without_smallest(matrix: Tensor, ratio: float) -> Tensor:
-    """Each example's smallest non-zero entries become zero, one by one."""
     result = matrix.clone()
     for example in result:
         present = [(float(example[i, j]), i, j) for i, j in example.nonzero().tolist()]
@@ -150,7 +148,6 @@ def without_smallest(matrix: Tensor, ratio: float) -> Tensor:
 
 
 def row(method: Any, run: Run, query: Any, **options: Any) -> Tensor:
-    """The row of a query, (B, L), by whole matrices."""
     matrices = alphas(run, options)
     if method is MambaAttribution:
         clamp = CLAMPS[options.get("clamp", "relu")]
@@ -219,7 +216,6 @@ METHODS = pytest.mark.parametrize(
 @METHODS
 @pytest.mark.parametrize(("make", "tokens"), [(mamba_lm, 1), (mamba_lm, 13), (falcon_lm, 2)])
 def test_a_target_for_each_example(method: Any, make: Any, tokens: int) -> None:
-    """In float32; each query is the target's position."""
     model, ids = make(), token_ids(3, tokens)
     positions, words = torch.randint(tokens, (3,)), [1, 18, 0]
     run = Run(double(model), ids, select=lambda logits: logits[range(3), positions, words])
@@ -232,7 +228,6 @@ def test_a_target_for_each_example(method: Any, make: Any, tokens: int) -> None:
 @pytest.mark.slow
 @METHODS
 def test_classifiers_and_images(method: Any) -> None:
-    """Of a head that pools by mean, all rows count."""
     for pool in ("last", "mean"):
         model, ids = classifier(pool).double(), token_ids(2, 7)
         run = Run(model, ids, select=lambda out: out[range(2), [4, 1]])

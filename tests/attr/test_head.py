@@ -29,7 +29,6 @@ def model() -> Any:
 
 @pytest.fixture
 def positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """At how many positions the head has run, for each time that it did."""
     found: list[int] = []
     plain = nn.functional.linear
 
@@ -43,7 +42,6 @@ def positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def whole(model: Any) -> Callable[..., Tensor]:
-    """A function that returns the logits of all positions, whatever it is asked for."""
     return lambda x, *more: model(x, *more).logits
 
 
@@ -122,8 +120,6 @@ def by_position(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class OfTwo(nn.Linear):
-    """A head that gives each position a part of the one before."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
@@ -168,19 +164,6 @@ def test_what_may_read_other_positions_gets_all(
     assert positions == [TOKENS]
     logits = expected if isinstance(expected, Tensor) else expected.logits
     assert torch.allclose(found.output, logits[:, 2, 1])
-
-
-def test_positions_that_the_user_keeps_stay(model: Any) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.inner(ids, logits_to_keep=2).logits
-
-    found = LatimFlow(Own()).decompose(IDS, (0, 1))
-    assert torch.allclose(found.output, model(IDS).logits[:, -2, 1])
 
 
 WRONG: list[tuple[Any, Any, type[Exception]]] = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_method import each_method, each_of_queries
-from oracles.dense import UNIFIED, Run, add_identity, error, query_row, rollout
+from oracles.dense import UNIFIED, Run, add_identity, error, rollout
 from torch import Tensor, nn
 from zoo.small import CLASSES, GRID, WIDTH, images, mamba_lm, mixers_of, randomise, vision
 
@@ -36,17 +36,6 @@ def test_pixels_are_bilinear_in_the_patch_grid(method, grid, cls):
     for colour in range(3):
         torch.testing.assert_close(pixels[:, colour], expected[:, 0], rtol=0, atol=0)
     assert pixels.is_contiguous()
-
-
-@pytest.mark.parametrize("cls", ["head", "middle", None])
-def test_patches_are_laid_out_row_by_row(cls):
-    model, pictures = vision(cls, (3, 4)), images(2, (3, 4))
-    alphas = Run(model, pictures).alphas(UNIFIED)
-    last = alphas[0].shape[-1] - 1
-    row = query_row(rollout([add_identity(alpha) for alpha in alphas]), last)
-    expected = row[:, model.patch_tokens()].view(2, 3, 4)
-    found = ImplicitAttentionRollout(model).attribute(pictures, query="last", per_token=True)
-    assert error(found, expected) <= 1e-5
 
 
 class Block(nn.Module):
@@ -105,21 +94,7 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-def test_a_patch_may_change_in_one_channel_alone() -> None:
-    """Most channels of the patch embedding do not read the image."""
-    model, pictures = vision("middle"), images(2)
-    reads = torch.zeros(WIDTH)
-    reads[3] = 1
-    with torch.no_grad():
-        model.patch.weight *= reads[:, None, None, None]
-    row = ImplicitAttentionRollout(model, layers=["blocks.0.mixer"])
-    found = row.attribute(pictures, query="last", per_token=True)
-    assert found.shape == (2, *GRID)
-
-
 class Stemmed(nn.Module):
-    """A model with a convolution in front of that of its patches."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.stem, self.inner = nn.Conv2d(3, 3, kernel_size=1), inner
@@ -137,7 +112,6 @@ def test_the_last_convolution_before_the_first_block_counts(method: Any) -> None
 
 @pytest.mark.parametrize("size", [(12, 12), (14, 13)])
 def test_pixels_are_summed_over_the_cells_they_lie_in(size: tuple[int, int]) -> None:
-    """Also where patches do not divide the image."""
     model, pictures = vision(None).double(), torch.randn(2, 3, *size).double()
     pixels = LatimFlow(model).attribute(pictures, target=1)
     wanted = torch.zeros(2, *GRID, dtype=torch.float64)
@@ -149,8 +123,6 @@ def test_pixels_are_summed_over_the_cells_they_lie_in(size: tuple[int, int]) -> 
 
 
 class Through(nn.Module):
-    """A model whose tokens a function makes of the image."""
-
     def __init__(self, read: Any) -> None:
         super().__init__()
         self.inner, self.read = vision(None), read
@@ -164,8 +136,6 @@ class Through(nn.Module):
 
 
 class Sequenced(nn.Conv2d):
-    """A convolution that lays its patches out in a row."""
-
     def forward(self, image: Tensor) -> Tensor:
         return super().forward(image).flatten(2).mT
 
@@ -176,7 +146,6 @@ def unfolded(model: Any, pictures: Tensor) -> Tensor:
 
 
 def pairs(model: Any, pictures: Tensor) -> Tensor:
-    """Pairs of patches become one token after the convolution."""
     x = model.inner.patch(pictures).flatten(2).mT
     return (x[:, ::2] + x[:, 1::2]) / 2
 

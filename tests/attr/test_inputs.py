@@ -32,8 +32,6 @@ def test_embeddings_of_a_model_with_input_ids_only(
 
 
 class Series(nn.Module):
-    """A model of no ids: the first argument is the sequence itself, or every other entry of it."""
-
     def __init__(self, stride: int) -> None:
         super().__init__()
         self.mix, self.inner = classifier("last").backbone, nn.Linear(4, WIDTH, bias=False)
@@ -66,7 +64,6 @@ TARGETS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_parts_with_targets_of_every_form(target: str) -> None:
-    """The contract of methods tries parts with every option."""
     explain, inputs = MambaAttribution(mamba_lm()), token_ids(5, 6)
     whole = explain.attribute(inputs, TARGETS[target])
     for size in (2, 3, 100):
@@ -76,8 +73,6 @@ def test_parts_with_targets_of_every_form(target: str) -> None:
 
 
 class Scaled(nn.Module):
-    """A language model with extra arguments of several kinds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lm = mamba_lm()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.latim_vectors import a_model, all_vectors, record
+from helpers.latim_vectors import all_vectors, record
 from oracles import latim as oracle
 from oracles import relative_error
 from torch import Tensor
@@ -15,8 +15,6 @@ from zoo.mamba import transformers_model
 from zoo.small import mamba_lm, mixers_of, token_ids
 
 from captum_ssm import LatimALTI, LatimLogit
-from captum_ssm.attr.engine.run import Request, traced
-from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError
 
 pytestmark = pytest.mark.slow
@@ -33,7 +31,6 @@ def total(found: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "minimax"])
 def test_hybrids_credit_what_acts_within_tokens(family: str) -> None:
-    """Every MLP, or mixture of experts, writes something."""
     own = family in mamba2.FAMILIES
     make = mamba2.make_model if own else attention.attention_model
     found = LatimLogit(make(family)).decompose(token_ids(2, 9), **TARGET)
@@ -42,14 +39,12 @@ def test_hybrids_credit_what_acts_within_tokens(family: str) -> None:
 
 
 def test_what_feeds_a_mixer_writes_nothing_itself() -> None:
-    """Zamba's attention and MLP enter the Mamba mixer after them, and the stream through it."""
     found = LatimLogit(mamba2.make_model("zamba2")).decompose(token_ids(2, 9), **TARGET)
     assert len(found.locals) == 1
     assert not found.locals.any()
 
 
 def by_hand(model: Any, ids: Tensor, activation: str, mixings: list[Tensor]) -> Tensor:
-    """C[layer, b, k] of a Mamba-1 language model for target (-1, 3), in loops."""
     layers = record(model, ids)
     norm, head = model.backbone.norm_f, model.lm_head.weight.double()[3]
     stream = model.get_input_embeddings()(ids).detach().double()
@@ -91,30 +86,7 @@ def test_the_papers_activation_misses_part_of_the_output() -> None:
     assert papers.delta.abs().min() > 100 * exact.delta.abs().max()
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba", "zamba", "vim"])
-def test_projection_by_its_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows sum to 1, and for a lone mixer they are <T_i(x_j), y_i> / |y_i|^2."""
-    case = a_model(name, monkeypatch)
-    with torch.no_grad():
-        run = traced(Request(case.model, case.model, None, case.inputs, (), streams=True))
-    kept = run.streams
-    layer = next(lay for lay in run.layers if lay.joins == "residual")
-    batch, tokens = layer.operator.shape[:2]
-    mixing = ProjectionShares([layer], kept)
-    rows = mixing.rmatvec(torch.eye(tokens)[:, None].expand(-1, batch, -1))  # (i, B, j)
-    assert relative_error(rows.sum(-1), torch.ones(tokens, batch)) <= 1e-5
-    vectors = all_vectors(layer).double() * layer.linear.branch_scale
-    stream = kept[layer].double()
-    for i in range(tokens):
-        parts = vectors[:, i].clone()
-        parts[:, i] += stream[:, i]
-        y = parts.sum(1, keepdim=True)
-        wanted = (parts * y).sum(-1) / y.square().sum(-1)
-        assert relative_error(rows[i], wanted) <= 1e-4
-
-
 def test_a_mixer_alone() -> None:
-    """No stream passes it by: its output is all there is."""
     model = torch.nn.Sequential(mixers_of(mamba_lm())[0])
     inputs = torch.randn(2, 5, model[0].hidden_size)
     found = LatimLogit(model).decompose(inputs, target=(3, 1))

@@ -14,7 +14,6 @@ from oracles import mamba2_formula, relative_error, vim
 from oracles import vim as vim_oracle
 from torch import Tensor
 from zoo import architectures, mamba2
-from zoo.attention import attention_model
 from zoo.mamba import padded_batch, randomise, transformers_model
 from zoo.small import mamba_lm, token_ids
 
@@ -37,7 +36,6 @@ CHOICES = ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"]
 def by_loop(
     model: Any, ids: Tensor, activation: str, p: int, mask: Tensor | None = None
 ) -> list[Tensor]:
-    """Dense maps in float64; padding is silent on both sides."""
     found = []
     keep = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad(), trace(model) as t:
@@ -52,7 +50,6 @@ def by_loop(
 @pytest.mark.parametrize("activation", CHOICES)
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
 def test_maps_are_the_loops(family: str, activation: str) -> None:
-    """With biases, padding leaks into the convolution's."""
     p = 1 if family == "mamba" else 2
     model = transformers_model(family, use_bias=True).double()
     ids, mask = padded_batch([7, 4, 1])
@@ -68,7 +65,6 @@ def layers_of(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
 
 
 def masked(model: Any) -> Callable[..., Tensor]:
-    """The model, whose second argument is the mask."""
     return lambda ids, mask: model(ids, attention_mask=mask).logits
 
 
@@ -116,7 +112,6 @@ def test_constants_beside_the_values_do_not_round(mamba_ssm: Any) -> None:
 @pytest.mark.parametrize("activation", ["linearized", "silu"])
 @pytest.mark.parametrize("form", ["v1", "v2", "none"])
 def test_rows_of_a_scan_are_those_of_single_queries(form: str, activation: str) -> None:
-    """Many at once come of the states of a scan in one or both directions, few one by one."""
     sizes = {"img_size": 12, "patch_size": 4, "embed_dim": 6, "depth": 2, "d_state": 3}
     model = vim_oracle.randomise(VisionMamba(**sizes, num_classes=4, bimamba_type=form))
     method, images = LatimNorm(model.double(), activation=activation), torch.randn(2, 3, 12, 12)
@@ -223,29 +218,6 @@ def test_branches_count_as_they_join_the_stream(monkeypatch: pytest.MonkeyPatch)
     wanted = sum(s * m[:, -1] for s, m in zip(scales, maps, strict=True)) / len(maps)
     found = LatimNorm(case.model).attribute(case.inputs, query="last")
     assert relative_error(found, wanted) <= 1e-5
-
-
-def hybrid() -> Any:
-    return attention_model("jamba", "sdpa")
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("make", [mamba_lm, hybrid])
-def test_padded_tokens_have_no_rows_and_no_columns(make: Callable[[], Any], side: str) -> None:
-    """Also in attention, whose padded tokens would read others."""
-    model, ids = make(), torch.randint(1, 19, (2, 7))
-    real = torch.ones(2, 7, dtype=torch.bool)
-    real[1, slice(0, 3) if side == "left" else slice(4, 7)] = False
-    method = LatimNorm(model)
-    for layer, whole in zip(
-        method.maps(ids, additional_forward_args=real.long()), method.maps(ids), strict=True
-    ):
-        kept = real[:, :, None] & real[:, None]
-        assert not layer[~kept].any()
-        causal = kept & torch.ones(7, 7, dtype=torch.bool).tril()
-        assert layer[causal].all() and whole[:, 2, 1].all()
-    rows = method.maps(ids, positions=torch.tensor([[6, 0], [0, 6]]), additional_forward_args=real)
-    assert not rows[0][1, 0 if side == "left" else 1].any()
 
 
 @pytest.mark.parametrize("activation", CHOICES)

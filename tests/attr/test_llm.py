@@ -39,7 +39,6 @@ def explainer(model, method=ImplicitAttentionRollout, **options):
 
 
 def ids_of(tokenizer, prompt=PROMPT, text=TEXT):
-    """Ids of the prompt and of the text, (1, L) and (T,)."""
     prompt_ids = tokenizer.encode(prompt)
     text_ids = tokenizer.encode(text, add_special_tokens=False)
     assert prompt_ids[0] == 0 and text_ids[0] != 0  # only the prompt begins with <s>
@@ -47,7 +46,6 @@ def ids_of(tokenizer, prompt=PROMPT, text=TEXT):
 
 
 def rows_of(method, prompt, text, **options):
-    """What the method says of each token of the text on the whole, uncut sequence."""
     whole = torch.cat([prompt[0], text])[None]
     start = prompt.shape[1]
     rows = [
@@ -58,7 +56,6 @@ def rows_of(method, prompt, text, **options):
 
 
 def check(result, rows, columns, tolerance=1e-5):
-    """The result against rows over the prompt's ``columns`` tokens, then the text's."""
     assert isinstance(result, LLMAttributionResult)
     assert oracles.relative_error(result.token_attr, rows[:, :columns]) <= tolerance
     assert oracles.relative_error(result.seq_attr, rows[:, :columns].sum(0)) <= tolerance
@@ -210,7 +207,6 @@ def test_the_bundled_model_with_its_vocabulary(method):
 
 @named([LatimFlow, ImplicitAttentionRollout])
 def test_virtual_tokens_move_no_position(method):
-    """Relevance is of the given tokens, read at the places where the next ones are predicted."""
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=10, num_layers=2,

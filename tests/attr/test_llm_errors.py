@@ -18,8 +18,6 @@ PROMPT = "anna owns the"
 
 
 class Bare:
-    """A tokenizer with no more than is needed."""
-
     def encode(self, text):
         return [2 for _ in text.split()]
 

@@ -50,7 +50,6 @@ def test_masks_survive_where_biases_do_not(monkeypatch):
 
 
 def silu(x: Tensor) -> Tensor:
-    """With its frozen ratio."""
     return x * torch.sigmoid(x).detach()
 
 

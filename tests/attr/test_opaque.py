@@ -1,7 +1,4 @@
-"""Functions that nobody can look into: operations without a backward, kernels, scripts, vmap.
-
-Folds follow values, and need not look.  What takes gradients is right, or refused by name.
-"""
+"""Functions that nobody can look into: operations without a backward, kernels, scripts, vmap."""
 
 from __future__ import annotations
 
@@ -61,17 +58,7 @@ def bare_norm(x: Tensor, weight: Tensor, make: Any = torch.empty_like) -> Tensor
     return out
 
 
-def visible_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Torch's functions write to empty memory, and add zeros."""
-    out = torch.empty_like(x)
-    out[:, :1] = rms_norm(x[:, :1], weight)
-    out[:, 1:].copy_(rms_norm(x[:, 1:], weight))
-    return out + torch.zeros_like(x)
-
-
 class Model(nn.Module):
-    """Three layers, each with an MLP behind its mixer."""
-
     def __init__(self, norm: Norm = rms_norm, mlp: Any = mlp, last: Norm = rms_norm) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -155,17 +142,7 @@ def test_direct_paths_through_it_are_refused(last: Norm, where: str) -> None:
         LatimLogit(Model(last=last).eval()).attribute(tokens(), target=TARGET)
 
 
-@named([LatimFlow, LatimLogit])
-def test_memory_that_torch_fills(method: Any) -> None:
-    ids = tokens()
-    model = Model(norm=visible_norm, last=visible_norm).eval()
-    expected = method(Model().eval()).attribute(ids, target=TARGET)
-    assert relative_error(method(model).attribute(ids, target=TARGET), expected) <= 1e-5
-
-
 class Unpacked(nn.Linear):
-    """A weight that a kernel unpacks for every call."""
-
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.empty_like(self.weight)
         weight.numpy()[...] = self.weight.detach().numpy()
@@ -218,10 +195,6 @@ def test_effects_by_a_rule_are_refused_there() -> None:
 
 @pytest.mark.parametrize("bends", [False, True])
 def test_a_mapped_head(bends: bool) -> None:
-    """Linear, or refused: no delta of a logit's size is left over.
-
-    Nobody sees a bias in it, either.
-    """
     model, ids = transformers_model("mamba"), tokens()
     width = model.config.hidden_size
     bent = nn.Tanh() if bends else nn.Identity()

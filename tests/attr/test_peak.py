@@ -25,12 +25,6 @@ TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
 class Counted(TorchDispatchMode):
-    """Counts the bytes of what is made while it is on.
-
-    Attributes:
-        peak: the most that were there at a time.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._now = 0
@@ -54,15 +48,12 @@ class Counted(TorchDispatchMode):
 
 
 def sequences(call: Callable[[], object]) -> float:
-    """The peak of a call, in sequences of the model's width."""
     with Counted() as counted:
         call()
     return counted.peak / (4 * TOKENS * WIDTH)
 
 
 class Numbers:
-    """A tokenizer of numbers."""
-
     def encode(self, text: str) -> list[int]:
         return [int(number) for number in text.split()]
 

@@ -46,7 +46,6 @@ OUT_PROJ = Coefficient(-1, "out_proj", "weight")
 
 
 def coefficients(linear: LinearMixer) -> list[Coefficient]:
-    """All that can be off in a mixer."""
     found = [
         Coefficient(i, leaf.component or "mask", name)
         for i, leaf in enumerate(linear.operator.leaves())
@@ -56,7 +55,6 @@ def coefficients(linear: LinearMixer) -> list[Coefficient]:
 
 
 def planted(linear: LinearMixer, fault: Coefficient) -> LinearMixer:
-    """The mixer with one coefficient off."""
     if fault == OUT_PROJ:  # what enters it is off alike
         enters = Diagonal(linear.values.new_full((1, 1, 1, 1), OFF), linear.operator.shape)
         return replace(linear, operator=Chain(enters, linear.operator))
@@ -65,7 +63,6 @@ def planted(linear: LinearMixer, fault: Coefficient) -> LinearMixer:
 
 
 def _with(leaf: Operator, name: str) -> Operator:
-    """The leaf with one of its coefficients off."""
     if isinstance(leaf, Diagonal):
         return Diagonal(leaf.live.get("weight", leaf.weight) * OFF, leaf.shape, leaf.component)
     off, coefficient = copy.copy(leaf), leaf.tensors()[name]
@@ -75,7 +72,6 @@ def _with(leaf: Operator, name: str) -> Operator:
 
 
 def _put(operator: Operator, old: Operator, new: Operator) -> Operator:
-    """The operator with one of its leaves exchanged."""
     if operator is old:
         return new
     if isinstance(operator, Chain | Sum):
@@ -85,14 +81,12 @@ def _put(operator: Operator, old: Operator, new: Operator) -> Operator:
 
 
 def of_each_class(model: nn.Module, inputs: Tensor) -> list[Layer]:
-    """The first layer of each class of mixers."""
     with torch.no_grad(), trace(model, operators=False) as t:
         model(inputs)
     return list({type(layer.mixer.module): layer for layer in t.layers[::-1]}.values())
 
 
 def moved(linear: LinearMixer, off: LinearMixer) -> float:
-    """How far a fault moves what a mixer returns."""
     with torch.no_grad():
         right = linear.output()
         return float((off.output() - right).abs().max() / right.abs().max())
@@ -114,7 +108,6 @@ def plant(module: nn.Module, fault: Coefficient) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_component_that_is_off_for_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the check of whole outputs, and by that of sums over tokens."""
     case = networks.make(name, monkeypatch)
     target = networks.targets(networks.own_output(case))[0]
     seen = unseen = 0

@@ -109,7 +109,6 @@ def test_tokens_across_values_are_divided_by_characters():
 
 
 def test_plain_tokenizers_serve():
-    """Of the tokenizers library, and one with no more than the two methods."""
     whole = language.word_tokenizer()
     raw = Tokenizer.from_str(whole.backend_tokenizer.to_str())
 

@@ -126,7 +126,6 @@ def test_language_models(name, make, variant, start_layer):
 
 
 def test_one_layer_by_hand():
-    """Two tokens, one layer: r = channel mean of the last row; (I + 1 r) / (1 + sum r)."""
     model, ids = mamba_lm(num_hidden_layers=1).double(), token_ids(1, 2)
     alpha = Run(model, ids).alphas(UNIFIED)[0][0]
     first, last = alpha[1].tolist()

@@ -85,14 +85,6 @@ def test_a_head_that_pools_by_mean_asks_for_all_tokens(method):
     )
 
 
-@each_of_queries
-def test_a_head_that_reads_the_last_token_asks_for_it(method):
-    model, ids = classifier("last"), token_ids(2, 6)
-    attribute = method(model).attribute
-    assert torch.equal(attribute(ids, target=1), attribute(ids, target=1, query="last"))
-    assert torch.equal(attribute(ids, target=1), attribute(ids, target=1, query="cls"))
-
-
 @pytest.mark.parametrize("pool", ["last", "mean"])
 def test_pooling_over_a_padded_batch(pool: str) -> None:
     model, ids = classifier(pool), token_ids(3, 7)

@@ -37,7 +37,6 @@ def test_inputs_made_under_inference_mode(method: Any) -> None:
 
 @each_method
 def test_models_made_under_inference_mode(method: Any) -> None:
-    """In float32 another kernel may convolve with weights made there."""
     ordinary, pictures = vision("middle").double(), torch.randn(2, 3, 12, 12).double()
     expected = method(ordinary).attribute(pictures, 2)
     with torch.inference_mode():
@@ -51,7 +50,6 @@ def test_models_made_under_inference_mode(method: Any) -> None:
 
 @each_method
 def test_inputs_that_record_gradients(method: Any) -> None:
-    """A leaf that requires grad, and the result of a computation; neither gets a gradient."""
     model, ids = mamba_lm(), token_ids(2, 7)
     inputs = model.get_input_embeddings()(ids)
     expected = method(model).attribute(inputs.detach(), TARGET)
@@ -85,7 +83,6 @@ def living_tensors() -> int:
 
 @each_method
 def test_memory_is_given_back(method: Any) -> None:
-    """Nothing of a call stays alive: neither its tensors nor the model."""
     model, ids = mamba_lm(), token_ids(2, 7)
     attribution = method(model)
     attribution.attribute(ids, TARGET)

@@ -52,7 +52,6 @@ RESULTS: dict[str, Callable[[], Any]] = {
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """In kind, dtype, shape and every bit."""
     assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype and one.shape == other.shape

@@ -18,7 +18,6 @@ NONE = ("vit",)
 
 
 def test_the_state_is_the_one_of_the_run() -> None:
-    """What it holds of all tokens, read by the last one, is what the operator returns there."""
     model, ids = mamba_lm().double(), torch.randint(15, (2, 9))
     with torch.no_grad(), trace(model) as record:
         model(ids)
@@ -30,7 +29,6 @@ def test_the_state_is_the_one_of_the_run() -> None:
 
 
 def test_what_a_cache_holds_and_what_is_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the attention that transformers returns, which takes its softmax in float32."""
     case = ZOO["gpt_neox"](monkeypatch)
     model, ids = case.model.double(), case.inputs
     found = StateMemory(model).of(ids)

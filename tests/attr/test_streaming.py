@@ -9,7 +9,6 @@ from zoo import architectures
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr.engine import run
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Operator, discard_smallest
 
@@ -39,7 +38,6 @@ def heights(monkeypatch):
 
 
 def check(method, heights, budget, *args, tolerance=1e-5, **options):
-    """Few rows at a time, and all at once."""
     heights.clear()
     found = method.attribute(*args, memory_budget=budget, **options)
     few = list(heights)
@@ -82,18 +80,6 @@ def test_other_reductions(reduce, heights):
     rollout = ImplicitAttentionRollout(model)
     check(rollout, heights, budget, ids, query="mean", tolerance=1e-12, **options)
     check(rollout, heights, budget, ids, query=6, tolerance=1e-12, absolute=True, **options)
-
-
-@pytest.mark.parametrize("room", [0, 2**20])
-def test_several_targets_share_what_fits(room, heights, monkeypatch):
-    model, ids = mamba_lm(), token_ids(2, 9)
-    monkeypatch.setattr(run, "_KEPT_ELEMENTS", room)
-    method, targets = MambaAttribution(model), [(8, 3), (5, 2), (8, 1)]
-    wanted = torch.stack([method.attribute(ids, target) for target in targets])
-    heights.clear()
-    found = method.attribute_each(ids, targets, memory_budget=100_000)
-    assert bool(heights) == (room == 0)  # else the whole matrices serve all targets
-    assert relative_error(found, wanted) <= 1e-5
 
 
 def test_too_little_for_a_row_is_an_error():

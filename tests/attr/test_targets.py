@@ -10,7 +10,7 @@ from helpers.every_method import METHODS, named
 from torch import Tensor
 from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttentionRollout, MambaAttribution
+from captum_ssm import MambaAttribution
 
 pytestmark = pytest.mark.slow
 
@@ -75,36 +75,6 @@ def test_the_chosen_number_is_explained(name: str) -> None:
     assert torch.equal(found, explicit.attribute(ids, query=query))
     captums = captum_accepts(output(ids), target)
     assert captums is None or torch.equal(captums, output(ids)[index])
-
-
-def test_a_method_that_needs_no_target_takes_the_same() -> None:
-    method = ImplicitAttentionRollout
-    model, ids = classifier(), token_ids(BATCH, 6)
-    expected = method(model).attribute(ids)
-    for target, _ in CLASS_TARGETS.values():
-        assert torch.equal(method(model).attribute(ids, target=target), expected)
-    model = mamba_lm()
-    for target, pairs in TOKEN_TARGETS.values():
-        positions = torch.tensor([position for position, _ in pairs])
-        expected = method(model).attribute(ids, query=positions)
-        assert torch.equal(method(model).attribute(ids, target=target), expected)
-
-
-def test_more_dimensions() -> None:
-    """An output (B, 2, 3, 4) takes three indices."""
-    model, ids = classifier(), token_ids(2, 6)
-
-    def outer(tokens: Tensor) -> Tensor:
-        out = model(tokens)
-        return out[:, :2, None, None] * out[:, None, 1:4, None] * out[:, None, None, 1:]
-
-    method = MambaAttribution(outer, model=model)
-    for target, picks in [((1, 0, -1), [(1, 0, 3)] * 2), ([(0, 2, 1), (1, 1, 0)],) * 2]:
-        index = (range(2), *zip(*picks, strict=True))
-        explicit = MambaAttribution(lambda x, i=index: outer(x)[i][:, None], model=model)
-        found, wanted = (m.attribute(ids, query="last", **o) for m, o in (
-            (method, {"target": target}), (explicit, {})))  # fmt: skip
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 INT = r"Pass an int, for example target=0, or one int per example as a list or a 1-D tensor of 2\."

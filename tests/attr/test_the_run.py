@@ -1,7 +1,4 @@
-"""Explanations are of what ``forward_func`` computed, set up as it was when it ran.
-
-What a function does for the time of its call is explained as if the model had always been so.
-"""
+"""Explanations are of what ``forward_func`` computed, set up as it was when it ran."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ def tokens() -> Tensor:
 
 
 def assert_same(method: Any, forward: Callable[[Tensor], Any], model: nn.Module, same: Any) -> None:
-    """What the method says of ``forward`` over ``model`` is what it says of ``same``."""
     ids = tokens()
     torch.testing.assert_close(forward(ids), same(ids).logits)
     found = method(forward, model).attribute(ids, target=TARGET)
@@ -154,7 +150,6 @@ def test_a_hook_that_moves_tokens_is_followed_or_refused(method: Any) -> None:
 
 @each_method
 def test_a_hook_that_writes_to_the_output(method: Any) -> None:
-    """Nobody remembers what the mixer had returned."""
     model, ids = transformers_model("mamba"), tokens()
     same = copy.deepcopy(model)
 
@@ -173,8 +168,6 @@ def test_a_hook_that_writes_to_the_output(method: Any) -> None:
 
 
 class Written(nn.Module):
-    """A Mamba whose blocks add in place: the stream to the output, or the output to the stream."""
-
     def __init__(self, onto: str) -> None:
         super().__init__()
         self.model, self.onto = transformers_model("mamba"), onto
@@ -223,7 +216,6 @@ def test_examples_that_mix_are_not_blamed_on_functions(name: str) -> None:
 
 @each_method
 def test_a_target_at_padding_names_the_remedy(method: Any) -> None:
-    """Mixers of transformers are told of padding; on the right the last position is none."""
     model, ids = transformers_model("mamba"), tokens()
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0

@@ -78,7 +78,6 @@ def test_pages_join_what_the_report_joins(kind: str, tmp_path: Path) -> None:
 
 
 def gaps(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """Those that begin where the one before ends."""
     return [i for i in range(1, len(spans)) if abs(spans[i][0] - spans[i - 1][1]) < 1e-6]
 
 
@@ -121,7 +120,6 @@ def test_pictures_join_what_the_report_joins(kind: str) -> None:
 
 
 def seen(label: str) -> str:
-    """What the pictures' font has of a label."""
     return {"你": r"\u4f60", "好": r"\u597d"}.get(label, label)
 
 

@@ -1,8 +1,4 @@
-"""What stands between layers, and between the given tokens and those that the model reads.
-
-Relevance lies on the tokens that were given, whatever order the model reads them in.  Layers are
-folded as stages that read one stream, in any order of the tokens; all else is refused by name.
-"""
+"""What stands between layers, and between the given tokens and those that the model reads."""
 
 from __future__ import annotations
 
@@ -83,7 +79,6 @@ def gpt2() -> Any:
 @pytest.mark.parametrize("make", [llama, lambda: transformers_model("mamba")])
 @each_method
 def test_a_first_token_that_is_looked_up_by_itself(method: Any, make: Callable[[], Any]) -> None:
-    """What the model looks up before the given tokens is a constant, which is met as others are."""
     model, ids = make(), torch.randint(0, 19, (2, 9))
     embed, first = model.get_input_embeddings(), torch.full((2, 1), 7)
 
@@ -117,7 +112,6 @@ def test_ids_made_up_anew_in_another_order(method: Any) -> None:
 @each_fold
 @pytest.mark.parametrize("ids", [[5, 5, 5, 5], [3, 7, 7, 3], [0, 0, 0]])
 def test_ids_that_read_the_same_in_another_order(ids: list[int], method: Any) -> None:
-    """They are told by what the model reads once others are given."""
     model, text = transformers_model("mamba"), torch.tensor([ids, ids])
     for name in ("reversed", "rolled", "a token in front"):
         changed, back = CHANGES[name]
@@ -161,57 +155,6 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mixer(self.norm(x))
-
-
-class Overlooked(nn.Module):
-    """Attention under a name that says nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(6, 18)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return x + (q @ k.mT).softmax(-1) @ v
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(6, 6, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(x.mT).mT
-
-
-class Pooling(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x.mean(1, keepdim=True))
-
-
-@pytest.mark.parametrize("stranger", [Overlooked, Convolved, Pooling])
-@each_fold
-def test_what_mixes_tokens_is_found_by_what_it_does(method: Any, stranger: Any) -> None:
-    for last in (False, True)[: 1 if stranger is Pooling else 2]:  # last it could be the head
-        parts = [Residual(), stranger()] if last else [stranger(), Residual()]
-        with pytest.raises(InputError, match=rf"mixed in module '{int(last)}.*register_mixer"):
-            method(nn.Sequential(*parts).eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Sequential(Residual(), Residual())
-        self.other = nn.Sequential(Residual(), Residual())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.other(x)
-
-
-@each_fold
-def test_branches_of_layers_are_refused(method: Any) -> None:
-    with pytest.raises(InputError, match=r"branches of layers.*LatimFlow"):
-        method(Branches().eval()).attribute(torch.randn(1, 5, 6), target=(2, 4))
 
 
 class Halved(nn.Module):

@@ -23,7 +23,6 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def a_transformer(family, batch=2, tokens=7):
-    """The model, its inputs, a target, the query's position."""
     # an activation written out in products is propagated through as these
     options = {"activation_function": "gelu"} if family == "gpt2" else {}
     model = attention_models.attention_model(family, **options)
@@ -81,7 +80,6 @@ def test_a_transformers_padding_on_the_right(form):
 
 @forms
 def test_a_log_probability(form):
-    """What a function does with the model's output is differentiated."""
     model, ids = transformers_model().double(), torch.randint(19, (2, 7))
 
     def log_probability(ids):

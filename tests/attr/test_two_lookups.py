@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 from transformers import MambaConfig, MambaForCausalLM
 
 from captum_ssm import LatimFlow, LatimLogit, MambaLRP
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import OptionError
 from tests.oracles import relative_error
 
 pytestmark = pytest.mark.slow
@@ -53,9 +52,6 @@ class Embedding(nn.Module):
         again = {
             "embedding": lambda: self.second(ids),
             "getitem": lambda: table[ids],
-            "index_select": lambda: table.index_select(0, ids.flatten()).view(*ids.shape, 3),
-            "flat": lambda: self.second(ids.flatten()).view(*ids.shape, 3),
-            "one-hot": lambda: one_hot(ids, len(table)).to(table.dtype) @ table,
             "shifted": lambda: self.second(ids.roll(1, 1)),
         }[self.how]()
         return first + self.up(again)
@@ -107,7 +103,6 @@ def test_by_every_rule_and_role(rule: Any) -> None:
 
 
 def test_ids_in_another_order() -> None:
-    """What the second table holds for a token counts for that token, wherever it is added."""
     model, ids = made("shifted"), draw()
     embedding = model.backbone.embeddings
     first, again = embedding.first(ids).detach(), embedding(ids).detach()
@@ -117,28 +112,6 @@ def test_ids_in_another_order() -> None:
     wanted = own + (gradient * (again - first)).sum(-1).roll(-1, 1)
     found = LatimFlow(model).attribute(ids, target=TARGET)
     assert relative_error(found, wanted) <= 1e-9
-
-
-@pytest.mark.parametrize("how", ["index_select", "flat", "one-hot"])
-def test_other_look_ups_are_refused(how: str) -> None:
-    with pytest.raises(InputError, match="Pass embeddings"):
-        LatimFlow(made(how)).attribute(draw(), target=TARGET)
-
-
-def test_positions_equal_to_the_ids_are_no_tokens() -> None:
-    class Positions(nn.Module):
-        def __init__(self, first: nn.Embedding) -> None:
-            super().__init__()
-            self.first, self.second = first, nn.Embedding(40, 16).to(first.weight)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.first(ids) + self.second(torch.arange(ids.shape[1])[None])
-
-    model = mamba()
-    model.backbone.embeddings = Positions(model.backbone.embeddings)
-    found = LatimFlow(model).decompose(torch.arange(8)[None], target=TARGET)
-    assert found.sizes == ()
-    assert found.biases["backbone.embeddings"].abs() > 0
 
 
 def test_baselines() -> None:

@@ -56,7 +56,6 @@ ADAPTABLE = ("mamba", "vim", "mamba_ssm", "mamba2_ssm")
 
 
 def adaptable(model: nn.Module) -> list[str]:
-    """The mixers' projections that the models call, and do not only read by their weights."""
     raw = {"dt_proj", "dt_proj_b"}
     kind = type(find_mixers(model)[0].module)
     if kind.__module__.startswith("mamba_ssm"):
@@ -71,7 +70,6 @@ def adaptable(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def with_adapters(model: nn.Module, names: list[str], **options: Any) -> Any:
-    """A copy of the model in peft's wrapper, with random adapters, the last of them active."""
     peft = pytest.importorskip("peft")
     model, targets = copy.deepcopy(model), adaptable(model)
     if hasattr(model, "config"):
@@ -111,7 +109,6 @@ def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:
 
 @pytest.mark.parametrize("case", ["mamba"], indirect=True)
 def test_an_adapter_for_each_example_is_explained_or_refused(case: Case) -> None:
-    """What reads one output projection for all examples is refused, whether it is verified."""
     names = ["first", "second"]
     wrapped = with_adapters(case.model, names)
     before, by_example = hook_count(wrapped), {"adapter_names": names}
@@ -150,7 +147,6 @@ def test_an_adapter_for_each_example_is_explained_or_refused(case: Case) -> None
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_gradient_checkpointing(case: Case, reentrant: bool) -> None:
-    """Of frozen models and others; that of all kinds is a clause of the contract of adapters."""
     model = case.model
     expected = explain(model, case)
     model.requires_grad_(reentrant).train()

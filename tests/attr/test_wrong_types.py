@@ -1,8 +1,4 @@
-"""Options of all calls beside ``attribute``, with values of wrong types and with good ones.
-
-The tables are by option; which call has which is read from the signatures, so that an option
-without a row fails.
-"""
+"""Options of all calls beside ``attribute``, with values of wrong types and with good ones."""
 
 from __future__ import annotations
 
@@ -101,7 +97,6 @@ def _refused(call: Callable[[], Any], option: str) -> None:
 
 @pytest.mark.parametrize(("method", "call"), CALLS)
 def test_options(method, call):
-    """Each wrong value is refused by an error that names the option, each other one accepted."""
     model = _model()
     for option in _parameters(getattr(method, call)):
         refused, accepted = values_of(option)

@@ -45,7 +45,6 @@ def row(family: str, length: str, call: str) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mamba", "Gated DeltaNet"])
 def test_counts_are_those_of_the_table(family: str) -> None:
-    """If they are fewer, ``benchmarks.budgets`` writes the table anew."""
     found = budgets.of_family(family)
     assert {key: list(calls) for key, calls in found.items()} == {
         key: list(calls) for key, calls in TABLE[family].items()

@@ -64,7 +64,6 @@ def test_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the centred rule, whose gradients have kernels of their own, and what is no method."""
     for make in (architectures.mamba, architectures.mamba2, architectures.qwen3_next):
         case = make(monkeypatch)
         assert close(called(name, moved(case, DEVICE)), called(name, case))
@@ -89,7 +88,6 @@ def test_bfloat16(method: str, family: str) -> None:
 
 
 def test_products_with_bfloat16_weights() -> None:
-    """They are nearly those of float32, and the weight is not copied."""
     module = torch.nn.Linear(512, 2048).bfloat16().to(DEVICE)
     x = torch.randn(1, 64, 512, device=DEVICE, requires_grad=True)
     before = torch.cuda.memory_allocated()
@@ -105,7 +103,6 @@ def test_products_with_bfloat16_weights() -> None:
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_on_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The input arrives late: what ran on the default stream would read zeros."""
     case = moved(architectures.mamba(monkeypatch), DEVICE)
     wanted = called(name, case)
     inputs, case.inputs = case.inputs, torch.zeros_like(case.inputs)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import FEW, call
+from helpers.every_method import FEW, call, close
 from helpers.forks import FORKS, in_a_fork, in_another_thread
 from helpers.insights_examples import table, table_model
 from helpers.snapshots import hooks, process_state
-from oracles import relative_error
 from torch import Tensor, nn
 from zoo import architectures
 
@@ -20,16 +19,7 @@ pytest.importorskip("transformers")
 pytestmark = [*FORKS, pytest.mark.slow]
 
 
-def close(found: list[Any], wanted: list[Tensor]) -> bool:
-    tensors = [torch.as_tensor(x) for x in found]
-    return all(
-        torch.equal(a, b) or relative_error(a, b) <= 1e-5
-        for a, b in zip(tensors, wanted, strict=True)
-    )
-
-
 def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
-    """The child finds what its parent does, in a model and a process that nobody has changed."""
     wanted = call(name, model, inputs, target)
     before, process = hooks(model), process_state(model)
     held = list(model.parameters()), [dict(vars(module)) for module in model.modules()]
@@ -45,7 +35,7 @@ def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
 
     with in_another_thread(model, lambda: call(name, model, inputs, target)) as found:
         forked = in_a_fork(work)
-    assert close(forked, wanted)
+    assert close([torch.as_tensor(x) for x in forked], wanted)
     assert close(found[0], wanted)
     assert hooks(model) == before
     assert process_state(model) == process
@@ -74,7 +64,6 @@ def test_parameters_made_in_inference_mode_are_their_own_again(
 
 
 def test_examples_are_looked_through() -> None:
-    """By the parent's thread in one model, by the child in another."""
     model, batch = table_model(), Batch(torch.rand(2, 3), labels=None)
     other = table(table_model(), [batch])
     with in_another_thread(model, table(model, [batch]).visualize) as found:

@@ -128,7 +128,6 @@ class Difference(Classifier):
 
 @layers
 def test_tcav(method: Any, watched: Any, tmp_path: Path) -> None:
-    """Which share of the examples a concept's direction speaks for, by relevance."""
     model, layer = watched(vision("middle")), "blocks.0"
     concepts = [
         Concept(number, f"concept {number}", torch.utils.data.DataLoader(images(6), batch_size=3))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import FEW, call
+from helpers.every_method import FEW, call, close
 from helpers.snapshots import Snapshot, process_state
-from oracles import relative_error
 from torch import Tensor
 from zoo import architectures
 
@@ -20,7 +19,6 @@ pytest.importorskip("transformers")
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each in a thread of its own and none before all are there."""
     ready, found = threading.Barrier(len(calls)), [None] * len(calls)
 
     def work(index: int) -> None:
@@ -41,15 +39,7 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(
-        torch.equal(a, b) or relative_error(a, b) <= 1e-5
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
 def other(inputs: Tensor) -> Tensor:
-    """Another input, of more tokens unless it is an image."""
     if inputs.dim() == 4:
         return torch.randn_like(inputs)
     return torch.cat([inputs.flip(1), inputs], 1)
@@ -95,7 +85,6 @@ def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch
 
 
 def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread's stand in for what the model's embedding layer returns."""
     case = architectures.mamba_ssm(monkeypatch)
     (layer,) = (m for m in case.model.modules() if isinstance(m, torch.nn.Embedding))
     inputs = [layer(x).detach() for x in (case.inputs, other(case.inputs))]

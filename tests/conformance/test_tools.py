@@ -50,8 +50,6 @@ def test_noise_tunnel_hands_options_on(method, watched):
 
 
 def of_log_probabilities(method, model, whole, token):
-    """What the method says of the log-probability of a token that comes next."""
-
     def log_probability(ids):
         return model(ids).logits[:, -1].log_softmax(-1)[:, token, None]
 
@@ -60,7 +58,6 @@ def of_log_probabilities(method, model, whole, token):
 
 @each_method
 def test_llm_gradient_attribution_itself(method, watched):
-    """Prompt and text as Captum's users have them; other classes are refused as ever."""
     model, tokenizer, skipped = watched(mamba_lm()), word_tokenizer(), ["owns", "."]
     prompt = TextTokenInput("anna owns the lamp .", tokenizer, skip_tokens=skipped)
     found = LLMGradientAttribution(method(model), tokenizer).attribute(prompt, "bob $5")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
+from oracles import relative_error as close
 from oracles.messages import whole_matrix
 from torch import Tensor
 from zoo.architectures import QUICK, Case, every
@@ -17,10 +17,6 @@ from captum_ssm.errors import OptionError, QueryError, TargetError
 from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
-
-
-def close(found: Tensor, expected: Tensor) -> float:
-    return oracles.relative_error(found.double(), expected.double())
 
 
 def by_hand(case: Case, number: int) -> Tensor:
@@ -62,7 +58,6 @@ def test_every_edge(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["rwkv7", "fla RWKV6"])
 def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In RWKV-7 a part of what is read passes by the norm."""
     test_every_edge(NETWORKS[name](monkeypatch))
 
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from oracles import relative_error as close
 from oracles.messages import whole_matrix
 from torch import Tensor, nn
-from zoo.architectures import QUICK, Case, every
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out, trace
 from captum_ssm.errors import OptionError
 
-#: Architectures that add less, or more, to the stream than what a mixer returns.
-SCALED = ("minimax",)
-
 
 class TanhNorm(nn.Module):
-    """A norm by its name alone."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(width))
@@ -30,12 +24,7 @@ class TanhNorm(nn.Module):
         return self.weight * x.tanh()
 
 
-def close(found: Tensor, expected: Tensor) -> float:
-    return oracles.relative_error(found.double(), expected.double())
-
-
 def model_with(norm: Any = None) -> Any:
-    """Three layers of Mamba, with norms of another kind."""
     model = mamba_lm()
     width = model.config.hidden_size
     for block in model.backbone.layers if norm else ():
@@ -104,22 +93,6 @@ def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
             with knock_out(model, edges):
                 after = model(ids).logits[:, -1, 3]
             assert close(effects.of(edges), before - after) < 1e-4
-
-
-@every((*QUICK, *SCALED), ("mamba2",))
-def test_every_way_to_read_them(case: Case, request: pytest.FixtureRequest) -> None:
-    effects = EdgeEffects(case.model, exact_norms=True).attribute(case.inputs, **case.target)
-    first = EdgeEffects(case.model, exact_norms=False).attribute(case.inputs, **case.target)
-    is_scaled = any(f"[{name}]" in request.node.name for name in SCALED)
-    assert effects.first_order == (effects.names if is_scaled else [])
-    assert first.first_order == first.names
-    matrix = effects.matrix(0)
-    assert (close(matrix, first.matrix(0)) == 0) == is_scaled
-    assert close(effects.by_source(0), matrix.sum(1)) <= 1e-5
-    assert close(effects.by_target(0), matrix.sum(2)) <= 1e-5
-    assert close(effects.rows([-1, 1], 0), matrix[:, [-1, 1]]) <= 1e-5
-    (only,) = effects.top(1, 0)[0:1]
-    assert abs(abs(only[0].effect) - float(matrix[0].abs().max())) <= 1e-5 * abs(only[0].effect)
 
 
 def test_layers_behind_which_a_norm_is_not_known_are_named() -> None:

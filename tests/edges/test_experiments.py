@@ -18,7 +18,6 @@ HYBRID = pytest.mark.parametrize("case", ["bamba"], indirect=True)
 
 
 def chance(model: Any, ids: Tensor, token: int, *cut: Edges) -> Tensor:
-    """Of a token at the end, (B,)."""
     with torch.no_grad(), knock_out(model, *cut):
         return model(ids).logits[:, -1].double().softmax(-1)[:, token]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,6 @@ def cut(model: Any, ids: Tensor, *edges: Edges) -> Tensor:
 
 
 def zeroed(shape: tuple[int, int], *pairs: tuple[int, int]) -> Tensor:
-    """The entries of targets and sources, of every example."""
     out = torch.zeros(shape[0], shape[1], shape[1], dtype=torch.bool)
     for target, source in pairs:
         out[:, target, source] = True
@@ -69,7 +67,6 @@ def zeroed(shape: tuple[int, int], *pairs: tuple[int, int]) -> Tensor:
 def assert_cut(
     model: Any, ids: Tensor, layer: int, edge: tuple[int, int], at: tuple[int, int], length: int = 0
 ) -> None:
-    """An edge (target, source) of given tokens is one at these places of the layer's."""
     entries = zeroed((len(ids), length or ids.shape[1]), at)
     expected, _ = run_without(model, ids, {layer: entries})
     found = cut(model, ids, Edges(layer, sources=edge[1], targets=edge[0]))
@@ -77,24 +74,10 @@ def assert_cut(
     assert oracles.relative_error(found, model(ids).detach()) > 1e-5, "nothing is cut"
 
 
-@contextmanager
-def counted(module: nn.Module) -> Iterator[list[int]]:
-    """How often a module is called, as the only number of a list."""
-    count = [0]
-
-    def once(*_: Any) -> None:
-        count[0] += 1
-
-    handle = module.register_forward_pre_hook(once)
-    yield count
-    handle.remove()
-
-
 # --- what nobody can look into -------------------------------------------------------------------
 
 
 def through_numpy(x: Tensor) -> Tensor:
-    """A norm in memory that others fill."""
     out = torch.empty_like(x)
     array = x.detach().numpy()
     out.numpy()[...] = array / np.sqrt((array**2).mean(-1, keepdims=True) + 0.02)
@@ -145,7 +128,6 @@ def in_front(x: Tensor) -> Tensor:
 
 
 def test_every_layer_by_itself() -> None:
-    """Tokens that come, go and change places between layers, and layers beside each other."""
     ids = tokens()
     swapped = made(same, lambda x: x[:, [0, 2, 1, 3, 4, 5]])
     assert_cut(swapped, ids, 1, (4, 1), (4, 2))
@@ -201,8 +183,6 @@ def _by_hand(model: Any, ids: Tensor, layer: int, target: int, source: int, n: i
 
 
 class Turned(nn.Module):
-    """A block that is given its tokens from the last to the first, or in another way."""
-
     def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.inner, self.change = inner, change or (lambda x: x.flip(1))
@@ -232,26 +212,6 @@ def test_of_images_those_of_the_first_mixer() -> None:
 
 
 # --- when the model is asked ---------------------------------------------------------------------
-
-
-def test_the_same_call_is_asked_once() -> None:
-    model, ids = made(same, same), tokens()
-    with counted(model.table) as count:
-        cut(model, ids, Edges(1), Edges(0, heads=0))
-        assert count == [1]  # no positions
-        cut(model, ids, Edges(1, 0, 1))
-        assert count[0] > 2
-        count[0] = 0
-        cut(model, ids.clone(), Edges(1, 2, 3))
-        assert count == [1]
-        with torch.no_grad(), knock_out(model, Edges(0, 1, 3)):
-            model(ids)
-            assert count == [2]
-            model((ids + 1) % 11)
-            assert count[0] > 4
-            count[0] = 0
-            model((ids + 1) % 11)
-            assert count == [1]
 
 
 def test_a_changed_model_is_asked_anew() -> None:
@@ -322,8 +282,6 @@ def test_being_asked_leaves_nothing_behind() -> None:
 
 
 def test_what_models_write_to() -> None:
-    """A stream in the mixers' own memory, and a cache of the caller's."""
-
     class InPlace(nn.Module):
         in_place = False
 
@@ -360,27 +318,3 @@ def test_what_models_write_to() -> None:
         found = model(ids, cache)
     assert cache.get_seq_length() == ids.shape[1]
     assert oracles.relative_error(found, cut(model, ids, Edges("blocks.0.mixer", 1, 4))) <= 1e-12
-
-
-def test_outer_and_inner_ones_and_other_runs() -> None:
-    """The innermost acts for all, whoever names positions; nobody cuts what is asked."""
-    model, ids, other = made(same, lambda x: x.flip(1)), tokens(), tokens()
-    outer = Edges(1, sources=4, targets=1)
-    with torch.no_grad():
-        with knock_out(model, Edges(0)), knock_out(model, outer):
-            found = model(ids)
-        silenced = model.blocks[0].mixer.register_forward_hook(lambda m, args, out: 0 * out)
-        assert oracles.relative_error(found, cut(model, ids, outer)) <= 1e-12
-        silenced.remove()
-        # a hook that mixes in a mixer's place
-        own = model.blocks[0].mixer.register_forward_hook(lambda m, args, out: args[0].cumsum(1))
-        expected, _ = run_without(model, ids, {1: zeroed((2, 6), (4, 1))})
-        assert oracles.relative_error(cut(model, ids, outer), expected) <= 1e-6
-        own.remove()
-        with knock_out(model, outer), knock_out(model, Edges(1)):
-            assert oracles.relative_error(model(ids), cut(model, ids, Edges(1))) <= 1e-12
-        with knock_out(model, outer, replace=other):
-            patched = model(ids)
-        with knock_out(model, outer, replace=ids):
-            assert oracles.relative_error(model(ids), model(ids)) <= 1e-12
-    assert oracles.relative_error(patched, model(ids).detach()) > 1e-5

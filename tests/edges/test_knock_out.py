@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import oracles
 import pytest
 import torch
+from oracles import relative_error as close
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.architectures import QUICK, Case, every, hook_count
@@ -37,7 +37,6 @@ def logits(output: Any) -> Tensor:
 
 
 def size_of(case: Case) -> tuple[int, int, int]:
-    """Mixers, examples and tokens."""
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
     return len(record.layers), *record.layers[0].operator.shape[:2]
@@ -45,7 +44,6 @@ def size_of(case: Case) -> tuple[int, int, int]:
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the mixers return, behind all hooks that are there already."""
     found: dict[str, Tensor] = {}
     handles = []
     for mixer in find_mixers(model):
@@ -57,10 +55,6 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     yield found
     for handle in handles:
         handle.remove()
-
-
-def close(found: Tensor, expected: Tensor) -> float:
-    return oracles.relative_error(found.double(), expected.double())
 
 
 @every(QUICK, ("mamba2",))
@@ -208,7 +202,6 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
 
 @every(("mamba2", "recurrent_gemma", "gpt_neox"), ("mamba2",))
 def test_without_a_share_in_the_selection_either(case: Case) -> None:
-    """Targets read what the module itself makes of its input with zeros for the sources."""
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
     layer = record.layers[-1]

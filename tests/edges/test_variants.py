@@ -29,14 +29,12 @@ def hyenadna() -> Any:
 
 
 def sequences(batch: int = 2, length: int = 7) -> Tensor:
-    """(B, 4, L), of which one position is no base."""
     x = torch.nn.functional.one_hot(torch.randint(4, (batch, length)), 4).mT.double()
     x[0, :, 3] = 0
     return x
 
 
 def one_by_one(model: Any, x: Tensor, target: int) -> Tensor:
-    """The truth, a run for each variant."""
     out = torch.zeros_like(x)
     for example, base, position in (x == 0).nonzero().tolist():
         if x[example, :, position].any():
@@ -62,7 +60,6 @@ def test_mutagenesis_is_a_run_for_each(make: Any) -> None:
 
 
 def test_mutagenesis_of_log_odds() -> None:
-    """Their probabilities change, too, from variant to variant."""
     model, x = hyenadna(), sequences()
 
     def odds(x: Tensor) -> Tensor:

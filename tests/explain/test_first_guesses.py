@@ -64,11 +64,6 @@ def test_a_rule_of_all_calls(method: Callable[..., Any]) -> None:
         method(MODEL, rule="none")
 
 
-def test_a_page_as_text(tmp_path: Path) -> None:
-    found = FLOW.decompose(IDS, TARGET)
-    assert found.to_html(tmp_path / "page.html").read_text(encoding="utf-8") == found.to_html()
-
-
 @pytest.mark.parametrize("method", [LatimFlow, LatimNorm])
 def test_what_a_tokenizer_returns(method: Callable[..., Any]) -> None:
     ids = torch.tensor([[0, 0, 5, 3, 4], [1, 2, 3, 4, 5]])
@@ -89,11 +84,6 @@ def test_a_mask_that_has_no_place() -> None:
         LatimFlow(lambda x: MODEL(x), MODEL).attribute(IDS, TARGET, attention_mask=IDS > 0)
     with pytest.raises(InputError, match="stands beside additional_forward_args"):
         FLOW.attribute(IDS, TARGET, (None,), attention_mask=IDS > 0)
-
-
-def test_ids_without_a_batch() -> None:
-    with pytest.raises(InputError, match=r"a batch dimension is needed.*Pass inputs\[None\]"):
-        FLOW.attribute(IDS[0], TARGET)
 
 
 def test_a_pipeline_and_what_it_samples(tmp_path: Path) -> None:

@@ -73,14 +73,12 @@ def test_broken_weights(folder: Path) -> None:
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write the weights of a folder again, after a change."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def saved(model: Any, folder: Path) -> Path:
-    """A folder with a model's weights, and a tokenizer that is a list of words."""
     model.save_pretrained(folder)
     shutil.copy(SHIPPED / "vocab.json", folder)
     return folder
@@ -129,8 +127,6 @@ def test_weights_that_are_missing_are_named_and_not_filled_at_random(tmp_path: P
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

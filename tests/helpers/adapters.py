@@ -39,17 +39,6 @@ def forgetting_the_skip(mixer: nn.Module) -> None:
     register_mixer(type(mixer), without_skip)
 
 
-def telling(mixer: nn.Module, tell: Callable[[], object]) -> None:
-    """Have every use of the adapter of the mixer's class told."""
-    right = adapter_of(mixer)
-
-    def told(module: Any, call: Call) -> LinearMixer:
-        tell()
-        return right(module, call)
-
-    register_mixer(type(mixer), told)
-
-
 def cut_from_their_graphs(mixer: nn.Module) -> None:
     """Register an adapter for the mixer's class all of whose coefficients are detached."""
     right = adapter_of(mixer)

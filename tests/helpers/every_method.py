@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import relative_error
 from torch import Tensor, nn
 from zoo import architectures
 from zoo.language import word_tokenizer
@@ -71,11 +72,11 @@ def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
     return list(compare(model, METHODS, inputs, target=target).values())
 
 
-def reported(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+def reported(model: nn.Module, inputs: Tensor, target: Any, **options: Any) -> list[Tensor]:
     """The page's markup, its facts but for numbers, and these; its folder holds it alone."""
     with TemporaryDirectory() as folder:
         try:
-            path = report(model, inputs, target=target, path=Path(folder, "page.html"))
+            path = report(model, inputs, target=target, path=Path(folder, "page.html"), **options)
             markup = re.sub(
                 rb'<script type="application/.*?</script>', b"", path.read_bytes(), flags=re.S
             )
@@ -176,6 +177,14 @@ def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tenso
         (method,) = (m for m in METHODS if m.__name__ == name)
         found = explained(method, model, inputs, target)
     return [tensor.detach() for tensor in found]
+
+
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Return whether results of two runs differ by rounding at most."""
+    return all(
+        torch.equal(a, b) or relative_error(a, b) <= 1e-5
+        for a, b in zip(found, wanted, strict=True)
+    )
 
 
 def call_all(queue: Any, names: list[str], cases: list[tuple[nn.Module, Tensor, Any]]) -> None:

@@ -31,7 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str, seed: int) -> SparseAutoencoder:
-    """A dictionary of random weights in float64."""
     torch.manual_seed(seed)
     found = SparseAutoencoder(WIDTH, FEATURES, layer="blocks.3", **KINDS[kind]).double()
     with torch.no_grad():
@@ -43,7 +42,6 @@ def made(kind: str, seed: int) -> SparseAutoencoder:
 
 
 def by_hand(kind: str, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features and decoded vector of one vector (E,), feature by feature."""
     found = []
     for i in range(FEATURES):
         taken = x if kind == "no-bias-taken" else x - w["b_dec"]
@@ -153,7 +151,6 @@ def test_the_layout_is_that_of_saelens_6(kind: str, seed: int, tmp_path: Path) -
 
 
 def folder_of(tmp_path: Path, weights: dict[str, Tensor] | None = None, **settings: Any) -> Path:
-    """A folder as it would be of another program; settings of None are left out."""
     whole = {"architecture": "standard", "d_in": WIDTH, "d_sae": FEATURES, "dtype": "float32"}
     whole |= {"metadata": {"hook_name": "blocks.3.hook_resid_post", "sae_lens_version": "6.5.0"}}
     whole |= settings

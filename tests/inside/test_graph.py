@@ -27,8 +27,6 @@ MIXERS = [f"{block}.mixer" for block in BLOCKS]
 
 
 class Words:
-    """A random dictionary of features, of which some are active."""
-
     def __init__(self, width: int = WIDTH, count: int = 14) -> None:
         self.read = torch.randn(width, count, dtype=torch.double)
         self.write = torch.randn(count, width, dtype=torch.double)
@@ -208,7 +206,6 @@ def test_tokens_that_the_model_puts_in_front():
 
 
 def drawn(seed: int) -> Graph:
-    """A random graph without cycles."""
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
     kinds = ["token"] * 3 + ["feature"] * 4 + ["error"] * 2 + ["constants", "target"]
     depths = [0] * 3 + [1, 1, 2, 2] + [1, 2, 0, 3]
@@ -231,7 +228,6 @@ def drawn(seed: int) -> Graph:
 
 
 def paths(graph: Graph) -> list[tuple[float, list[int]]]:
-    """Every path to the target, and the product of the shares along it."""
     last = len(graph.nodes) - 1
     edges = graph.edges.abs().double().clone()
     edges[:, [n.kind == "constants" for n in graph.nodes]] = 0

@@ -130,8 +130,6 @@ def test_a_list_of_layers() -> None:
 
 
 class Apart(nn.Module):
-    """A block that returns what it adds beside the stream it adds it to."""
-
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.norm, self.mixer = block.norm, block.mixer

@@ -157,7 +157,6 @@ def test_rules_and_baselines(rule: Any) -> None:
 
 
 def stream_of(activation: Any) -> Any:
-    """What a block returns, where it passes something on beside it."""
     return activation[0] if isinstance(activation, tuple) else activation
 
 

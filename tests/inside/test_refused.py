@@ -86,16 +86,13 @@ def test_layers_without_an_activation() -> None:
 @pytest.mark.parametrize(
     "layer, reentrant, said",
     [
-        ("backbone.layers.0", True, "torch.utils.checkpoint"),
         ("backbone.layers.0", False, "torch.utils.checkpoint"),
         (f"{BLOCK}.norm", True, "no_grad"),
         (f"{BLOCK}.norm", False, "torch.utils.checkpoint"),
-        (f"{BLOCK}.mixer", True, "no_grad"),
         (f"{BLOCK}.mixer.heads", True, "no_grad"),
         # the way from there to the output is not run again
         (f"{BLOCK}.mixer", False, None),
         (BLOCK, True, None),
-        (BLOCK, False, None),
     ],
 )
 def test_checkpoints_of_the_users_own(layer: str, reentrant: bool, said: str | None) -> None:

@@ -37,7 +37,6 @@ SCORES = {"kept": 0.75, "completeness": 0.5, "replacement": 0.25}
 
 @pytest.fixture
 def graph(seed: int) -> Graph:
-    """Every kind of node, and edges from each to all of greater depth but one."""
     depths = torch.tensor([node.depth for node in NODES])
     edges = torch.randn(len(NODES), len(NODES), generator=torch.Generator().manual_seed(seed))
     edges = torch.where(depths[:, None] > depths, edges, torch.zeros(()))
@@ -142,7 +141,6 @@ READ: dict[str, Any] = {"string": str, "int": int, "long": int, "double": float}
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[tuple[int, int], float]]:
-    """What a GraphML file says of the graph, of its nodes, and of its edges (target, source)."""
     root = ElementTree.parse(path).getroot()
     keys = {key.attrib["id"]: key.attrib for key in root.iter(f"{SPACE}key")}
     (whole,) = root.iter(f"{SPACE}graph")

@@ -22,7 +22,6 @@ pytestmark = transformers5
 
 
 def layers_of(case: architectures.Case) -> list[Layer]:
-    """A recorded call of every class of mixers, in float64."""
     with torch.no_grad(), trace(case.model, operators=False) as record:
         case.model(case.inputs)
     kinds = {type(layer.mixer.module): layer for layer in record.layers}
@@ -32,7 +31,6 @@ def layers_of(case: architectures.Case) -> list[Layer]:
 
 
 def linearized(layer: Layer, hidden: Tensor) -> LinearMixer:
-    """The mixer in that call, but with another sequence entering it."""
     before, call = layer.call.hidden_states, layer.call
 
     def exchanged(value: Any) -> Any:

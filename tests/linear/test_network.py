@@ -26,7 +26,6 @@ def every(names):
 
 
 def imbalance(found: Decomposition) -> float:
-    """The largest |delta| per |output| + sum of |terms|."""
     size = found.output.abs() + found.inputs.flatten(1).abs().sum(1)
     size = size + sum(b.abs() for b in found.biases.values())
     return float((found.delta.abs() / size).max())

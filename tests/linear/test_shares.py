@@ -113,7 +113,6 @@ def explained(
 
 
 def assert_same(found: Decomposition, wanted: by_hand.Shares) -> None:
-    """Relative to the largest output or relevance: parts may be nothing but rounding."""
     size = wanted.output.abs().max() + wanted.inputs.abs().max()
 
     def differ(one: Tensor, other: Tensor) -> float:
@@ -180,7 +179,6 @@ def randn(*size: int) -> Tensor:
 
 @pytest.mark.parametrize("rule", DIVIDING)
 def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: str) -> None:
-    """A direction from the last token to the first, as the mixer and as a term of a sum."""
     shape = Shape(2, 9, 3, 1)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4] = mask[1, 7:] = False

@@ -1,7 +1,4 @@
-"""Which of the explained ids a model looks up, whatever forward_func makes of them.
-
-The oracle moves place numbers in place of ids, and explains the moved ids as they are.
-"""
+"""Which of the explained ids a model looks up, whatever forward_func makes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError
-from captum_ssm.linear.tags import UNTOLD, Tags
 from tests.oracles import relative_error
 
 TARGET = (-1, 3)
@@ -158,7 +154,6 @@ def test_ids_that_are_written_to_are_none_of_those_given() -> None:
 
 @pytest.mark.parametrize("other", [3, 0])
 def test_ids_that_tests_of_values_replace(other: int) -> None:
-    """What stands in place of a given id is a token that was not given."""
     model, ids = mamba(), draw()
     pad = int(ids[0, 1])
     for changed in (
@@ -262,7 +257,6 @@ EITHER_WAY = pytest.mark.parametrize("behind", [True, False])
     ],
 )
 def test_other_look_ups_add_constants(positions: Change, behind: bool) -> None:
-    """Positions count among the biases, also where they are equal to the ids by chance."""
     model = summed(lambda own, x: own.second(positions(x)), behind)
     for ids in (draw(), torch.arange(8)[None]):
         embedding = model.backbone.embeddings
@@ -329,12 +323,3 @@ def test_other_look_ups_of_the_ids_are_refused(more: Any, behind: bool) -> None:
     for forward in (model, lambda x: model(F.pad(x.flip(1), (1, 0), value=4)).logits):
         with pytest.raises(InputError, match="Pass embeddings"):
             LatimFlow(forward, model).attribute(draw(), target=TARGET)
-
-
-def test_more_ids_than_have_tags_of_32_bits() -> None:
-    ids = torch.arange(2**20).view(2, -1) % 50_000
-    tags = Tags(ids)
-    found = tags.places(tags.call(torch.flip, (ids, [1]), {}))
-    assert torch.equal(found, torch.arange(2**20).view(2, -1).flip(1))
-    short = tags.call(torch.flip, (tags.call(Tensor.int, (ids,), {}), [1]), {})
-    assert bool((tags.places(short) == UNTOLD).any())

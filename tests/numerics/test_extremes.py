@@ -80,7 +80,6 @@ def test_embeddings_whose_products_underflow(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_outside_the_range(method: str) -> None:
-    """Finite, or an error that names the layer; nothing in between."""
     family = "mamba2"
     model = enlarged(language_model(family), 1e5).half()  # beyond 65504
     with pytest.raises(NonFiniteError, match=r"Layer 'backbone\.layers\.0\.mixer': the values"):

@@ -28,7 +28,6 @@ ROWS = [("mamba", torch.float64), ("mamba2", torch.float32), ("mamba2", torch.bf
 
 
 def own_entry(ids: Tensor) -> Tensor:
-    """1 at the last token, which is the query, and 0 elsewhere."""
     return torch.nn.functional.one_hot(torch.full((len(ids),), ids.shape[1] - 1), ids.shape[1])
 
 
@@ -44,7 +43,6 @@ def test_rollout_of_matrices_of_zeros(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alti_of_matrices_of_zeros(family: str) -> None:
-    """A token that nothing contributes to is its own."""
     model, ids = silent(language_model(family)), token_ids()
     for residual in (False, True):
         for found in LatimALTI(model, residual=residual).maps(ids):
@@ -79,6 +77,5 @@ def test_decompositions_of_an_output_of_zero(method: type, family: str) -> None:
 
 
 def without_head(model: Any) -> Any:
-    """No output depends on anything."""
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
     return model

@@ -53,8 +53,6 @@ def right(module: Any, call: Call) -> LinearMixer:
 
 
 class Other(ElementwiseRecurrence):
-    """An operator whose apply is replaced."""
-
     change: Callable[[Tensor], Tensor]
 
     def apply(self, v: Tensor) -> Tensor:
@@ -75,8 +73,6 @@ def with_apply(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Call], Line
 
 
 def changed(**changes: Callable[[LinearMixer], Any]) -> Callable[[Any, Call], LinearMixer]:
-    """The right adapter with some attributes of what it returns replaced."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         linear = right(module, call)
         return replace(linear, **{name: change(linear) for name, change in changes.items()})
@@ -89,8 +85,6 @@ def identity(shape: tuple[int, ...]) -> Diagonal:
 
 
 def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
-    """Values and an operator of a shape, whatever the module returned."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         values = call.hidden_states.sum() * torch.ones(shape)
         return replace(right(module, call), values=values, operator=identity(shape))
@@ -99,8 +93,6 @@ def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
 
 
 def named(component: str | None) -> Callable[[Any, Call], LinearMixer]:
-    """The right adapter with an identity of this name after its operator."""
-
     def adapter(module: Any, call: Call) -> LinearMixer:
         linear = right(module, call)
         shape = linear.operator.shape
@@ -123,31 +115,23 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda module, call: call.hidden_states,
         r"returned a tensor of shape \(2, 5, 4\)",
     ),
-    "a pair": (lambda module, call: (1, 2), r"returned an object of class tuple in place of"),
     "values of three dimensions": (
         changed(values=lambda m: m.values.squeeze(-1)),
         r"values=a tensor of shape \(2, 5, 4\) .*in place of a floating tensor \(B, L, H, P\)",
     ),
     "integer values": (changed(values=lambda m: m.values.long()), r"torch\.int64 in place of a fl"),
-    "no values": (changed(values=lambda m: None), r"values=None in place of"),
     "a matrix as operator": (
         changed(operator=lambda m: m.operator.dense()),
         r"operator=a tensor of shape \(2, 5, 5\) .*captum_ssm\.operators\.Operator",
     ),
-    "no operator": (changed(operator=lambda m: None), r"operator=None in place of"),
     "an operator on other heads": (
         changed(operator=lambda m: identity((2, 5, 2, 2))),
         r"values of shape \(2, 5, 4, 1\) and an operator on \(2, 5, 2, 2\)",
     ),
     "fewer tokens": (resized(2, 3, 4, 1), r"\(2, 3, 4, 1\) .* returned \(2, 5, 4\).*with \(2, 5\)"),
     "another batch": (resized(1, 5, 4, 1), r"\(1, 5, 4, 1\) .* must begin with \(2, 5\)"),
-    "tokens first": (resized(5, 2, 4, 1), r"\(5, 2, 4, 1\) .* must begin with \(2, 5\)"),
     "no projection": (changed(project=lambda m: None), r"project=None in place of a function"),
     "a floating mask": (changed(mask=lambda m: torch.ones(2, 5)), r"mask=.*booleans .*= \(2, 5\)"),
-    "a mask of pairs": (
-        changed(mask=lambda m: torch.ones(2, 5, 5, dtype=torch.bool)),
-        r"mask=a tensor of shape \(2, 5, 5\)",
-    ),
     "a component of another name": (
         named("forget gate"),
         r"a Diagonal of component='forget gate'.*\['activation', 'conv', 'gate', 'norm', 'scan', 's"
@@ -249,8 +233,6 @@ def test_what_no_gradient_gets_through(case: str) -> None:
 
 
 class Scaled(Operator):
-    """Values times coefficients, without an adjoint of its own."""
-
     def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         self.shape = Shape(*weight.shape)
         self.weight, self.change = weight, change
@@ -271,7 +253,6 @@ def test_an_adjoint_by_torch_needs_the_gradient() -> None:
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_right_adapter_serves_with_and_without_gradients(recorded: bool, asked: bool) -> None:
-    """Whether they are wanted may change between the adapter's call and that of its projection."""
     model, x = model_with(right), inputs().requires_grad_()
     mixer = find_mixers(model)[0]
     with torch.set_grad_enabled(recorded):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,36 +68,6 @@ def test_grad_mode_is_kept(model: Any, graph: Any, mode: Callable[[], Any]) -> N
     assert torch.is_grad_enabled()
 
 
-class Planned(Exception):
-    pass
-
-
-@pytest.mark.parametrize(("error", "graph"), [(Planned, "none"), (KeyboardInterrupt, "all")])
-@pytest.mark.parametrize("where", ["layer 0", "layer 2", "mixer", "head", "user"])
-def test_after_an_error(
-    model: Any, snapshot: Any, graph: Any, error: type[BaseException], where: str
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    place = {
-        "layer 0": model.backbone.layers[0].norm,
-        "layer 2": model.backbone.layers[2].norm,
-        "mixer": model.backbone.layers[1].mixer.x_proj,
-        "head": model.lm_head,
-        "user": model.lm_head,
-    }[where]
-    if where != "user":
-        place.register_forward_pre_hook(fail)
-    tokens = ids()
-    with torch.no_grad():
-        before = snapshot(model)
-        with pytest.raises(error), trace(model, graph=graph):
-            model(tokens)
-            raise error
-        before.check()
-
-
 def test_after_a_refusal(model: Any, snapshot: Any) -> None:
     model.backbone.layers[1].mixer = nn.LSTM(5, 5)
     tokens, before = ids(), snapshot(model)
@@ -157,7 +125,6 @@ def test_user_hooks_are_kept_and_run(model: Any, snapshot: Any) -> None:
 
 
 def test_what_user_hooks_change_is_recorded(model: Any) -> None:
-    """A steering hook on the input is part of what the operator reproduces."""
     mixer = model.backbone.layers[1].mixer
     shift = torch.randn(5)
     mixer.register_forward_pre_hook(lambda _, args: (args[0] + shift,))
@@ -167,37 +134,3 @@ def test_what_user_hooks_change_is_recorded(model: Any) -> None:
         model(ids())
     assert torch.equal(t.layers[1].call.hidden_states, normed[0] + shift)
     assert t.layers[1].reconstruction_error() <= 2e-5
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_the_model_computes_the_same(model: Any, graph: Any) -> None:
-    tokens = ids()
-    with torch.no_grad():
-        plain = model(tokens).logits
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode(), trace(model, graph=graph):
-            traced = model(tokens).logits
-        # with a scan of another order of additions
-        assert oracles.relative_error(traced, plain) <= 1e-6
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_another_thread_is_not_recorded(model: Any, graph: Any) -> None:
-    mine, other = torch.randint(19, (1, 4)), torch.randint(19, (3, 6))
-    found: dict[str, Any] = {}
-
-    def elsewhere() -> None:
-        found["grad"] = torch.is_grad_enabled()
-        out = model(other, use_cache=True)
-        found["logits"], found["cache"] = out.logits, out.cache_params
-
-    with torch.no_grad():
-        wanted = model(other).logits
-    with torch.no_grad(), trace(model, graph=graph) as t:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        model(mine)
-    assert [layer.output.shape for layer in t.layers] == [(1, 4, 5)] * 3
-    assert torch.allclose(found["logits"], wanted, atol=1e-6)
-    assert found["grad"] is True

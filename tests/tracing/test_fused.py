@@ -81,7 +81,6 @@ def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: b
 def test_the_number_is_compared_where_no_kernel_runs(
     fla: fla_cpu.FLA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a CPU, where packages bring none: torch's functions run when nobody looks on, too."""
     model, ids = fla.model("KDA", norm_eps=fla_checks.EPS), torch.randint(19, (1, 9))
 
     def no_driver(*_: Any, **__: Any) -> None:
@@ -111,7 +110,6 @@ def test_flow_through_fused_channel_mixing(fla: fla_cpu.FLA, family: str) -> Non
 
 
 def test_token_shifts_compute_the_same(fla: fla_cpu.FLA) -> None:
-    """But from a cache, of tokens that the call was not given, they stay fused."""
     module = importlib.import_module(SHIFT)
     for bounds in (None, [0, 1, 4, 9]):
         x = torch.randn(2 if bounds is None else 1, 9, 6)
@@ -179,16 +177,6 @@ def test_norms_of_mamba_ssm_compute_the_same(
     reference = norm.rms_norm_ref if rms else norm.layer_norm_ref
     assert relative_error(found[0], reference(total, weight, bias, eps=0.1).to(dtype)) <= 1e-6
     assert torch.equal(found[1], total)
-
-
-def test_a_second_norm_of_mamba_ssm_stays_fused(mamba_ssm: MambaSSM) -> None:
-    norm = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
-    x, weight = torch.randn(2, 5, 12), torch.randn(12)
-    asked = []
-    with pytest.MonkeyPatch.context() as patch, unfused():
-        patch.setattr(norm, "_layer_norm_fwd", lambda *a, **k: asked.append(a) or [x] * 8)
-        norm.LayerNormFn.apply(x, weight, None, None, x, weight, None, 0.1, 0.0, None, *[False] * 4)
-    assert asked
 
 
 def test_nothing_stays_replaced(fla: fla_cpu.FLA) -> None:

@@ -17,8 +17,6 @@ from captum_ssm.tracing.gradients import graphs_dropped, recordable
 
 
 class Remembering(nn.Module):
-    """Keeps its last output, as recurrent models keep a state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
@@ -41,52 +39,8 @@ def test_graphs_of_the_run_are_dropped_and_no_others() -> None:
     assert torch.equal(model.last, out) and out.requires_grad
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 3)
-        self.head = nn.Linear(3, 7)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.randn(3))
-        self.register_buffer("nothing", None)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embedding(ids) * self.scale)
-
-
-@pytest.mark.parametrize("error", [False, True])
-def test_inference_tensors_are_replaced_meanwhile(error: bool) -> None:
-    plain, ids = Tied(), torch.randint(7, (2, 4))
-    plain.head.bias.requires_grad_(False)
-    with torch.inference_mode():
-        model = copy.deepcopy(plain)
-    before = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    assert all(t.is_inference() for t in before.values())
-    with pytest.raises(RuntimeError, match="Inference tensors"):
-        model(ids)
-
-    def run() -> None:
-        with recordable(model):
-            assert model.head.weight is model.embedding.weight
-            assert model.head.weight.requires_grad and not model.head.bias.requires_grad
-            found = torch.autograd.grad(model(ids).square().sum(), model.head.weight)
-            wanted = torch.autograd.grad(plain(ids).square().sum(), plain.head.weight)
-            assert torch.equal(found[0], wanted[0])
-            if error:
-                raise ZeroDivisionError
-
-    if error:
-        with pytest.raises(ZeroDivisionError):
-            run()
-    else:
-        run()
-    after = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    assert list(after) == list(before) and all(after[n] is t for n, t in before.items())
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_have_a_graph_inside(reentrant: bool) -> None:
-    """It begins before them; other arguments of the user's are kept."""
     model: Any = nn.Linear(3, 3)
     options: list[dict[str, Any]] = []
 

@@ -17,8 +17,6 @@ from zoo.mamba2 import make_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers.parts import common
-from captum_ssm.mixers.parts.common import run
-from captum_ssm.mixers.parts.heard import Heard, forget, telling
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 TARGET = (-1, 2)
@@ -32,7 +30,6 @@ EXPLAIN: dict[str, Callable[[Any], Tensor]] = {
 
 
 def calls_of(model: Any, name: str, explain: Callable[[Any], Tensor]) -> list[int]:
-    """How often each mixer's module of a name runs in an explanation."""
     counts = [0] * len(model.backbone.layers)
     handles = []
     for number, block in enumerate(model.backbone.layers):
@@ -117,57 +114,6 @@ def test_a_compiled_projection_is_told() -> None:
     assert torch.allclose(found, expected)
 
 
-def heard(module: nn.Module, x: Tensor) -> Heard:
-    """A call of a module with made-up output, which nothing computes."""
-    call = Heard(x)
-    output = torch.full((*x.shape[:-1], 3), 7.0, dtype=x.dtype)
-    call.ran(x, output)
-    call.returned(output)
-    return call
-
-
-def test_only_what_was_given_is_told() -> None:
-    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
-    call = heard(projection, x)
-    with torch.no_grad(), telling({projection: call}):
-        assert (run(projection, x.clone()) == 7).all()
-        for other in (x + 1, x[:, :4], x.double()):
-            projection.to(other.dtype)
-            assert torch.equal(run(projection, other), projection(other))
-        projection.float()
-        assert torch.equal(run(nn.Sequential(projection), x), projection(x))
-    assert torch.equal(run(projection, x), projection(x))
-
-
-def test_what_is_forgotten_is_not_told() -> None:
-    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
-    with torch.no_grad(), telling({projection: heard(projection, x)}):
-        forget()
-        assert torch.equal(run(projection, x), projection(x))
-    forget()  # where nobody tells anything
-
-
-@pytest.mark.parametrize("which", ["given", "output"])
-def test_what_was_written_to_is_not_told(which: str) -> None:
-    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
-    call = heard(projection, x)
-    written = x if which == "given" else call.output
-    assert written is not None
-    written[0, 0] = 1.0
-    with torch.no_grad(), telling({projection: call}):
-        assert torch.equal(run(projection, x), projection(x))
-
-
-def test_gradients_of_what_is_told_are_those_of_the_product() -> None:
-    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4, requires_grad=True)
-    seed = torch.randn(1, 5, 3)
-    with telling({projection: heard(projection, x)}):
-        found = run(projection, x)
-    assert (found == 7).all()
-    (gradient,) = torch.autograd.grad(found, x, seed)
-    assert torch.allclose(gradient, seed @ projection.weight)
-
-
 def test_a_module_that_runs_twice_is_asked_again() -> None:
     model = transformers_model("mamba", num_hidden_layers=1)
     mixer = model.backbone.layers[0].mixer
@@ -195,7 +141,6 @@ def test_nothing_is_told_under_autocast() -> None:
 
 
 def on_device(model: Any, explain: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
-    """What is found on a device, and how often a projection ran there."""
     with StandIn():
         there = copy.deepcopy(model).to("cuda")
         counts = []
@@ -209,7 +154,6 @@ def on_device(model: Any, explain: Callable[[Any], Tensor]) -> tuple[Tensor, int
 def test_on_a_device_what_a_kernel_wrote_to_is_computed_again(
     explain: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a word: the operator is found to be another, and made once more by itself."""
     model = transformers_model("mamba", num_hidden_layers=1)
     expected = explain(model)
     found, runs = on_device(model, explain)

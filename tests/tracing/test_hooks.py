@@ -52,3 +52,19 @@ def test_the_other_arguments_are_kept_beside_use_cache(model: Any) -> None:
             found = model(tokens, mask, None, None, None, True, None, True)
     assert torch.equal(found.logits, wanted.logits)
     assert len(found.hidden_states) == 4
+
+
+@pytest.mark.parametrize(("graph", "error"), [("none", ValueError), ("all", KeyboardInterrupt)])
+@pytest.mark.parametrize("place", ["backbone.layers.1.mixer.x_proj", "lm_head"])
+def test_hooks_go_when_the_model_fails(
+    model: Any, snapshot: Any, graph: Any, error: type[BaseException], place: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    model.get_submodule(place).register_forward_pre_hook(fail)
+    tokens = torch.randint(19, (2, 5))
+    before = snapshot(model)
+    with pytest.raises(error), trace(model, graph=graph):
+        model(tokens)
+    before.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from captum_ssm import (
     trace,
 )
 from captum_ssm.errors import AdapterError, WeightsError
-from captum_ssm.tracing import find_mixers, repaired_scans
+from captum_ssm.tracing import find_mixers
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,6 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Class names of the blocks, whose weights come in together."""
     return [type(block).__name__ for mixer in find_mixers(model) for block in mixer.blocks]
 
 
@@ -86,7 +84,6 @@ def test_offloaded_by_blocks(case: Case) -> None:
 @pytest.mark.parametrize("method", [LatimFlow, LatimALTI, LatimLogit])
 @pytest.mark.parametrize("case", ["rwkv", "recurrent_gemma", "gpt_neox"], indirect=True)
 def test_blocks_that_go_on_after_their_mixer(case: Case, method: Any) -> None:
-    """Their weights stay until they end, and norms that they begin with have theirs."""
     expected = method(case.model).attribute(case.inputs, (-1, 3))
     model = offloaded(case.model, preload_module_classes=blocks(case.model))
     held = Held(model)
@@ -110,7 +107,6 @@ def model_and_matrices() -> tuple[Any, Tensor, list[Tensor]]:
 
 
 def check(model: Any, tokens: Tensor, matrices: list[Tensor]) -> None:
-    """While the trace is open and after it."""
     with torch.no_grad(), trace(model) as t:
         model(tokens)
         assert all(layer.reconstruction_error() <= 1e-5 for layer in t.layers)
@@ -131,45 +127,12 @@ class Weights(dict[str, Tensor]):
 
 @pytest.mark.parametrize("method", [LatimFlow, LatimALTI, MambaAttribution])
 def test_half_precision_copies_no_whole_model(method: Any) -> None:
-    """Neither do methods, which hold operators to their modules while these run."""
     model, tokens = transformers_model("mamba").bfloat16(), ids()
     expected = method(model).attribute(tokens, (-1, 3))
     weights = Weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
     accelerate.cpu_offload(model, execution_device=CPU, state_dict=weights)
     found = method(model).attribute(tokens, (-1, 3))
     assert oracles.relative_error(found, expected) <= SAME
-
-
-class Scaling:
-    """A hook of the same form, which changes what arrives in the forward."""
-
-    no_grad = False
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tuple(3 * a if isinstance(a, Tensor) else a for a in args), kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return output
-
-
-def test_arguments_are_those_that_the_hook_passes_on() -> None:
-    """On several devices they are moved; here, where there is one, they are scaled."""
-    mixer = transformers_model("mamba").backbone.layers[0].mixer
-    hidden = torch.randn(2, 6, 5)
-    with torch.no_grad(), repaired_scans():  # a trace's own loops, to the last digit
-        wanted = mixer(3 * hidden)
-    hook: Any = Scaling()
-    plain: Callable[..., Any] = mixer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hook.pre_forward(mixer, *args, **kwargs)
-        return hook.post_forward(mixer, plain(*args, **kwargs))
-
-    mixer._hf_hook, mixer._old_forward, mixer.forward = hook, plain, forward
-    with torch.no_grad(), trace(mixer) as t:
-        assert torch.equal(mixer(hidden), wanted)
-    assert t.layers[0].reconstruction_error() <= 1e-5
-    assert vars(mixer)["forward"] is forward
 
 
 def test_hooks_are_back_after_an_error() -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from helpers.adapters import telling
 from helpers.versions import VERSION_4
 from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
 from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm import trace
-from captum_ssm.errors import ModelNotFoundError, NoMixerError
-from captum_ssm.tracing import find_mixers, find_model, record, require_layers
+from captum_ssm.errors import NoMixerError
+from captum_ssm.tracing import require_layers
 
 pytest.importorskip("transformers")
 
@@ -31,8 +27,6 @@ def names(t: Any) -> list[str]:
 
 
 class Residual(nn.Module):
-    """Blocks run in a given order: hidden += mixer(hidden)."""
-
     def __init__(self, blocks: list[nn.Module], order: list[int]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -94,33 +88,6 @@ def test_a_module_called_twice_is_recorded_twice(graph: Any) -> None:
         assert layer.reconstruction_error() <= 2e-5
         stream = stream + layer.output
     assert torch.equal(stream, out)
-
-
-def test_two_runs_are_recorded_one_after_the_other(model: Any) -> None:
-    with torch.no_grad(), trace(model) as t:
-        model(ids(1, 3))
-        model(ids(1, 6))
-    assert [layer.output.shape[1] for layer in t.layers] == [3, 3, 3, 6, 6, 6]
-    assert t.layers[4].reconstruction_error() <= 2e-5
-
-
-def test_a_mixer_of_two_names_has_one_entry() -> None:
-    mixer, other = mixers(2)
-    model = Residual([Block(mixer), Block(other), Block(mixer)], [0, 1, 2])
-    assert [m.name for m in find_mixers(model)] == ["blocks.0.mixer", "blocks.1.mixer"]
-    with torch.no_grad(), trace(model) as t:
-        model(torch.randn(1, 4, 5))
-    assert [layer.mixer.module for layer in t.layers] == [mixer, other, mixer]
-    assert all(layer.reconstruction_error() <= 2e-5 for layer in t.layers)
-
-
-def test_a_shared_mixer_can_be_chosen_by_either_name() -> None:
-    mixer, other = mixers(2)
-    model = Residual([Block(mixer), Block(other), Block(mixer)], [0, 1, 2])
-    for name in ("blocks.0.mixer", "blocks.2.mixer"):
-        with torch.no_grad(), trace(model, layers=[name]) as t:
-            model(torch.randn(1, 4, 5))
-        assert [layer.mixer.module for layer in t.layers] == [mixer, mixer]
 
 
 def test_the_stream_of_a_shared_mixer_is_that_of_its_own_block() -> None:
@@ -216,7 +183,6 @@ def test_the_record_keeps_no_graph(model: Any) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients_of_every_mixer(model: Any, frozen: bool) -> None:
-    """Against the same run with the mixers' outputs replaced by leaves."""
     model.requires_grad_(not frozen)
     tokens = ids()
     with trace(model, graph="all") as t:
@@ -249,7 +215,6 @@ def test_gradients_of_every_mixer(model: Any, frozen: bool) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_graph_of_outputs_begins_at_the_first_one(model: Any, frozen: bool) -> None:
-    """It has the gradients of the whole graph, and nothing of what came before."""
     model.requires_grad_(not frozen)
     tokens, found = ids(), []
     for graph in ("all", "outputs"):
@@ -283,63 +248,4 @@ def test_gradient_of_the_last_mixer_inside_no_grad(model: Any) -> None:
 # --- operators on demand ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free", [0, 2**33])
-def test_operators_are_kept_while_there_is_memory(
-    model: Any, monkeypatch: pytest.MonkeyPatch, free: int
-) -> None:
-    monkeypatch.setattr(record, "free_memory", lambda device: free)
-    made = []
-    telling(model.backbone.layers[0].mixer, lambda: made.append(1))
-    with torch.no_grad(), trace(model) as t:
-        model(ids())
-    for _ in range(2):
-        for layer in t.layers:
-            layer.operator.dense()
-    assert len(made) == (2 * len(t.layers) if not free else len(t.layers))
-
-
-@pytest.mark.slow
-def test_the_operator_is_made_once_and_only_the_latest_is_kept(model: Any) -> None:
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(ids())
-    first = t.layers[0].linear
-    assert t.layers[0].linear is first
-    assert t.layers[0].operator is first.operator and t.layers[0].values is first.values
-    gone = weakref.ref(first)
-    del first
-    _ = t.layers[1].linear
-    gc.collect()
-    assert gone() is None
-    assert t.layers[0].reconstruction_error() <= 2e-5
-
-
 # --- from what the user passes to the model -----------------------------------------------------
-
-
-def test_bound_methods_and_partials(model: Any) -> None:
-    tokens = ids()
-    for function in (
-        model,
-        model.forward,
-        model.__call__,
-        functools.partial(model, use_cache=True),
-    ):
-        assert find_model(function) is model
-        with torch.no_grad(), trace(function) as t:
-            model(tokens)
-        assert len(t.layers) == 3
-    nested = functools.partial(functools.partial(model.forward), use_cache=False)
-    assert find_model(nested) is model
-
-
-@pytest.mark.parametrize("function", [lambda x: x, "model", None, 3])
-def test_what_is_no_model_is_refused(function: Any) -> None:
-    with pytest.raises(ModelNotFoundError, match="model=") as caught, trace(function):
-        pass
-    assert isinstance(caught.value, TypeError)
-
-
-def test_a_given_model_must_be_one(model: Any) -> None:
-    assert find_model(lambda x: x, model) is model
-    with pytest.raises(ModelNotFoundError, match="dict"):
-        find_model(model, {})

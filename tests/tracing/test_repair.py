@@ -5,25 +5,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.versions import transformers5
 from torch import Tensor
-from transformers import (
-    FalconMambaConfig,
-    FalconMambaForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import RecurrentGemmaForCausalLM, RwkvConfig, RwkvForCausalLM
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.models.rwkv import modeling_rwkv
+from zoo.attention import attention_model
+from zoo.mamba import randomise, transformers_model
 from zoo.mamba_ssm_cpu import MambaSSM
+from zoo.recurrent import griffin_config
 
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing import repaired_scans
@@ -75,7 +73,6 @@ def test_equals_the_reference(tokens: int, softplus: bool) -> None:
 @pytest.mark.parametrize("tokens", [5, 70, 200])
 @pytest.mark.parametrize("time_first", [set[str](), {"dt"}, {"hidden_states", "dt", "z"}])
 def test_any_layout_gives_the_same(batch: int, tokens: int, time_first: set[str]) -> None:
-    """Channels or tokens side by side in memory: gradients lie as what they belong to does."""
     given = arguments(tokens, torch.float64, batch=batch, channels=90)
     laid = {
         name: x.detach().mT.contiguous().mT.requires_grad_() if name in time_first else x
@@ -102,55 +99,44 @@ def test_no_state_is_kept_for_a_backward_that_cannot_come() -> None:
     torch.testing.assert_close(without, selective_scan(**given))
 
 
+#: By the name of a model: how it is made, and the loop of transformers that it calls.
+MODELS: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "mamba": (transformers_model, modeling_mamba, "mamba_selective_scan"),
+    "falcon_mamba": (
+        lambda: transformers_model("falcon_mamba"), modeling_falcon_mamba, "mamba_selective_scan"
+    ),
+    "jamba": (lambda: attention_model("jamba"), modeling_jamba, "mamba_selective_scan"),
+    "griffin": (
+        lambda: RecurrentGemmaForCausalLM(griffin_config()), RecurrentGemmaRglru, "_rnn_scan"
+    ),
+    "rwkv": (
+        lambda: RwkvForCausalLM(RwkvConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2)),
+        modeling_rwkv, "rwkv_linear_attention_cpu",
+    ),
+}  # fmt: skip
+
+
 @transformers5
-@pytest.mark.parametrize(
-    ("model_class", "config_class", "module", "options"),
-    [
-        (MambaForCausalLM, MambaConfig, modeling_mamba, {"state_size": 3}),
-        (FalconMambaForCausalLM, FalconMambaConfig, modeling_falcon_mamba, {"state_size": 3}),
-        (
-            JambaForCausalLM,
-            JambaConfig,
-            modeling_jamba,
-            {
-                "mamba_d_state": 3,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "intermediate_size": 8,
-                "attn_layer_period": 2,
-                "attn_layer_offset": 1,
-                "num_experts": 1,
-            },
-        ),
-    ],
-)
-def test_whole_models_and_their_gradients(
-    model_class: Any,
-    config_class: Any,
-    module: Any,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = config_class(vocab_size=11, hidden_size=8, num_hidden_layers=2, **options)
-    model = model_class(config)
-    ids = torch.randint(0, 11, (2, 40))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models_and_their_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, holder, loop = MODELS[name]
+    model, ids = randomise(make()).train(), torch.randint(3, 11, (2, 40))
     parameters = list(model.parameters())
 
     def gradients() -> list[Tensor]:
-        loss = model(ids, attention_mask=mask).logits[:, -1].square().sum()
-        return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+        loss = model(ids, use_cache=False).logits[:, -1].square().sum()
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return [loss.detach(), *(g for g in found if g is not None)]
 
     expected = gradients()
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the reference scan ran")
+        raise AssertionError("the reference loop ran")
 
-    monkeypatch.setattr(module, "mamba_selective_scan", refuse)
+    monkeypatch.setattr(holder, loop, refuse)
     with repaired_scans():
         found = gradients()
-    assert module.mamba_selective_scan is refuse
+    assert getattr(holder, loop) is refuse
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-5 * float(one.abs().max()) + 1e-8)
 

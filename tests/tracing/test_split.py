@@ -23,7 +23,6 @@ pytest.importorskip("transformers.distributed.tensor_parallel")
 
 
 def qwen3_5(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """All projections of mixers and MLPs are split, those of attention by heads."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 64}
@@ -31,7 +30,6 @@ def qwen3_5(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def nemotron_h(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Embeddings and experts are split."""
     experts = {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
         "n_routed_experts": 4,
