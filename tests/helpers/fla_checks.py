@@ -256,14 +256,8 @@ def holds(
 ) -> None:  # fmt: skip
     """The contract of adapters, its matrices for ablations, and padding between tokens.
 
-    Args:
-        layer: a layer of fla.
-        width: of its input.
-        formula: makes the formula from a float64 layer, its input and its mask. Default: None, by
-            the layer's kernel.
-        compacted: whether the layer drops padded tokens; then each sequence is written alone.
-        refuses: as for ``check_adapter``.
-        **kwargs: passed to the layer.
+    Without a ``formula`` the layer's own kernel gives the matrices. A ``compacted`` layer drops
+    padded tokens: each sequence is written alone.
     """
     ablations = ["s6", "unified", "exact", "exact-conv", "exact-norm-gate"]
     ablations += [] if formula is None else ["exact-activation", "exact-norm", "exact-gate"]

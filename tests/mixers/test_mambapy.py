@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from zoo.mambapy import MODELS
 
 from captum_ssm import LatimFlow
-from captum_ssm.errors import CachedStateError, UnsupportedMixerError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.mambapy import mambapy_attention
+from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.mixers.registry import adapter_for
 
 pytestmark = pytest.mark.slow
@@ -138,6 +136,3 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["deeptab"](monkeypatch, use_learnable_interaction=True)
     with pytest.raises(UnsupportedMixerError, match="use_learnable_interaction=True"):
         LatimFlow(model).attribute(torch.randn(1, 5, 8), (-1, 3))
-    module, x = list(blocks(MODELS["jamba"](monkeypatch)))[1], torch.randn(1, 3, 8)
-    with pytest.raises(CachedStateError, match="cache=tuple"):
-        mambapy_attention(module, Call((x, (None, None)), {}, (x, None)))

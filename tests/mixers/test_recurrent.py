@@ -30,9 +30,6 @@ from zoo.short_conv import FAMILIES as SHORT_CONVOLUTIONS
 from zoo.short_conv import make_config
 
 from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.errors import CachedStateError, InputError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.registry import adapter_for
 
 pytestmark = pytest.mark.slow
 
@@ -303,32 +300,3 @@ def test_large_gates_do_not_overflow() -> None:
     layer = record_one(mixer, torch.randn(2, 20, 16))
     assert torch.isfinite(layer.output).all()
     check(layer, 1e-4)
-
-
-# --- refusals --------------------------------------------------------------------------------
-
-#: Mixers, the name of the argument that holds a cache or a state, and its place.
-STATEFUL = {
-    "griffin": (griffin_block, "past_key_values", None),
-    "rwkv": (rwkv_mixer, "state", 1),
-    "minimax": (minimax_mixer, "past_key_values", 3),
-    "short convolution": (lfm_mixer, "past_key_values", 1),
-    "xlstm": (xlstm_mixer, "state", 1),
-}
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_states_are_refused(name: str) -> None:
-    make, argument, place = STATEFUL[name]
-    mixer = make()
-    (_, adapter) = adapter_for(mixer) or pytest.fail("no adapter")
-    hidden, positions = torch.randn(1, 4, 12), {"position_ids": torch.arange(4)[None]}
-    calls = [Call((hidden,), {argument: (hidden,)} | positions, hidden)]
-    if place is not None:
-        calls.append(Call((hidden, *[None] * (place - 1), (hidden,)), {}, hidden))
-    for call in calls:
-        with pytest.raises(CachedStateError):
-            adapter(mixer, call)
-    for packed in ("seq_idx", "cu_seq_lens_q") if name == "short convolution" else ():
-        with pytest.raises(InputError, match=packed):
-            adapter(mixer, Call((hidden,), {packed: torch.tensor([0, 2, 4])}, hidden))

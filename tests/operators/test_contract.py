@@ -39,9 +39,10 @@ def check(
         case.check(**options)
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("kind", QUICK)
-def test_contract(kind: str) -> None:
-    check(kind, heads=3, per_head=2, tokens=9, small=False)
+def test_contract(kind: str, small: bool) -> None:
+    check(kind, heads=3, per_head=2, tokens=9, small=small)
 
 
 @pytest.mark.slow

@@ -83,14 +83,9 @@ def times(matrices: Tensor, v: Tensor) -> Tensor:
 # --- pieces of formulas ----------------------------------------------------------------------
 
 
-def linear(projection: Any, x: Tensor, with_adapter: bool = True) -> Tensor:
-    """A projection in float64, LoRA (W + scaling B A) included."""
-    weight = projection.weight.detach().double()
-    if with_adapter and hasattr(projection, "lora_A"):
-        down = projection.lora_A["default"].weight.detach().double()
-        up = projection.lora_B["default"].weight.detach().double()
-        weight = weight + projection.scaling["default"] * up @ down
-    out = x @ weight.T
+def linear(projection: Any, x: Tensor) -> Tensor:
+    """A projection in float64."""
+    out = x @ projection.weight.detach().double().T
     return out if projection.bias is None else out + projection.bias.detach().double()
 
 
@@ -155,30 +150,20 @@ def scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mamba1_parts(
-    mixer: Any, hidden: Tensor, mask: Tensor | None = None, *,
-    adapters: Collection[str] = ("in_proj", "x_proj", "out_proj"),
-) -> Parts:  # fmt: skip
+def mamba1_parts(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> Parts:
     """The mixer's forward pass from its parameters in float64.
 
-    Args:
-        mixer: MambaMixer, FalconMambaMixer, JambaMambaMixer, or mamba_ssm's Mamba.
-        hidden: its input (B, L, E).
-        mask: 1 for tokens, 0 for padding.
-        adapters: projections whose LoRA weights, if there are any, count.
+    Of transformers and mamba_ssm, for ``hidden`` (B, L, E) and a mask of 1 for tokens.
     """
 
-    def project(name: str, x: Tensor) -> Tensor:
-        return linear(getattr(mixer, name), x, name in adapters)
-
     keep = keep_of(mask, hidden)
-    x, z = project("in_proj", hidden.double() * keep[..., None]).chunk(2, dim=-1)
+    x, z = linear(mixer.in_proj, hidden.double() * keep[..., None]).chunk(2, dim=-1)
     conv, conv_bias, u = convolved(mixer.conv1d, x)
     ratio = torch.sigmoid(u) if mixer.activation in ("silu", "swish") else mixer.act(u) / u
     v = keep[..., None] * ratio * u
 
     rank, state = mixer.dt_proj.weight.shape[1], mixer.A_log.shape[1]
-    selected = project("x_proj", v).split([rank, state, state], dim=-1)
+    selected = linear(mixer.x_proj, v).split([rank, state, state], dim=-1)
     if type(mixer).__name__ == "FalconMambaMixer":
         norms = [(1.0, mixer.config.mixer_rms_eps)] * 3
     elif hasattr(mixer, "dt_layernorm"):
@@ -191,11 +176,11 @@ def mamba1_parts(
         selected = (*selected[:i], selected[i] / (mean + eps).sqrt() * weight, *selected[i + 1 :])
     t, b, c = selected
     b, c = (s[:, :, None].expand(-1, -1, x.shape[-1], -1) for s in (b, c))
-    step, a, skip = project("dt_proj", t), -mixer.A_log.double().exp(), mixer.D.double()
+    step, a, skip = linear(mixer.dt_proj, t), -mixer.A_log.double().exp(), mixer.D.double()
     dt, gate = F.softplus(step), F.silu(z)
     y = gate * (scanned(dt, a, b, c, v) + skip * v)
     select = step, dt, a, b, c, skip
-    output = project("out_proj", y)
+    output = linear(mixer.out_proj, y)
     return Parts(x, keep, conv, conv_bias, ratio, *select, gate, torch.ones_like(y), y, output)
 
 

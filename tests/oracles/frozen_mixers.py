@@ -50,10 +50,7 @@ class Frozen:
 def frozen(mixer: nn.Module, hidden: Tensor, *, half: bool) -> Frozen:
     """The mixer at ``hidden`` (B, L, E).
 
-    Args:
-        mixer: one of those in :mod:`zoo.wrapped`, in float64.
-        hidden: what enters it.
-        half: whether a gated product shares its relevance between its factors.
+    With ``half`` a gated product shares its relevance between its factors.
     """
     return _FORMULAS[type(mixer).__name__](mixer, hidden, half)
 

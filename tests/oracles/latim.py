@@ -30,14 +30,8 @@ def shares(
 ) -> Tensor:
     """phi[t, k] of eq. 19, what token t - k contributes to the activation at t: (L, K, D).
 
-    Args:
-        x: values of one example (L, D).
-        taps: (D, K), the last one for the token itself.
-        bias: (D,).
-        ratio: act(u) / u (L, D).
-        keep: 1 for tokens, 0 for padding (L,). What padding leaks through the taps counts as
-            bias.
-        function: f, or None for the frozen ratio, with which the bias stays out.
+    ``x`` and ``ratio`` are (L, D), ``taps`` (D, K), the last for the token itself. Padding, where
+    ``keep`` (L,) is 0, counts as bias. The bias stays out of the frozen ratio.
     """
     tokens, width = len(x), taps.shape[1]
     phi = torch.zeros(tokens, width, x.shape[1]).double()
@@ -60,11 +54,8 @@ def shares(
 def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor:
     """T of one example (eqs. 21, 22 and 25), (L, L, E).
 
-    Args:
-        matrix: M + delta D for every channel (D, L, L).
-        phi: (L, K, D).
-        post: gate and norm (L, D).
-        weight: of the output projection (E, D).
+    ``matrix`` is M + delta D (D, L, L), ``phi`` (L, K, D), ``post`` gate and norm (L, D), and
+    ``weight`` that of the output projection (E, D).
     """
     tokens, width, _ = phi.shape
     out = torch.zeros(tokens, tokens, len(weight)).double()

@@ -158,11 +158,7 @@ def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Picture
 
 
 class TowerForClassification(nn.Module):
-    """Classes of images, by the mean of what a tower makes of their patches.
-
-    Args:
-        family: of the tower.
-    """
+    """Classes of images, by the mean of what a tower makes of their patches."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
