@@ -38,27 +38,12 @@ def weights_of(module: Any) -> dict[str, Tensor]:
     return {name: w.detach().double() for name, w in module.state_dict().items()}
 
 
-def check_formula(module: Any, width: int, tokens: int, formula: Any, **refuses: str) -> None:
-    """The module computes the formula of one example, and keeps the contract."""
-    hidden = torch.randn(2, tokens, width)
-    wanted = [formula(weights_of(module), each.double()) for each in hidden]
-    assert relative_error(module(hidden), torch.stack(wanted)) <= 1e-5
-    contract.holds(module, width, refuses=refuses)
-
-
 # --- Caduceus ----------------------------------------------------------------------------------
 
 
 def strands(both: bool, **options: Any) -> Any:
     one = BiMamba(d_model=5, **({"d_state": 3} | options))
     return vim_oracle.randomise(StrandsMixer(one) if both else one)
-
-
-@pytest.mark.parametrize("both", [False, True], ids=["one strand", "both strands"])
-def test_contract_of_caduceus(both: bool) -> None:
-    for options in ({}, {"bias": True, "conv_bias": False, "d_conv": 2}):
-        formula = dna.both_strands if both else dna.bi_mamba
-        check_formula(strands(both, **options), 10 if both else 5, 7, formula)
 
 
 def test_matrices_of_the_heads_of_both_strands() -> None:
@@ -90,11 +75,9 @@ def hyena(**options: Any) -> Any:
     return randomise(HyenaOperator(**({"d_model": 4, "l_max": 12, "filter_order": 6} | options)))
 
 
-@pytest.mark.parametrize("options", [{"order": 3}, {"short_filter_order": 2, "features": 3}])
-def test_contract_of_hyena(options: dict[str, Any]) -> None:
-    check_formula(hyena(**options), 4, 12, dna.hyena, bfloat16="off by")
+def test_more_tokens_than_the_filters_reach() -> None:
     with pytest.raises(InputError, match="13 tokens were given, but the filters reach over l_max"):
-        hyena(**options)(torch.randn(1, 13, 4))
+        hyena()(torch.randn(1, 13, 4))
 
 
 def test_matrices_of_hyena() -> None:
@@ -116,11 +99,6 @@ def test_matrices_of_hyena() -> None:
 
 # --- StripedHyena 2 ----------------------------------------------------------------------------
 
-CASCADES: dict[str, dict[str, Any]] = {
-    "se": {"length": 4, "groups": 3},
-    "mr": {"length": 128, "groups": 2},
-    "li": {"state_size": 3},
-}
 SIZES: dict[str, Any] = {
     "heads": 2, "inner_mlp_size": 10, "se_length": 4, "se_groups": 2, "mr_groups": 4,
     "state_size": 3,
@@ -140,17 +118,14 @@ def striped_hyena(**options: Any) -> Any:
     return fading(StripedHyena(LAYOUT, 8, 16, **(SIZES | options)))
 
 
-@pytest.mark.parametrize("kind", CASCADES)
-def test_contract_of_cascades(kind: str) -> None:
-    module = fading(HyenaCascade(6, kind, **CASCADES[kind]))
-    check_formula(module, 18, 9, dna.cascade, **({"bfloat16": "off by"} if kind == "li" else {}))
-    leaves = record_one(module, torch.randn(2, 9, 18)).operator.leaves()
-    assert ("skip" in {leaf.component for leaf in leaves}) is (kind != "se")
-
-
 def test_contract_of_striped_attention() -> None:
-    module = randomise(StripedAttention(8, heads=2, base=50.0, scaling=2.0))
-    check_formula(module, 8, 7, lambda w, h: dna.striped_attention(w, h, 2, 2.0))
+    module, hidden = (
+        randomise(StripedAttention(8, heads=2, base=50.0, scaling=2.0)),
+        torch.randn(7, 8),
+    )
+    wanted = dna.striped_attention(weights_of(module), hidden.double(), 2, 2.0)
+    assert relative_error(module(hidden[None])[0], wanted) <= 1e-5
+    contract.holds(module, 8)
 
 
 def test_the_model_computes_the_formula() -> None:

@@ -23,8 +23,9 @@ KINDS: list[dict[str, Any]] = [
     {"rcps": False},
     {"num_classes": 3},
     {"rcps": False, "num_classes": 3},
+    {"bias": True, "conv_bias": False, "d_conv": 2},
 ]
-NAMES = ["PS", "PS unfused", "Ph", "PS classifier", "Ph classifier"]
+NAMES = ["PS", "PS unfused", "Ph", "PS classifier", "Ph classifier", "biases"]
 
 
 def small(**options: Any) -> Any:
@@ -192,7 +193,9 @@ def test_hyenadna_has_the_released_names_and_shapes() -> None:
     assert found == released_hyenadna(128, 2, 1026)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_classes": 3}, {"order": 3}, {"inner": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_classes": 3}, {"order": 3, "short_filter_order": 2}, {"inner": 1}]
+)
 def test_hyenadna_computes_the_formula(options: dict[str, Any]) -> None:
     model, ids = small_hyena(**options).double(), some_ids()
     weights = vim_oracle.double_weights(model)

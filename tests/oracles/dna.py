@@ -45,13 +45,6 @@ def bi_mamba(w: Weights, hidden: Tensor) -> Tensor:
     return ahead + vim.mix(under(w, "mamba_rev."), hidden.flip(0), "none", False).flip(0)
 
 
-def both_strands(w: Weights, hidden: Tensor) -> Tensor:
-    """For hidden (L, 2 E)."""
-    one, other = hidden.chunk(2, -1)
-    w = under(w, "submodule.")
-    return torch.cat([bi_mamba(w, one), bi_mamba(w, other.flip(0, 1)).flip(0, 1)], -1)
-
-
 def caduceus(w: Weights, ids: Tensor, depth: int, rcps: bool, fused: bool) -> Tensor:
     """Logits of tokens (L, V), or of a classifier that reads the mean."""
     stem = "caduceus.backbone."

@@ -51,7 +51,7 @@ def caduceus(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
 
 
 def hyenadna(patch: pytest.MonkeyPatch) -> architectures.Case:
-    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5)
+    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5, order=3)
     return architectures.language(randomise(model))
 
 
@@ -116,7 +116,7 @@ ADAPTERS: dict[str, architectures.Make] = {
     "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
     "caduceus of both strands": caduceus,
-    "caduceus of one strand": partial(caduceus, rcps=False),
+    "caduceus of one strand": partial(caduceus, rcps=False, bias=True, conv_bias=False, d_conv=2),
     "hyenadna": hyenadna,
     "striped hyena": striped_hyena,
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
