@@ -109,7 +109,13 @@ def mambavision(patch: pytest.MonkeyPatch) -> Case:
     return pictures(model.eval(), (96, 96))
 
 
-KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
+#: Models whose mixers are those of another one here.
+ALIKE = (
+    *("falcon_h1 without a norm", "vim, no cls", "vim, two cls"),
+    *("qwen3_5_moe with attention", "zamba2"),
+)
+KNOWN = {name: make for name, make in ADAPTERS.items() if name not in ALIKE}
+KNOWN |= {**TOWERS, "torch": of_torch}
 CASES = {**KNOWN, "timm": timm, "mambavision": mambavision}
 OUTSIDE = {"timm": pytest.mark.timm, "mambavision": pytest.mark.timm}
 every = pytest.mark.parametrize(

@@ -137,50 +137,12 @@ def test_the_model_computes_the_formula() -> None:
     assert relative_error(found.sum(1), LatimFlow(made).attribute(ids, (-1, 3))) <= 1e-9
 
 
-def released(width: int, vocab: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the first five blocks of Evo 2, 1B."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding_layer.weight": (vocab, width),
-        "norm.scale": (width,),
-    }
-    own: dict[str, dict[str, tuple[int, ...]]] = {
-        "se": {"h": (128, 1, 7)},
-        "mr": {"h": (128, 1, 128), "D": (width,)},
-        "li": {"log_poles": (width, 16, 1), "residues": (width, 16), "D": (width,)},
-    }
-    for i, kind in enumerate(LAYOUT):
-        block = {
-            "pre_norm.scale": (width,),
-            "post_norm.scale": (width,),
-            "mlp.l1.weight": (inner, width),
-            "mlp.l2.weight": (inner, width),
-            "mlp.l3.weight": (width, inner),
-        }
-        if kind == "attention":
-            block |= {
-                "inner_mha_cls.Wqkv.weight": (3 * width, width),
-                "inner_mha_cls.out_proj.weight": (width, width),
-                "inner_mha_cls.out_proj.bias": (width,),
-                "inner_mha_cls.rotary_emb.inv_freq": (64,),
-            }
-        else:
-            block |= {
-                "filter.short_filter_weight": (3 * width, 1, 3),
-                "projections.weight": (3 * width, width),
-                "out_filter_dense.weight": (width, width),
-                "out_filter_dense.bias": (width,),
-                **{f"filter.{name}": shape for name, shape in own[kind].items()},
-            }
-        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
-    return shapes
-
-
-def test_the_released_names_and_shapes() -> None:
+def test_the_released_size() -> None:
+    """Of the first five blocks of Evo 2, 1B; the formula reads the released names."""
     sizes = {"heads": 15, "inner_mlp_size": 5120, "se_groups": 128, "mr_groups": 128}
     with torch.device("meta"):
-        made = StripedHyena(LAYOUT, 1920, **sizes)
-    found = {name: tuple(w.shape) for name, w in made.state_dict().items()}
-    assert found == released(1920, 512, 5120)
+        weights = StripedHyena(LAYOUT, 1920, **sizes).state_dict().values()
+    assert (len(weights), sum(w.numel() for w in weights)) == (54, 222350400)
 
 
 def test_a_checkpoint_is_read_off_its_weights(tmp_path: Path) -> None:
