@@ -24,16 +24,9 @@ RELEASED = {
 #: which has a norm of its own.
 NAMES = {12: 4 + 12 * 33 - 3 + 2, 24: 4 + 24 * 33 - 3 + 2}
 SMALL: dict[str, Any] = {
-    "vocab_size": 20,
-    "width": 12,
-    "depth": 3,
-    "head_size": 4,
-    "inner": 10,
-    "decay_rank": 2,
-    "step_rank": 3,
-    "value_rank": 4,
-    "gate_rank": 5,
-}
+    "vocab_size": 20, "width": 12, "depth": 3, "head_size": 4, "inner": 10, "decay_rank": 2,
+    "step_rank": 3, "value_rank": 4, "gate_rank": 5,
+}  # fmt: skip
 
 
 def small(**options: Any) -> Any:

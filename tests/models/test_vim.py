@@ -77,22 +77,19 @@ def test_forms_of_files(form: str, tmp_path: Path) -> None:
     assert all(p.requires_grad for p in loaded.parameters())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cls_token": "double"},
-        {"cls_token": "none", "final_pool_type": "mean"},
-        {"cls_token": "head"},
-        {"cls_token": "none", "pos_embed": False},
-        {"bimamba_type": "none"},
-        {"bimamba_type": "v1"},
-        {"if_divide_out": False},
-        {"rms_norm": False},
-        {"bias": True, "conv_bias": False},
-        {"init_layer_scale": 0.5, "num_classes": 0},
-        {"channels": 1, "d_conv": 3, "dt_rank": 2, "d_inner": 9},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"cls_token": "double"},
+    {"cls_token": "none", "final_pool_type": "mean"},
+    {"cls_token": "head"},
+    {"cls_token": "none", "pos_embed": False},
+    {"bimamba_type": "none"},
+    {"bimamba_type": "v1"},
+    {"if_divide_out": False},
+    {"rms_norm": False},
+    {"bias": True, "conv_bias": False},
+    {"init_layer_scale": 0.5, "num_classes": 0},
+    {"channels": 1, "d_conv": 3, "dt_rank": 2, "d_inner": 9},
+])  # fmt: skip
 def test_sizes_are_read_off_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
     model = small(**({"img_size": 20} | options)).double()
     torch.save(model.state_dict(), tmp_path / "vim.pth")
@@ -188,18 +185,15 @@ def test_every_variant(cls: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rms_norm": False},
-        {"pos_embed": False},
-        {"bias": True, "conv_bias": False, "init_layer_scale": 0.1},
-        {"stride": 3, "img_size": (10, 13)},
-        {"img_size": 4},
-        {"img_size": (4, 8), "cls_token": "end"},
-        {"d_conv": 7, "d_inner": 5, "dt_rank": 3},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"rms_norm": False},
+    {"pos_embed": False},
+    {"bias": True, "conv_bias": False, "init_layer_scale": 0.1},
+    {"stride": 3, "img_size": (10, 13)},
+    {"img_size": 4},
+    {"img_size": (4, 8), "cls_token": "end"},
+    {"d_conv": 7, "d_inner": 5, "dt_rank": 3},
+])  # fmt: skip
 def test_other_sizes(options: dict[str, Any]) -> None:
     model = small(**options).double()
     size = (SMALL | options)["img_size"]
