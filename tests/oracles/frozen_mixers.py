@@ -229,7 +229,7 @@ def _gpt2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
 
 
 _FORMULAS: dict[str, Callable[[Any, Tensor, bool], Frozen]] = {
-    "MambaMixer": _mamba, "Mamba2Mixer": _mamba2, "RwkvSelfAttention": _rwkv,
+    "MambaMixer": _mamba, "Mamba2Mixer": _mamba2, "BambaMixer": _mamba2, "RwkvSelfAttention": _rwkv,
     "RecurrentGemmaRecurrentBlock": _griffin, "Lfm2ShortConv": _lfm2, "LlamaAttention": _llama,
     "GPT2Attention": _gpt2,
 }  # fmt: skip
