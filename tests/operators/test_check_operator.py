@@ -37,7 +37,7 @@ WRONG: list[tuple[Kind, str, str]] = [
     (elementwise, "contract_heads", "dense"), (elementwise, "unit_rows", "rows"),
     (elementwise, "strip_of_product", "dense|strip"),
     *((CONV, name, name) for name in ("affine", "rows")),
-    *((CONV, name, "affine|offset") for name in ("offset")),
+    *((CONV, name, "affine|offset") for name in ("offset",)),
     *((CONV, name, "dense") for name in ("contract", "strip", "after_band")),
     (CONV, "taps", "stream|taps"), *((HEADS, name, name) for name in ("backward", "vjp")),
     *((HEADS, name, "dense") for name in ("contract", "strip")), (diagonal(), "stream", "stream"),
