@@ -6,7 +6,7 @@ h * P + p.  Nothing here calls the package.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -201,27 +201,73 @@ def chosen(components: str | Collection[str]) -> set[str]:
     return PRESETS[preset] - set(removed)
 
 
+@dataclass
+class Formula:
+    """A mixer at one input, in float64; a part that is None is the identity."""
+
+    values: Tensor  # (B, L, H, P)
+    core: Tensor  # (B, H, L, L)
+    keep: Tensor  # (B, L) of 0 and 1; silences values around the convolution
+    conv: Tensor | None = None  # (1, C, L, L)
+    conv_bias: Tensor | float = 0.0  # (H, P)
+    ratio: Tensor | None = None  # (B, L, H, P)
+    norm: Callable[[Tensor], Tensor] = torch.ones_like  # the core's output to its factors
+    gate: Tensor | None = None  # (B, L, H, P)
+    norm_bias: Tensor | None = None  # (H, P); a norm with a bias also subtracts the head's mean
+    skip: Tensor | None = None  # (H,), of what passes the core by
+    activated: bool = False  # whether SiLU stands between the core and the norm
+    past: Tensor | None = None  # (B, L, H), of a token's own value that passes core and norm by
+
+    def __post_init__(self) -> None:
+        self.keep = self.keep.double()
+        if self.conv is None:
+            self.conv = torch.eye(self.values.shape[1], dtype=torch.float64)[None, None]
+        one = torch.ones_like(self.values)
+        self.ratio = one if self.ratio is None else self.ratio
+        self.gate = one if self.gate is None else self.gate.reshape(one.shape)
+
+    def core_output(self) -> Tensor:
+        keep = self.keep[..., None, None]
+        x = (times(self.conv, self.values * keep) + self.conv_bias) * self.ratio * keep
+        out = torch.einsum("bhij,bjhp->bihp", self.core, x)
+        return out if self.skip is None else out + self.skip[:, None] * x
+
+    def alpha(self, components: str | Collection[str]) -> Tensor:
+        """The implicit attention matrices (B, C, L, L) with some components only.
+
+        Without scan and skip, values pass through unchanged; the padding mask is always there. Of
+        centering, each channel has its own share.
+        """
+        kept, shape = chosen(components), self.values.shape
+        eye = torch.eye(shape[1], dtype=torch.float64)
+        keep = diagonal_matrices(self.keep[:, :, None, None], shape)
+        out = self.conv @ keep if "conv" in kept else keep
+        if "activation" in kept:
+            out = diagonal_matrices(self.ratio, shape) @ out
+        core = self.core if "scan" in kept else torch.zeros_like(self.core)
+        if self.skip is not None and "skip" in kept:
+            core = core + self.skip[:, None, None] * eye
+        elif "scan" not in kept:
+            core = core + eye
+        out = core.repeat_interleave(shape[3], 1) @ keep @ out
+        o = self.core_output()
+        if self.activated:
+            if "activation" in kept:
+                out = diagonal_matrices(torch.sigmoid(o), shape) @ out
+            o = F.silu(o)
+        if "norm" in kept:
+            share = 1.0 if self.norm_bias is None else 1 - 1 / shape[3]
+            out = diagonal_matrices(share * self.norm(o), shape) @ out
+        if self.past is not None and "scan" in kept:
+            out = out + diagonal_matrices((self.past * self.keep[..., None])[..., None], shape)
+        return diagonal_matrices(self.gate, shape) @ out if "gate" in kept else out
+
+
 def alpha(parts: Parts, components: str | Collection[str]) -> Tensor:
-    """The implicit attention matrices (B, D, L, L) with some components only.
-
-    Without scan and skip, values pass through unchanged; the padding mask is always there.
-    """
-    components = chosen(components)
-    batch, tokens, channels = parts.values.shape
-    eye = torch.eye(tokens, dtype=torch.float64).expand(batch, channels, tokens, tokens)
-    mask = diagonal_matrices(parts.mask[:, :, None, None], (batch, tokens, channels, 1))
-
-    def diagonal(name: str, weight: Tensor) -> Tensor:
-        shape = (*weight.shape, 1)
-        return diagonal_matrices(weight[..., None], shape) if name in components else eye
-
-    core = eye
-    if components & {"scan", "skip"}:
-        core = torch.zeros_like(eye)
-        if "scan" in components:
-            core = core + parts.scan
-        if "skip" in components:
-            core = core + parts.skip[:, None, None] * eye
-    out = core @ mask @ diagonal("activation", parts.ratio)
-    out = (out @ parts.conv if "conv" in components else out) @ mask
-    return diagonal("norm", parts.norm) @ diagonal("gate", parts.gate) @ out
+    """The matrices (B, D, L, L) of a Mamba or a Mamba-2, as :meth:`Formula.alpha` has them."""
+    values, ratio, gate, norm = (
+        x[..., None] for x in (parts.values, parts.ratio, parts.gate, parts.norm)
+    )
+    formula = Formula(values, parts.scan, parts.mask, parts.conv, ratio=ratio, gate=gate)
+    formula.norm, formula.skip = (lambda _: norm), parts.skip
+    return formula.alpha(components)
