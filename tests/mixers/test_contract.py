@@ -114,8 +114,7 @@ ALIKE = (
     *("falcon_h1 without a norm", "vim, no cls", "vim, two cls"),
     *("qwen3_5_moe with attention", "zamba2"),
 )
-KNOWN = {name: make for name, make in ADAPTERS.items() if name not in ALIKE}
-KNOWN |= {**TOWERS, "torch": of_torch}
+KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
 CASES = {**KNOWN, "timm": timm, "mambavision": mambavision}
 OUTSIDE = {"timm": pytest.mark.timm, "mambavision": pytest.mark.timm}
 every = pytest.mark.parametrize(
@@ -123,6 +122,7 @@ every = pytest.mark.parametrize(
     [
         pytest.param(name, marks=() if name in QUICK else OUTSIDE.get(name, pytest.mark.slow))
         for name in CASES
+        if name not in ALIKE
     ],
 )
 
