@@ -19,7 +19,6 @@ from captum_ssm.operators.kernels.arithmetic import (
     fading_log_sums_at_once,
 )
 from captum_ssm.operators.kernels.odd_even import FadingSteps
-from captum_ssm.operators.kernels.pivot_strip import from_pivot
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
@@ -145,20 +144,6 @@ def test_what_is_forgotten(
     assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
     # of the three blocks of channels, those that fade fast enough
     assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
-
-
-@pytest.mark.parametrize("multiply", [False, True])
-@pytest.mark.parametrize("tokens, at", [(1, 0), (2, 0), (2, 1), (70, 0), (70, 35), (97, 96)])
-def test_sums_and_products_from_a_token(multiply: bool, tokens: int, at: int) -> None:
-    steps = torch.rand(2, tokens, 3)
-    kept = steps.clone()
-    found = from_pivot(steps, at, product=multiply)
-    assert found.dtype == torch.float64
-    combine = torch.prod if multiply else torch.sum
-    for t in range(tokens):
-        between = steps[:, min(t, at) + 1 : max(t, at) + 1].double()
-        torch.testing.assert_close(found[:, t], combine(between, 1), rtol=1e-13, atol=0)
-    assert torch.equal(steps, kept)
 
 
 @pytest.mark.slow
