@@ -25,14 +25,8 @@ SHARED = {
 }
 
 
-def glm(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
-    model = Family("glm5_next", patch).model(**options)
-    model.set_attn_implementation(kind)
-    return model
-
-
-def qwen(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
-    model = Family("qwen4_exp", patch).model(**options)
+def made(family: str, patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
+    model = Family(family, patch).model(**options)
     model.set_attn_implementation(kind)
     return model
 
@@ -40,7 +34,9 @@ def qwen(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_glm_reads_what_is_picked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = padded_batch([11, 7])
-    layers = record(glm(monkeypatch, kind, **SHARED), ids.clamp_min(3), attention_mask=mask)
+    layers = record(
+        made("glm5_next", monkeypatch, kind, **SHARED), ids.clamp_min(3), attention_mask=mask
+    )
     for layer in layers:
         check(layer)
     attention = [layer for layer in layers if hasattr(layer.mixer.module, "indexer")]
@@ -60,7 +56,7 @@ def test_tokens_that_nobody_reads_are_no_padding(monkeypatch: pytest.MonkeyPatch
     one |= {"mlp_layer_types": ["dense"], "indexer_types": ["full"]}
     for seed in range(20):
         torch.manual_seed(seed)
-        model, ids = glm(monkeypatch, **one), torch.randint(3, 15, (1, 12))
+        model, ids = made("glm5_next", monkeypatch, **one), torch.randint(3, 15, (1, 12))
         (layer,) = record(model, ids)
         if not layer.operator.dense("heads")[0, :, -1, -1].any():
             break
@@ -74,9 +70,11 @@ def test_tokens_that_nobody_reads_are_no_padding(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_qwen_reads_what_the_indexer_chose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens at most, in pairs, and those of a pair that is not complete."""
-    model = qwen(monkeypatch, kind)
+    model = made("qwen4_exp", monkeypatch, kind)
     for options in ({}, {"output_gate_type": "silu"}):
-        for layer in record(qwen(monkeypatch, kind, **options), torch.randint(3, 19, (2, 13))):
+        for layer in record(
+            made("qwen4_exp", monkeypatch, kind, **options), torch.randint(3, 19, (2, 13))
+        ):
             check(layer)
     layer = record(model, torch.randint(3, 19, (2, 13)))[1]
     read = (layer.operator.dense(None) != 0).any(1).sum(-1)
@@ -91,7 +89,7 @@ def test_qwen_reads_what_the_indexer_chose(kind: str, monkeypatch: pytest.Monkey
 
 def test_the_rollout_of_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without n-grams: the product over layers of the matrices and the stream they are added to."""
-    model, ids = qwen(monkeypatch), torch.randint(3, 19, (2, 9))
+    model, ids = made("qwen4_exp", monkeypatch), torch.randint(3, 19, (2, 9))
     product: Tensor = torch.eye(9).double()
     for layer in record(model, ids):
         product = (torch.eye(9).double() + layer.operator.dense().double()) @ product

@@ -73,24 +73,12 @@ def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor
 def of_parts(mixer: Any, parts: Parts, activation: str, end: str = "") -> Tensor:
     width, taps = parts.values.shape[-1], getattr(mixer, f"conv1d{end}").weight.double()
     matrices = parts.scan + parts.skip[:, None, None] * torch.eye(parts.values.shape[1])
-    return torch.stack(
-        [
-            vectors(
-                matrices[b],
-                shares(
-                    parts.values[b],
-                    taps[:width, 0],
-                    parts.conv_bias,
-                    parts.ratio[b],
-                    parts.mask[b],
-                    FUNCTIONS[activation],
-                ),
-                parts.gate[b] * parts.norm[b],
-                mixer.out_proj.weight.double(),
-            )
-            for b in range(len(matrices))
-        ]
-    )
+    weight, found = mixer.out_proj.weight.double(), []
+    for b, matrix in enumerate(matrices):
+        of_conv = parts.values[b], taps[:width, 0], parts.conv_bias
+        phi = shares(*of_conv, parts.ratio[b], parts.mask[b], FUNCTIONS[activation])
+        found.append(vectors(matrix, phi, parts.gate[b] * parts.norm[b], weight))
+    return torch.stack(found)
 
 
 def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
