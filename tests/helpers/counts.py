@@ -124,27 +124,16 @@ def arithmetic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
 
 
 class Kind(NamedTuple):
-    """What is known of an operation.
-
-    Attributes:
-        name: of it.
-        is_view: whether what it returns is always its argument's own memory, left as it was.
-        launches: whether it computes anything.
-        is_waited_for: by the host.
-        may_count: whether truth values among its indices have to be counted.
-        gathers: whether it reads only what it returns of its first tensor.
-        moves: whether it moves numbers and computes none.
-        formula: its products and sums.
-    """
+    """What is known of an operation."""
 
     name: str
-    is_view: bool
+    is_view: bool  # always its argument's own memory, left as it was
     launches: bool
     is_waited_for: bool
-    may_count: bool
-    gathers: bool
-    moves: bool
-    formula: Callable[..., float] | None
+    may_count: bool  # truth values among its indices
+    gathers: bool  # it reads only what it returns of its first tensor
+    moves: bool  # it computes no numbers
+    formula: Callable[..., float] | None  # its products and sums
 
 
 @functools.cache

@@ -22,6 +22,8 @@ from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
+from captum_ssm.operators.readings.selection import selection_factors
+from captum_ssm.operators.readings.states import terms_of
 from captum_ssm.operators.recurrences import selective_scan
 
 # for any draw, of sums over up to 1024 tokens; typical is 3e-7
@@ -202,6 +204,21 @@ def test_the_ways_of_a_gpu(
     for transposed, wanted in ((False, scan.apply(v)), (True, scan.transpose(v))):
         for way in (selective_scan._by_products, selective_scan._by_reduction):
             assert relative_error(way(scan, v, transposed), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("step", [1e-30, 1e-6, 0.5, 0.6931, 0.6932, 1.0, 30.0, 1e4])
+def test_softplus_is_inverted_at_any_size(step: float) -> None:
+    """relu(log(e^dt - 1)) is the largest S_Delta that is not negative: log1p without overflow."""
+    dt = torch.tensor([[[0.0]], [[step]]])
+    one = torch.ones(2, 1, 1)
+    (terms,) = [terms_of(SelectiveScan(dt, -torch.ones(1, 1), one, one))]
+    assert terms is not None
+    factors = selection_factors(terms, [0], simplified=True)
+    assert factors is not None
+    exact = torch.tensor(step).double()
+    wanted = (exact + torch.log1p(-torch.exp(-exact))).relu()
+    assert factors.key[0] == 0
+    assert abs(float(factors.key[1]) - float(wanted)) <= 2e-7 * max(1.0, step)
 
 
 # --- WKV -----------------------------------------------------------------------------------------
