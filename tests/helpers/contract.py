@@ -92,8 +92,3 @@ def check(layer: Layer, tolerance: float = FLOAT32) -> None:
     error = relative_error(layer.linear.output(), layer.in_order(layer.output))
     assert error <= tolerance, f"{layer.name or layer.architecture}: {error:.1e}"
     assert layer.reconstruction_error() <= tolerance
-
-
-def leaf_of(layer: Layer, component: str) -> Any:
-    """The first part of the operator that is such a component."""
-    return next(leaf for leaf in layer.operator.leaves() if leaf.component == component)

@@ -89,10 +89,6 @@ def layer_norm(norm: Any, values: Tensor) -> dict[str, Any]:
     return {"norm": factors, "norm_bias": bias.double()}
 
 
-def unit(x: Tensor) -> Tensor:
-    return x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
-
-
 # --- the core, by the layer's own kernel ---------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
-from helpers.contract import ABLATIONS, CORE, LEAKS, check, leaf_of, record, record_one
+from helpers.contract import ABLATIONS, CORE, LEAKS, check, record, record_one
 from oracles import alpha, mamba1_parts, relative_error
 from oracles.selection import zamba_heads
 from torch import Tensor
@@ -130,8 +130,8 @@ def test_activations_at_exactly_zero(act: str, slope: float) -> None:
         mixer.conv1d.bias.zero_()
         mixer.conv1d.weight[3] = 0
     layer = record_one(mixer, torch.randn(2, 5, 5))
-    ratio = leaf_of(layer, "activation").tensors()["weight"]
-    assert torch.allclose(ratio[:, :, 3], torch.tensor(slope))
+    (ratio,) = (x for x in layer.operator.leaves() if x.component == "activation")
+    assert torch.allclose(ratio.tensors()["weight"][:, :, 3], torch.tensor(slope))
     check(layer)
 
 
@@ -168,10 +168,10 @@ def test_a_bad_weight_is_named(parameter: str, component: str) -> None:
 
 
 def test_a_bad_input_is_named() -> None:
-    hidden = torch.randn(2, 5, 5)
+    mixer, hidden = transformers_model("mamba").backbone.layers[0].mixer, torch.randn(2, 5, 5)
     hidden[0, 3, 2] = float("nan")
     with pytest.raises(NonFiniteError, match="values"):
-        _ = record_one(transformers_model("mamba").backbone.layers[0].mixer, hidden).operator
+        _ = record_one(mixer, hidden).operator
 
 
 @pytest.mark.parametrize("found", [False, True])

@@ -123,10 +123,8 @@ def hyenadna(w: Weights, ids: Tensor, depth: int) -> Tensor:
     for i in range(depth):
         layer = under(w, f"hyena.backbone.layers.{i}.")
         x = x + hyena(under(layer, "mixer."), layer_norm(x, under(layer, "norm1.")))
-        u = (
-            layer_norm(x, under(layer, "norm2.")) @ layer["mlp.fc1.weight"].T
-            + layer["mlp.fc1.bias"]
-        )
+        u = layer_norm(x, under(layer, "norm2.")) @ layer["mlp.fc1.weight"].T
+        u = u + layer["mlp.fc1.bias"]
         u = u / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
         x = x + u @ layer["mlp.fc2.weight"].T + layer["mlp.fc2.bias"]
     x = layer_norm(x, under(w, "hyena.backbone.ln_f."))

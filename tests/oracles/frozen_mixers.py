@@ -206,13 +206,8 @@ def _llama(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        return torch.cat(
-            [
-                first * angle.cos() - second * angle.sin(),
-                second * angle.cos() + first * angle.sin(),
-            ],
-            -1,
-        )
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     each = heads // key.shape[1]
     key, values = (x.repeat_interleave(each, 1) for x in (rotated(key), values))

@@ -99,14 +99,6 @@ STRAIGHT_IN = (
     *("falcon_h1", "granitemoehybrid", "nemotron_h", "xlstm", "olmo_hybrid", "kimi_linear"),
     *("fla RetNet", "fla HGRN", "fla HGRN2", "fla DeltaNet", "fla GatedDeltaNet"),
 )
-#: Models in which padding has no influence on other tokens.
-MASKED = (
-    *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "gpt_neox"),
-    *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
-    *("llama with attention", "mistral with attention", "kimi_linear"),
-    *("olmo_hybrid", "fla RetNet", "fla HGRN2", "gla", "fla DeltaNet", "fla GatedDeltaNet"),
-    "fla RWKV7",
-)
 
 
 def make(
