@@ -103,9 +103,11 @@ def model(downsample: str = "v3", **options: Any) -> Any:
 
 @pytest.mark.parametrize("downsample", COARSER)
 def test_rollouts_go_through_all_stages(downsample: str) -> None:
-    network, pictures = model(downsample).double(), torch.randn(2, 3, 20, 28).double()
+    network = model(downsample).double()
+    # maps of odd sizes are cut off by the first version
+    pictures = torch.randn(2, 3, *((16, 32) if downsample == "v1" else (20, 28))).double()
     layers = record(network, pictures)
-    sizes = [layer.map.size for layer in layers]  # odd ones, whose ends a convolution reads in part
+    sizes = [layer.map.size for layer in layers]
     wanted = []
     for example in range(2):
         row = torch.full(sizes[-1], 1 / math.prod(sizes[-1])).double()
