@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import pickle
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,6 @@ from ..attr.call.targets import logits_of
 from ..attr.flow import LatimFlow
 from ..edges import Edges, knock_out
 from ..inside import LayerLatimFlow, NeuronLatimFlow
-from ..linear import Rule
 from ..mixers.base import first_tensor
 from ..tracing import Layer, trace
 
@@ -140,10 +140,10 @@ class _Subject:
         self.target: Any = 1 if output.dim() == 2 else (-1, min(3, output.shape[-1] - 1))
 
     @functools.cached_property
-    def relevance(self) -> Tensor:
-        """The relevance of the plain model."""
-        found: Tensor = LatimFlow(self.model).attribute(self.wide, self.target)
-        return found
+    def decomposition(self) -> Any:
+        """The decomposition of the plain model's output."""
+        flow = LatimFlow(self.model)
+        return flow.decompose(self.wide, self.target, rule="frozen", features=True)
 
     def is_padded(self, side: str) -> bool:
         """Whether the mixers take a batch that is padded on this side."""
@@ -259,8 +259,8 @@ def _batches(subject: _Subject) -> None:
 
 
 def _lengths(subject: _Subject) -> None:
-    causal = not any(x.operator.per_channel().dense(None).triu(1).any() for x in subject.layers)
-    for length in sorted({1, 2, subject.inputs.shape[1] - 1}):
+    causal = not any(_dense(x).triu(1).any() for x in subject.layers)
+    for length in sorted({1, subject.inputs.shape[1] - 1}):
         for alone, layer in _pairs(subject, subject.wide[:, :length], subject.layers):
             _is_the_module(alone)
             if causal:
@@ -275,7 +275,7 @@ def _padding(side: str) -> Callable[[_Subject], None]:
             found = layer.linear.mask
             assert found is not None, f"{layer.name}: the mixer returns no mask"
             assert torch.equal(found, mask.bool()), f"{layer.name}: the mask is another"
-            read = layer.operator.per_channel().dense(None).abs().sum((1, 2))  # (B, L)
+            read = _dense(layer).abs().sum((1, 2))  # (B, L)
             assert not read[mask == 0].any(), f"{layer.name}: padded tokens are read"
         for row in range(1, len(mask)):
             own = mask[row].bool()
@@ -302,22 +302,31 @@ def _pairs(subject: _Subject, inputs: Tensor, layers: list[Layer]) -> Iterator[t
 
 def _is_same(own: Layer, among: Layer, rows: Any = _ALL, tokens: Any = _ALL) -> None:
     """Compare a layer's results with its results for the same tokens among others."""
-    dense = [x.operator.per_channel().dense(None) for x in (own, among)]
+    found, every = _dense(own), _dense(among)
     mine, all_ = own.linear, among.linear
-    wanted = dense[1][rows][:, :, tokens][..., tokens]
-    _close(f"{own.name}: matrices differ from those alone", dense[0], wanted, dense[1])
+    wanted = every[rows][:, :, tokens][..., tokens]
+    _close(f"{own.name}: matrices differ from those alone", found, wanted, every)
     for name in ("values", "bias"):
         found, wanted = getattr(mine, name), getattr(all_, name)[rows, tokens]
         _close(f"{own.name}: {name} differ from those alone", found, wanted, all_.values)
+
+
+def _dense(layer: Layer) -> Tensor:
+    """The matrices of every channel, kept for as long as the layer is."""
+    if layer not in _MATRICES:
+        _MATRICES[layer] = layer.operator.per_channel().dense(None)
+    return _MATRICES[layer]
+
+
+_MATRICES: weakref.WeakKeyDictionary[Layer, Tensor] = weakref.WeakKeyDictionary()
 
 
 # --- what is built on adapters ----------------------------------------------------------------
 
 
 def _sums(subject: _Subject) -> None:
-    rules: tuple[Rule, ...] = ("frozen", "centred")
-    for rule in rules:
-        found = LatimFlow(subject.model).decompose(subject.wide, subject.target, rule=rule)
+    centered = LatimFlow(subject.model).decompose(subject.wide, subject.target, rule="centred")
+    for rule, found in (("frozen", subject.decomposition), ("centred", centered)):
         assert found.roles is not None
         _adds_up(f"LatimFlow, rule={rule!r}", found)
         if subject.inputs.dim() < 4:  # an image's tokens are patches
@@ -340,8 +349,7 @@ def _adds_up(name: str, found: Any) -> None:
 
 def _at_layers(subject: _Subject) -> None:
     inputs, target = subject.wide, subject.target
-    whole = LatimFlow(subject.model).decompose(inputs, target, roles=False, features=True)
-    mixers = dict(zip(subject.names, whole.mixers, strict=True))
+    mixers = dict(zip(subject.names, subject.decomposition.mixers, strict=True))
     for name, at_input in subject.places:
         explain = LayerLatimFlow(subject.model, name)
         found = explain.decompose(inputs, target, None, at_input)
@@ -455,8 +463,8 @@ def _offload(subject: _Subject) -> None:
 def _explains_the_same(subject: _Subject, model: nn.Module) -> None:
     for found, wanted in zip(_layers(model, subject.wide), subject.layers, strict=True):
         _is_same(found, wanted)
-    relevance = LatimFlow(model).attribute(subject.wide, subject.target)
-    _close("the relevance, beside the plain model's", relevance, subject.relevance)
+    flow = LatimFlow(model).decompose(subject.wide, subject.target, rule="frozen", roles=False)
+    _close("the relevance, beside the plain model's", flow.inputs, subject.decomposition.inputs)
 
 
 def _copies(subject: _Subject) -> None:

@@ -337,8 +337,6 @@ def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
 
 def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
     yield f"dense({by!r})", o.dense(by), lambda m, q: m.reduced(by)
-    found = o.rows(q.positions, by)
-    yield f"rows({q.positions}, {by!r})", found, lambda m, q: m.reduced(by)[..., q.positions, :]
     found = o.rows(q.each, by)
     yield (
         f"rows of each example, {by!r}",
@@ -347,6 +345,10 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
             [matrix[..., at, :] for matrix, at in zip(m.reduced(by), q.each, strict=True)]
         ),
     )
+    if by not in ("mean", None):  # the others differ in how channels are combined, checked above
+        return
+    found = o.rows(q.positions, by)
+    yield f"rows({q.positions}, {by!r})", found, lambda m, q: m.reduced(by)[..., q.positions, :]
     found = o.dense(by, heads=[-1, 0])
     yield f"dense({by!r}, heads=[-1, 0])", found, lambda m, q: m.select([-1, 0]).reduced(by)
 

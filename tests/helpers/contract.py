@@ -19,6 +19,12 @@ CORE = tuple(list(CLAUSES)[: list(CLAUSES).index("sums")])
 PADDING = ("left padding", "right padding")
 #: Padding on the left leaks a bias of the input projection through the convolution.
 LEAKS = {"left padding": "differ from those alone|takes no attention_mask"}
+#: Components of Mamba's matrices, alone and left out.
+ABLATIONS = (
+    *("s6", "unified", "exact", "exact-scan-skip"),
+    *(f"unified-{name}" for name in ("conv", "activation", "scan", "gate")),
+    *(f"exact-{name}" for name in ("conv", "activation", "scan", "skip", "gate")),
+)
 #: Largest relative error of float32 against float32 or float64, for any draw of the parameters.
 FLOAT32 = 1e-5
 
@@ -57,14 +63,8 @@ def holds(
 ) -> None:  # fmt: skip
     """Check a mixer of embeddings (2, L, E).
 
-    Args:
-        mixer: it.
-        width: of its input, E.
-        formula, refuses, clauses: as for ``check_adapter``. Without a mask both paddings are
-            refused.
-        tokens: of its input, L. Default: 8.
-        masked: whether the mixer takes a mask of tokens. Default: None, by its signature.
-        **arguments: passed to it; functions are given its input.
+    ``formula``, ``refuses`` and ``clauses`` are those of ``check_adapter``. Without a mask both
+    paddings are refused. Further arguments are passed to the mixer; functions get its input.
     """
     if masked is None:
         masked = "attention_mask" in inspect.signature(mixer.forward).parameters
@@ -92,8 +92,3 @@ def check(layer: Layer, tolerance: float = FLOAT32) -> None:
     error = relative_error(layer.linear.output(), layer.in_order(layer.output))
     assert error <= tolerance, f"{layer.name or layer.architecture}: {error:.1e}"
     assert layer.reconstruction_error() <= tolerance
-
-
-def leaf_of(layer: Layer, component: str) -> Any:
-    """The first part of the operator that is such a component."""
-    return next(leaf for leaf in layer.operator.leaves() if leaf.component == component)

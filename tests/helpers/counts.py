@@ -84,13 +84,7 @@ class Counts:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any,
         given: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """Count one operation.
-
-        Args:
-            func, args, kwargs: an overload of ``torch.ops`` and its arguments.
-            out: what it returned.
-            given: the tensors among the arguments.
-        """
+        """Count one operation."""
         kind = kind_of(func)
         if kind.is_waited_for or (kind.may_count and _has_to_count(func._overloadpacket, args)):
             self.synchronised(func, place())
@@ -103,11 +97,7 @@ class Counts:
         self.launched(read, written)
 
     def launched(self, read: Iterable[Any], written: Iterable[Any]) -> None:
-        """Count a launch, without its arithmetic.
-
-        Args:
-            read, written: the tensors.
-        """
+        """Count a launch, without its arithmetic."""
         results = [x for x in written if isinstance(x, Tensor)]
         self.launches += 1
         self.bytes += sum(size_of(x) for x in (*read, *results) if isinstance(x, Tensor))
@@ -124,12 +114,7 @@ class Counts:
 
 
 def arithmetic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Products and sums of an operation, else one for each number that it writes.
-
-    Args:
-        func, args, kwargs: an overload of ``torch.ops`` and its arguments.
-        out: what it returned.
-    """
+    """Products and sums of an operation, else one for each number that it writes."""
     kind = kind_of(func)
     if not kind.launches or kind.moves:
         return 0
@@ -139,27 +124,16 @@ def arithmetic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
 
 
 class Kind(NamedTuple):
-    """What is known of an operation.
-
-    Attributes:
-        name: of it.
-        is_view: whether what it returns is always its argument's own memory, left as it was.
-        launches: whether it computes anything.
-        is_waited_for: by the host.
-        may_count: whether truth values among its indices have to be counted.
-        gathers: whether it reads only what it returns of its first tensor.
-        moves: whether it moves numbers and computes none.
-        formula: its products and sums.
-    """
+    """What is known of an operation."""
 
     name: str
-    is_view: bool
+    is_view: bool  # always its argument's own memory, left as it was
     launches: bool
     is_waited_for: bool
-    may_count: bool
-    gathers: bool
-    moves: bool
-    formula: Callable[..., float] | None
+    may_count: bool  # truth values among its indices
+    gathers: bool  # it reads only what it returns of its first tensor
+    moves: bool  # it computes no numbers
+    formula: Callable[..., float] | None  # its products and sums
 
 
 @functools.cache

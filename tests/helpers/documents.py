@@ -23,21 +23,13 @@ _PROGRAMS = {"captum_ssm": "captum-ssm", "captum_ssm_bench": "captum-ssm-bench"}
 
 @dataclass(frozen=True)
 class Command:
-    """A call of captum-ssm or captum-ssm-bench in a page's bash block.
-
-    Attributes:
-        page: where it stands.
-        program: which of them.
-        arguments: of the program.
-        needs: what its block says that it needs; empty if nothing.
-        launched: whether another program starts it, such as torchrun.
-    """
+    """A call of captum-ssm or captum-ssm-bench in a page's bash block."""
 
     page: str
     program: str
     arguments: tuple[str, ...]
-    needs: str
-    launched: bool
+    needs: str  # by the first line of its block; empty for nothing
+    launched: bool  # by another program, such as torchrun
 
     def __str__(self) -> str:
         return f"{self.page}: {' '.join(self.arguments[:3])}"

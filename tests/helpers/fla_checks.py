@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import conv_matrices, diagonal_matrices, times
+from oracles import Formula, conv_matrices, times
 from oracles.delta_formula import in_float64
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from captum_ssm.attr.call.checks import parse_components
 from captum_ssm.errors import InputError
 from helpers import contract
 
@@ -40,64 +38,6 @@ def side_mask(lengths: Sequence[int], tokens: int) -> Tensor:
 
 
 # --- the matrices ---------------------------------------------------------------------------
-
-
-@dataclass
-class Formula:
-    """A layer at one input, in float64; what is None is the identity."""
-
-    values: Tensor  # (B, L, H, P)
-    core: Tensor  # (B, H, L, L)
-    keep: Tensor  # (B, L) of 0 and 1; silences values around the convolution
-    conv: Tensor | None = None  # (1, C, L, L)
-    conv_bias: Tensor | float = 0.0  # (H, P)
-    ratio: Tensor | None = None  # (B, L, H, P)
-    norm: Callable[[Tensor], Tensor] = torch.ones_like  # the core's output to its factors
-    gate: Tensor | None = None  # (B, L, H, P)
-    norm_bias: Tensor | None = None  # (H, P); a norm with a bias also subtracts the head's mean
-    skip: Tensor | None = None  # (H,), of what passes the core by
-    activated: bool = False  # whether SiLU stands between the core and the norm
-    past: Tensor | None = None  # (B, L, H), of a token's own value that passes core and norm by
-
-    def __post_init__(self) -> None:
-        self.keep = self.keep.double()
-        if self.conv is None:
-            self.conv = torch.eye(self.values.shape[1], dtype=torch.float64)[None, None]
-        one = torch.ones_like(self.values)
-        self.ratio = one if self.ratio is None else self.ratio
-        self.gate = one if self.gate is None else self.gate.reshape(one.shape)
-
-    def core_output(self) -> Tensor:
-        keep = self.keep[..., None, None]
-        x = (times(self.conv, self.values * keep) + self.conv_bias) * self.ratio * keep
-        out = torch.einsum("bhij,bjhp->bihp", self.core, x)
-        return out if self.skip is None else out + self.skip[:, None] * x
-
-    def alpha(self, components: str | Collection[str]) -> Tensor:
-        """(B, C, L, L); of centering, each channel's own share."""
-        chosen = parse_components(components)
-        shape = self.values.shape
-        eye = torch.eye(shape[1], dtype=torch.float64)
-        keep = diagonal_matrices(self.keep[:, :, None, None], shape)
-        out = self.conv @ keep if "conv" in chosen else keep
-        if "activation" in chosen:
-            out = diagonal_matrices(self.ratio, shape) @ out
-        core = self.core if "scan" in chosen else eye
-        if self.skip is not None and "skip" in chosen:
-            core = core + self.skip[:, None, None] * eye
-        core = core.repeat_interleave(shape[3], 1) if core.dim() == 4 else core
-        out = core @ keep @ out
-        o = self.core_output()
-        if self.activated:
-            if "activation" in chosen:
-                out = diagonal_matrices(torch.sigmoid(o), shape) @ out
-            o = F.silu(o)
-        if "norm" in chosen:
-            share = 1.0 if self.norm_bias is None else 1 - 1 / shape[3]
-            out = diagonal_matrices(share * self.norm(o), shape) @ out
-        if self.past is not None and "scan" in chosen:
-            out = out + diagonal_matrices((self.past * self.keep[..., None])[..., None], shape)
-        return diagonal_matrices(self.gate, shape) @ out if "gate" in chosen else out
 
 
 def convolved(conv: Any, x: Tensor) -> Tensor:
@@ -147,10 +87,6 @@ def layer_norm(norm: Any, values: Tensor) -> dict[str, Any]:
         return weight.double() / (centered.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()
 
     return {"norm": factors, "norm_bias": bias.double()}
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 # --- the core, by the layer's own kernel ---------------------------------------------------------
@@ -256,14 +192,8 @@ def holds(
 ) -> None:  # fmt: skip
     """The contract of adapters, its matrices for ablations, and padding between tokens.
 
-    Args:
-        layer: a layer of fla.
-        width: of its input.
-        formula: makes the formula from a float64 layer, its input and its mask. Default: None, by
-            the layer's kernel.
-        compacted: whether the layer drops padded tokens; then each sequence is written alone.
-        refuses: as for ``check_adapter``.
-        **kwargs: passed to the layer.
+    Without a ``formula`` the layer's own kernel gives the matrices. A ``compacted`` layer drops
+    padded tokens: each sequence is written alone.
     """
     ablations = ["s6", "unified", "exact", "exact-conv", "exact-norm-gate"]
     ablations += [] if formula is None else ["exact-activation", "exact-norm", "exact-gate"]

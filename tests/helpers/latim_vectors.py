@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import architectures, attention, networks
+from zoo import architectures, networks
 
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.tracing import Layer
@@ -15,12 +15,8 @@ from helpers.contract import record as record
 
 
 def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
-    if name in networks.NETWORKS:
-        return networks.NETWORKS[name](patch)
-    model = attention.attention_model(name)
-    if name in attention.IMAGES:
-        return architectures.pictures(model, (12, 12))
-    return architectures.language(model)
+    make = networks.NETWORKS.get(name) or networks.NETWORKS[f"{name} with attention"]
+    return make(patch)
 
 
 @torch.no_grad()

@@ -37,9 +37,6 @@ class LackingOperatorError(NotImplementedError):
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What an operator returns on a processor, if MPS has it.
 
-    Args:
-        func, args, kwargs: an overload of ``torch.ops`` and its arguments.
-
     Raises:
         LackingOperatorError: when MPS has no kernel of it, or of one that it is made of.
     """
@@ -80,11 +77,7 @@ def _is_number(given: Any, wanted: Any) -> bool:
 def kernel_of(func: Any) -> str | None:
     """What runs an operator on MPS: ``"MPS"``, or by its name a kernel made of operators.
 
-    Args:
-        func: an overload of ``torch.ops``.
-
-    Returns:
-        None where nothing does.
+    None if nothing does.
     """
     name = func.name()
     if name.removeprefix("aten::") in _own() or func._overloadpacket in _BY_DEVICE:

@@ -70,10 +70,7 @@ class MixedDevicesError(RuntimeError):
 class StandIn(TorchDispatchMode):
     """A device that is there inside its ``with``, where ``.to("cuda")`` sends tensors to it.
 
-    Args:
-        counted: whether operations are counted, which takes a third of the time. Default: True.
-        kind: of the device, ``"cuda"`` or ``"mps"``, which has no fused kernels. Default:
-            ``"cuda"``.
+    Counting takes a third of the time. A device of kind ``"mps"`` has no fused kernels.
 
     Attributes:
         name: of the device.
@@ -81,16 +78,6 @@ class StandIn(TorchDispatchMode):
         mixed: the operations refused, for code that goes on after an error.
         lacking: what MPS was asked for and does not have, likewise.
         copied: the most bytes of copies of watched weights that there were at a time.
-
-    Example:
-        >>> import torch
-        >>> from helpers.stand_in import StandIn
-        >>> with StandIn() as device:
-        ...     x = torch.ones(2, 3).to("cuda")
-        ...     print(x.device, x.is_cuda, float((x @ x.T).sum()))
-        cuda:0 True 12.0
-        >>> device.counts.launches, device.counts.synchronisations
-        (2, 1)
     """
 
     def __init__(self, counted: bool = True, kind: str = "cuda") -> None:
@@ -165,11 +152,7 @@ class StandIn(TorchDispatchMode):
         return number
 
     def watch(self, model: nn.Module) -> None:
-        """Let copies of a model's weights, in whatever precision, be counted in :attr:`copied`.
-
-        Args:
-            model: on the device, or on the host, of which what is brought to the device counts.
-        """
+        """Let copies of a model's weights, in whatever precision, be counted in :attr:`copied`."""
         self._watched = {x.untyped_storage()._cdata for x in model.parameters()}
 
     def _note_copy(self, given: list[Tensor], out: Any) -> None:
@@ -279,11 +262,7 @@ class StandIn(TorchDispatchMode):
     # --- kernels -------------------------------------------------------------------------------
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a fused kernel would run it: in one launch, and another for its backward.
-
-        Args:
-            function: computes the same on a processor.
-        """
+        """The function as a fused kernel: in one launch, and another for its backward."""
 
         def launched(*args: Any, **kwargs: Any) -> Any:
             places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]

@@ -16,12 +16,8 @@ PROCESSES = 2
 def explain(rank: int, queue: Any, store: Path, asked: list[tuple[Path, list[str]]]) -> None:
     """In one of the processes: how far methods are from those of the whole model, or the error.
 
-    Args:
-        rank: which process it is.
-        queue: takes the errors of each model by method.
-        store: a file, which the processes share.
-        asked: folders of saved models, and names of methods. ``"without room"`` is a rollout for
-            which one process has no memory to keep operators.
+    ``asked`` holds folders of saved models and names of methods. ``"without room"`` is a rollout
+    for which one process has no memory to keep operators.
     """
     try:
         _begin(rank, store)

@@ -77,14 +77,9 @@ def logs_of(*size: int) -> Tensor:
 
 
 def rule(
-    batch: int,
-    tokens: int,
-    heads: int,
-    states: int,
-    channels: int,
-    decays: str = "of heads",
+    batch: int, tokens: int, heads: int, states: int, channels: int, decays: str = "of heads",
     erased: str = "key",
-) -> Drawn:
+) -> Drawn:  # fmt: skip
     """Keys of unit length, as those of layers are."""
     query, key, erase = torch.randn(batch, tokens, heads, 3 * states).chunk(3, -1)
     logs = logs_of(batch, tokens, heads, states)
@@ -100,14 +95,9 @@ def rule(
 
 
 def grouped(
-    batch: int,
-    tokens: int,
-    heads: int,
-    groups: int,
-    states: int,
-    channels: int,
+    batch: int, tokens: int, heads: int, groups: int, states: int, channels: int,
     scaled: bool = True,
-) -> Drawn:
+) -> Drawn:  # fmt: skip
     query, key = torch.randn(batch, tokens, groups, 2 * states).chunk(2, -1)
     scale = torch.rand(batch, heads, tokens).mT if scaled else None
     logs = logs_of(batch, tokens, heads)
@@ -146,52 +136,27 @@ KERNELS = {
         rule,
         lambda z, v, transposed: fused_delta.run(*z.values(), v, transposed=transposed),
         looped(token_loops.delta_rule),
-        [
-            (2, 1, 4, 3, 5),
-            (2, 15, 2, 16, 3),
-            (1, 17, 1, 17, 9),
-            (1, 63, 1, 5, 3),
-            (1, 65, 1, 12, 8),
-            (1, 130, 1, 33, 2),
-            (1, 3, 1, 512, 3),
-        ],
+        [(2, 1, 4, 3, 5), (2, 15, 2, 16, 3), (1, 17, 1, 17, 9), (1, 63, 1, 5, 3),
+         (1, 65, 1, 12, 8), (1, 130, 1, 33, 2), (1, 3, 1, 512, 3)],
     ),
     "heads": Kernel(
         grouped,
         lambda z, v, transposed: fused_heads.run(*z.values(), v, transposed=transposed),
         looped(token_loops.scalar_decay),
-        [
-            (1, 1, 1, 1, 3, 5),
-            (2, 63, 4, 2, 16, 8),
-            (1, 64, 2, 2, 17, 1),
-            (1, 65, 3, 1, 3, 64),
-            (2, 130, 2, 1, 17, 5),
-            (1, 33, 1, 1, 256, 3),
-        ],
+        [(1, 1, 1, 1, 3, 5), (2, 63, 4, 2, 16, 8), (1, 64, 2, 2, 17, 1), (1, 65, 3, 1, 3, 64),
+         (2, 130, 2, 1, 17, 5), (1, 33, 1, 1, 256, 3)],
     ),
     "scan": Kernel(
         steps,
-        lambda z, v, transposed: fused_scan.run(*z.values(), v[..., 0], transposed=transposed)[
-            ..., None
-        ],
+        lambda z, v, back: fused_scan.run(*z.values(), v[..., 0], transposed=back)[..., None],
         lambda z, _: naive.selective_scan(**z),
-        [
-            (1, 1, 3, 16, None),
-            (3, 3, 5, 16, None),
-            (1, 17, 7, 3, None),
-            (2, 33, 6, 5, 3),
-            (1, 65, 5, 16, 1),
-            (3, 127, 3, 2, None),
-            (1, 5, 1, 64, None),
-            (1, 9, 130, 1, None),
-        ],
+        [(1, 1, 3, 16, None), (3, 3, 5, 16, None), (1, 17, 7, 3, None), (2, 33, 6, 5, 3),
+         (1, 65, 5, 16, 1), (3, 127, 3, 2, None), (1, 5, 1, 64, None), (1, 9, 130, 1, None)],
         wide=True,
     ),
     "fading": Kernel(
         decaying,
-        lambda z, v, transposed: fused_fading.run(z["decay"], v[..., 0], transposed=transposed)[
-            ..., None
-        ],
+        lambda z, v, back: fused_fading.run(z["decay"], v[..., 0], transposed=back)[..., None],
         lambda z, _: naive.decays_between(z["decay"].mT),
         [(1, 1, 3), (3, 3, 5), (1, 65, 33), (2, 127, 2)],
         wide=True,
@@ -203,7 +168,7 @@ KERNELS = {
         [(1, 1, 3, 4), (3, 3, 5, 4), (1, 17, 7, 1), (2, 65, 66, 3), (1, 127, 1, 16)],
         wide=True,
     ),
-}
+}  # fmt: skip
 #: Whether there are decays of a delta rule, and of what.
 DECAYS = ["none", "of heads", "of channels"]
 #: Whether the key is erased, or what another finds, or that along channels with steps of their own.
@@ -246,15 +211,10 @@ SMALL: dict[str, tuple[Any, ...]] = {
 BOUNDS = {torch.float64: 1e-14, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype)
-        for name, kernel in KERNELS.items()
-        for dtype in BOUNDS
-        if kernel.wide or dtype != torch.float64
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [
+    (name, dtype) for name, kernel in KERNELS.items() for dtype in BOUNDS
+    if kernel.wide or dtype != torch.float64
+])  # fmt: skip
 def test_other_precisions(name: str, dtype: torch.dtype) -> None:
     """Float64 is kept, and half precision computed in float32: only what comes out is rounded."""
     kernel, size = KERNELS[name], SMALL[name]
@@ -315,13 +275,9 @@ def test_the_key_with_steps_of_channels(decays: str) -> None:
 #: For gradients the interpreter takes longer: of one run of tokens and several, of channels that
 #: one program takes and two.
 OF_GRADIENTS = [
-    (1, 1, 3, 16, None),
-    (2, 17, 3, 3, None),
-    (1, 33, 4, 5, 2),
-    (1, 17, 1, 64, None),
-    (1, 5, 18, 16, 1),
-    (1, 60, 3, 2, None),
-]
+    (1, 1, 3, 16, None), (2, 17, 3, 3, None), (1, 33, 4, 5, 2), (1, 17, 1, 64, None),
+    (1, 5, 18, 16, 1), (1, 60, 3, 2, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", slow_but(OF_GRADIENTS[:2], OF_GRADIENTS))

@@ -29,14 +29,11 @@ MAMBA2: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fused", "dtype"),
-    [
-        (True, torch.float32),
-        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
-        (False, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("fused", "dtype"), [
+    (True, torch.float32),
+    pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+    (False, torch.float32),
+])  # fmt: skip
 @pytest.mark.parametrize("case", slow_but(("plain", "groups"), MAMBA2))
 def test_mamba2(mamba_ssm: MambaSSM, case: str, fused: bool, dtype: torch.dtype) -> None:
     """Three chunks, of which the last is not whole."""

@@ -17,7 +17,7 @@ from zoo.attention import FAMILIES, IMAGES, attention_model, attention_names
 from zoo.delta import Family
 
 from captum_ssm import trace
-from captum_ssm.errors import CachedStateError, UnsupportedMixerError
+from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.mixers.parts.softmax import seen_pairs
 from captum_ssm.tracing import Layer
 
@@ -272,19 +272,6 @@ def test_output_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = torch.einsum("bihp,bhij->bhpij", gate, probabilities).flatten(1, 2)
         assert relative_error(layer.operator.dense(None), wanted) <= 1e-5
         assert {leaf.component for leaf in layer.operator.leaves()} == {"gate", "scan"}
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [("llama", "past_key_values"), ("gpt_neox", "layer_past")]
-)
-def test_caches_are_refused(family: str, name: str) -> None:
-    model, ids = attention_model(family), some_input(family)
-    cache = transformers.DynamicCache(config=model.config)
-    layers = record(model, ids, past_key_values=cache)
-    assert cache.get_seq_length() == 9
-    with pytest.raises(CachedStateError, match=name):
-        _ = layers[0].operator
-    assert cache.get_seq_length() == 9
 
 
 def test_cross_attention_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from typing import Any, get_args
 
@@ -24,8 +25,9 @@ from captum_ssm import (
     LatimFlow,
     MambaAttribution,
     SSMLLMAttribution,
+    trace,
 )
-from captum_ssm.errors import CaptumSSMError
+from captum_ssm.errors import CachedStateError, CaptumSSMError, InputError
 from captum_ssm.mixers import Architecture, supported_architectures
 from captum_ssm.mixers.likeness import PARTS, parts_of
 from captum_ssm.mixers.line import TRANSFORMERS_4, Ability
@@ -107,6 +109,11 @@ def mambavision(patch: pytest.MonkeyPatch) -> Case:
     return pictures(model.eval(), (96, 96))
 
 
+#: Models whose mixers are those of another one here.
+ALIKE = (
+    *("falcon_h1 without a norm", "vim, no cls", "vim, two cls"),
+    *("qwen3_5_moe with attention", "zamba2"),
+)
 KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
 CASES = {**KNOWN, "timm": timm, "mambavision": mambavision}
 OUTSIDE = {"timm": pytest.mark.timm, "mambavision": pytest.mark.timm}
@@ -115,6 +122,7 @@ every = pytest.mark.parametrize(
     [
         pytest.param(name, marks=() if name in QUICK else OUTSIDE.get(name, pytest.mark.slow))
         for name in CASES
+        if name not in ALIKE
     ],
 )
 
@@ -137,6 +145,8 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clauses = [each for each in CLAUSES if name not in WITH_ROUTERS or each not in INSIDE]
     if name in TOWERS:  # patches of an image, whose number is not free
         clauses = ["float32"]
+    else:
+        refuses_states(case)
     check_adapter(lambda: case.model, case.inputs, None, refusals(name, case), clauses)
     rows = rows_of(case.model).values()
     for ability, explain in EXPLAINS.items():
@@ -147,6 +157,40 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 explain(case)
         elif ability != "generated text" or not is_alone(case):
             explain(case)
+
+
+#: Arguments that carry a state, or the bounds of packed sequences.
+STATES = (
+    *("cache", "cache_params", "conv_state", "inference_params", "layer_past"),
+    *("past_key_values", "slstm_state", "state"),
+)
+PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "seqlen")
+
+
+def refuses_states(case: Case) -> None:
+    """By name and by position, whichever argument of a mixer's forward they are."""
+    with torch.no_grad(), trace(case.model, operators=False) as record:
+        case.model(case.inputs, **without_cache(case.model))
+    for layer in {type(x.mixer.module): x for x in record.layers}.values():
+        module, call, given = layer.mixer.module, layer.call, torch.zeros(1)
+        names = list(signature(module.forward).parameters)
+        for place, name in enumerate(names):
+            if name not in (*STATES, *PACKED):
+                continue
+            ahead = tuple(call.argument(other, i) for i, other in enumerate(names[:place]))
+            behind = {k: v for k, v in call.kwargs.items() if k not in names[: place + 1]}
+            for args, kwargs in (
+                (call.args[:place], {**call.kwargs, name: given}),
+                ((*ahead, given), behind),
+            ):
+                error = CachedStateError if name in STATES else InputError
+                with pytest.raises(error, match=name):
+                    layer.mixer.linearize(module, replace(call, args=args, kwargs=kwargs))
+
+
+def without_cache(model: Any) -> dict[str, bool]:
+    takes = "use_cache" in signature(model.forward).parameters
+    return {"use_cache": False} if takes else {}
 
 
 #: Clauses on activations, of which blocks with routers return several.
@@ -182,12 +226,9 @@ def generated(case: Case) -> None:
     if case.inputs.is_floating_point():
         explain.attribute([1, 2, 3], target=[4, 5])
     prompt, text = case.inputs[0], case.inputs[0]
-    options = (
-        {"use_cache": False} if "use_cache" in signature(case.model.forward).parameters else {}
-    )
     for _ in range(2):
         with torch.no_grad():
-            logits = case.model(text[None], **options)
+            logits = case.model(text[None], **without_cache(case.model))
         text = torch.cat([text, getattr(logits, "logits", logits)[0, -1:].argmax(-1)])
     found = explain.attribute(prompt.tolist(), target=text[-2:].tolist())
     for i in range(2):

@@ -10,10 +10,6 @@ from helpers import contract
 from oracles import relative_error
 from oracles.delta_formula import formula
 
-from captum_ssm.errors import CachedStateError, InputError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.registry import adapter_for
-
 pytest.importorskip("transformers")
 
 from zoo.delta import FAMILIES, Family
@@ -22,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padding_between_tokens_and_refusals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_between_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = Family(name, monkeypatch).mixer().double()
     hidden, mask = torch.randn(3, 9, 12).double(), torch.ones(3, 9, dtype=torch.long)
     mask[1, 3:5], mask[2] = 0, 0
@@ -31,14 +27,6 @@ def test_padding_between_tokens_and_refusals(name: str, monkeypatch: pytest.Monk
     wanted = formula(mixer, hidden, {"attention_mask": mask})
     assert relative_error(layer.operator.dense(None), wanted) <= 1e-10
     assert layer.linear.mask is not None and torch.equal(layer.linear.mask, mask.bool())
-
-    (_, adapter) = adapter_for(mixer) or pytest.fail("no adapter")
-    for args, kwargs in (((hidden, object()), {}), ((hidden,), {"cache_params": object()})):
-        with pytest.raises(CachedStateError):
-            adapter(mixer, Call(args, kwargs, hidden))
-    for packed in ("cu_seq_lens_q", "seq_idx"):
-        with pytest.raises(InputError, match=packed):
-            adapter(mixer, Call((hidden,), {packed: torch.tensor([0, 2, 4])}, hidden))
 
 
 GROUPED = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}

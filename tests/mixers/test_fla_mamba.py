@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from helpers import contract, fla_checks
 from helpers.contract import LEAKS, check, record_one
-from helpers.fla_checks import EPS, GAP, Formula, conv_parts, convolved, rms_factors, side_mask
-from oracles import COMPONENTS, mamba2_formula, mamba3_formula, relative_error
+from helpers.fla_checks import EPS, GAP, conv_parts, convolved, rms_factors, side_mask
+from oracles import COMPONENTS, Formula, mamba2_formula, mamba3_formula, relative_error
 from torch import Tensor
 from zoo import mamba3_cpu
 from zoo.fla_cpu import FLA

@@ -9,19 +9,10 @@ import torch
 from helpers.contract import check, record
 from oracles import relative_error
 from torch import Tensor
-from zoo.delta import N_GRAMS, Family
+from zoo.delta import Family
 from zoo.mamba import padded_batch
 
-from captum_ssm import (
-    Edges,
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
-    MambaAttribution,
-    knock_out,
-)
-from captum_ssm.errors import InputError
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +25,8 @@ SHARED = {
 }
 
 
-def glm(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
-    model = Family("glm5_next", patch).model(**options)
-    model.set_attn_implementation(kind)
-    return model
-
-
-def qwen(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
-    model = Family("qwen4_exp", patch).model(**options)
+def made(family: str, patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
+    model = Family(family, patch).model(**options)
     model.set_attn_implementation(kind)
     return model
 
@@ -49,7 +34,9 @@ def qwen(patch: pytest.MonkeyPatch, kind: str = "sdpa", **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_glm_reads_what_is_picked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = padded_batch([11, 7])
-    layers = record(glm(monkeypatch, kind, **SHARED), ids.clamp_min(3), attention_mask=mask)
+    layers = record(
+        made("glm5_next", monkeypatch, kind, **SHARED), ids.clamp_min(3), attention_mask=mask
+    )
     for layer in layers:
         check(layer)
     attention = [layer for layer in layers if hasattr(layer.mixer.module, "indexer")]
@@ -69,7 +56,7 @@ def test_tokens_that_nobody_reads_are_no_padding(monkeypatch: pytest.MonkeyPatch
     one |= {"mlp_layer_types": ["dense"], "indexer_types": ["full"]}
     for seed in range(20):
         torch.manual_seed(seed)
-        model, ids = glm(monkeypatch, **one), torch.randint(3, 15, (1, 12))
+        model, ids = made("glm5_next", monkeypatch, **one), torch.randint(3, 15, (1, 12))
         (layer,) = record(model, ids)
         if not layer.operator.dense("heads")[0, :, -1, -1].any():
             break
@@ -80,37 +67,15 @@ def test_tokens_that_nobody_reads_are_no_padding(monkeypatch: pytest.MonkeyPatch
     assert own[-1] != 0
 
 
-def test_streams_of_glm_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is added to several streams, and mixed among them, is all of the output."""
-    ids, mask = padded_batch([11, 7])
-    model, ids = glm(monkeypatch, **SHARED), ids.clamp_min(3)
-    for rule in ("frozen", "half", "centred"):
-        relevance, delta = LatimFlow(model).attribute(
-            ids, (-1, 3), (mask,), rule=rule, return_convergence_delta=True
-        )
-        assert delta.abs().max() <= 1e-5
-        assert not relevance[mask == 0].any()
-    with pytest.raises(InputError, match="residual stream"):
-        LatimALTI(model).attribute(ids, target=(-1, 3))
-
-
-@pytest.mark.parametrize("options", [N_GRAMS, {"output_gate_type": "silu"}])
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_every_layer_of_qwen(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, mask = padded_batch([13, 8])
-    layers = record(qwen(monkeypatch, kind, **options), ids, attention_mask=mask)
-    kinds = [type(layer.mixer.module).__name__.removeprefix("Qwen4ExpText") for layer in layers]
-    assert kinds == ["GatedDeltaNet", "Attention", "GatedDeltaNet"]
-    for layer in layers:
-        check(layer)
-
-
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_qwen_reads_what_the_indexer_chose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens at most, in pairs, and those of a pair that is not complete."""
-    model = qwen(monkeypatch, kind)
+    model = made("qwen4_exp", monkeypatch, kind)
+    for options in ({}, {"output_gate_type": "silu"}):
+        for layer in record(
+            made("qwen4_exp", monkeypatch, kind, **options), torch.randint(3, 19, (2, 13))
+        ):
+            check(layer)
     layer = record(model, torch.randint(3, 19, (2, 13)))[1]
     read = (layer.operator.dense(None) != 0).any(1).sum(-1)
     assert read.tolist() == [[1, 2, 3, 4, 5, *(4, 5) * 4]] * 2
@@ -122,33 +87,9 @@ def test_qwen_reads_what_the_indexer_chose(kind: str, monkeypatch: pytest.Monkey
     assert torch.equal(layer.linear.mask, mask.bool())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_what_n_grams_add_is_no_tokens(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything adds up to the logit, with the biases that the first block brings in."""
-    model = qwen(monkeypatch, **N_GRAMS).double()
-    ids, mask = padded_batch([9, 6])
-    found = LatimFlow(model).decompose(ids, (-1, 3), mask if padded else torch.ones_like(mask))
-    assert bool((found.delta.abs() <= 1e-5 * found.output.abs().clamp_min(1e-2)).all())
-    added = sum(found.biases.values())
-    assert relative_error(found.tokens.sum(1) + added, found.output) <= 1e-5
-    assert bool(found.biases["model.layers.0"].any())
-    assert bool((found.tokens[mask == 0] == 0).all()) or not padded
-
-
-def test_what_n_grams_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = qwen(monkeypatch, **N_GRAMS), torch.randint(3, 19, (1, 9))
-    for method in (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution):
-        target = {"target": (-1, 3)} if method is MambaAttribution else {}
-        with pytest.raises(InputError, match=r"mixed in module 'model\.layers\.0\.ple\.conv1d'"):
-            method(model).attribute(ids, **target)
-    edges = Edges("model.layers.2.linear_attn", [1], [5])
-    with pytest.raises(InputError, match="cannot be followed"), knock_out(model, edges):
-        model(ids)
-
-
 def test_the_rollout_of_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without n-grams: the product over layers of the matrices and the stream they are added to."""
-    model, ids = qwen(monkeypatch), torch.randint(3, 19, (2, 9))
+    model, ids = made("qwen4_exp", monkeypatch), torch.randint(3, 19, (2, 9))
     product: Tensor = torch.eye(9).double()
     for layer in record(model, ids):
         product = (torch.eye(9).double() + layer.operator.dense().double()) @ product

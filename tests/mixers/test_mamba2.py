@@ -18,11 +18,9 @@ from zoo.mamba2 import EPS, HYBRIDS, OPTIONS, first_mixer, make_model
 from zoo.mamba2_simple_cpu import Simple
 from zoo.mamba3_cpu import Mamba3
 
-from captum_ssm import ImplicitAttentionRollout, trace
+from captum_ssm import ImplicitAttentionRollout
 from captum_ssm.attr.call.checks import parse_components
-from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.registry import adapter_for
+from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.testing.adapters import check_adapter
 from captum_ssm.tracing import Layer
 
@@ -32,13 +30,7 @@ pytest.importorskip("transformers")
 
 FLOAT32 = 1e-5  # against float32 or float64, for any draw; typical is 2e-7
 KINDS = ["transformers", "mamba_ssm", "mamba_ssm fused", "simple", "simple fused"]
-ABLATIONS = [
-    "s6",
-    "unified",
-    "exact",
-    *(f"exact-{name}" for name in ("conv", "activation", "scan", "skip", "gate", "norm")),
-    "exact-scan-skip",
-]
+ABLATIONS = (*contract.ABLATIONS, "exact-norm")
 Made = tuple[Any, Form]
 
 
@@ -189,33 +181,6 @@ def test_zamba2_of_version_4_is_refused_if_padded(monkeypatch: pytest.MonkeyPatc
         _ = layer.linear
 
 
-#: The module whose input is the stream after a block's mixers, and the scales of their branches.
-_AFTER = {
-    "falcon_h1": ("pre_ff_layernorm", [0.6, 0.5]),
-    "granitemoehybrid": ("post_attention_layernorm", [0.4]),
-}
-
-
-@pytest.mark.parametrize("family", _AFTER)
-def test_scale_of_branches(family: str) -> None:
-    """The stream grows by branch_scale times what each mixer of the block returns."""
-    model, (name, scales) = make_model(family), _AFTER[family]
-    entering: list[Tensor] = []
-    leaving: list[Tensor] = []
-    for block in model.model.layers:
-        block.input_layernorm.register_forward_pre_hook(lambda _, a: entering.append(a[0]))
-        block.get_submodule(name).register_forward_pre_hook(lambda _, a: leaving.append(a[0]))
-    with torch.no_grad(), trace(model) as t:
-        model(torch.randint(19, (2, 7)))
-    size = len(scales)
-    for i, (before, after) in enumerate(zip(entering, leaving, strict=True)):
-        layers = t.layers[size * i : size * (i + 1)]
-        assert sorted(layer.linear.branch_scale for layer in layers) == sorted(scales)
-        assert {layer.joins for layer in layers} == {"parallel" if size > 1 else "residual"}
-        grown = sum(layer.linear.branch_scale * layer.output for layer in layers)
-        assert relative_error(after - before, torch.as_tensor(grown)) <= FLOAT32
-
-
 @pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid", "zamba2"])
 def test_rollouts_of_scaled_parallel_and_feeding_mixers(family: str) -> None:
     model, ids = make_model(family).double(), torch.randint(19, (2, 8))
@@ -310,38 +275,3 @@ def test_several_inputs_and_outputs_are_refused(
     layer = record_one(mamba3.make(WIDTH, is_mimo=True, mimo_rank=2), torch.randn(1, 4, WIDTH))
     with pytest.raises(UnsupportedMixerError, match=r"is_mimo=True \(mimo_rank=2\).*is_mimo=False"):
         _ = layer.operator
-
-
-# --- refusals --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_a_cache_is_refused(family: str) -> None:
-    model = make_model(family)
-    with torch.no_grad():
-        cache = model(torch.randint(19, (1, 5)), use_cache=True).past_key_values
-    assert cache is not None
-    for args, kwargs in (((cache,), {}), ((), {"cache_params": cache})):
-        layer = record_one(first_mixer(model), torch.randn(1, 1, 12), *args, **kwargs)
-        with pytest.raises(CachedStateError, match="cache_params"):
-            _ = layer.operator
-
-
-@pytest.mark.parametrize("kind", ["Mamba2", "Mamba3"])
-def test_caches_and_packed_sequences_of_mamba_ssm_are_refused(
-    mamba_ssm: Any, mamba3: Mamba3, kind: str
-) -> None:
-    mixer = mamba_ssm.make_mamba2(12) if kind == "Mamba2" else mamba3.make(12)
-    first = 2 if kind == "Mamba2" else 1  # of these arguments
-    places = {"seq_idx": first, "cu_seqlens": first + 1, "inference_params": first + 2}
-    (_, adapter) = adapter_for(mixer) or pytest.fail("no adapter")
-    x, given = torch.randn(1, 4, 12), torch.zeros(1, 4, dtype=torch.int32)
-    for name, place in places.items():
-        error = CachedStateError if name == "inference_params" else InputError
-        for call in (Call((x,), {name: given}, x), Call((x, *[None] * (place - 1), given), {}, x)):
-            with pytest.raises(error, match=name):
-                adapter(mixer, call)
-    if kind == "Mamba2":
-        layer = record_one(mixer, torch.randn(8, 12), seqlen=4)
-        with pytest.raises(InputError, match="seqlen"):  # flattened batches
-            _ = layer.operator

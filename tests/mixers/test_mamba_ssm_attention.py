@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ from zoo.mamba import randomise
 from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow, StateMemory
-from captum_ssm.errors import CachedStateError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.mamba_ssm_attention import mamba_ssm_attention
 
 pytestmark = pytest.mark.slow
 
@@ -94,9 +90,3 @@ def test_a_hybrid(mamba_ssm: MambaSSM) -> None:
     assert [layer.is_cache for layer in StateMemory(model).of(ids)] == [False, True]
     roles = LatimFlow(model).decompose(ids, (-1, 3), rule="centred").roles
     assert roles is not None and roles["key"].any() and roles["query"].any()
-
-
-def test_a_cache_is_refused(attention: Any) -> None:
-    hidden, cache = torch.randn(1, 4, WIDTH), SimpleNamespace()
-    with pytest.raises(CachedStateError, match="inference_params"):
-        mamba_ssm_attention(attention(), Call((hidden, cache), {}, hidden))

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from zoo.mambapy import MODELS
 
 from captum_ssm import LatimFlow
-from captum_ssm.errors import CachedStateError, UnsupportedMixerError
-from captum_ssm.mixers.base import Call
-from captum_ssm.mixers.mambapy import mambapy_attention
+from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.mixers.registry import adapter_for
 
 pytestmark = pytest.mark.slow
@@ -67,17 +65,24 @@ def against(layer: Any, wanted: Tensor) -> None:
     check(layer)
 
 
-@pytest.mark.parametrize("options", [
-    {"pscan": False, "bias": True},
-    {"inner_layernorms": True},
-    {"mup": True, "mup_base_width": 3.0},
+@pytest.mark.parametrize(("kind", "options"), [
+    ("mamba", {"pscan": False, "bias": True}),
+    ("mamba", {"inner_layernorms": True}),
+    ("mamba", {"mup": True, "mup_base_width": 3.0}),
+    ("vision", {"divide_output": False}),
+    ("vision", {"bidirectional": False}),
+    ("vision", {"pscan": False, "inner_layernorms": True}),
 ])  # fmt: skip
-def test_mamba(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["mamba"](monkeypatch, **options)
-    block = next(blocks(model))
-    hidden = torch.randn(2, 7, 6)
+def test_mamba(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one direction, or for images in both."""
+    block = next(blocks(MODELS[kind](monkeypatch, **options)))
+    hidden = torch.randn(2, 7, block.in_proj.in_features)
     z = linear(block.in_proj, hidden.double()).chunk(2, -1)[1]
-    against(record_one(block, hidden), gated(F.silu(z), one_direction(block, "", hidden)))
+    wanted = one_direction(block, "", hidden)
+    if kind == "vision" and options.get("bidirectional", True):
+        wanted = wanted + one_direction(block, "_b", hidden.flip(1)).flip(-1, -2)
+        wanted = wanted / 2 if options.get("divide_output", True) else wanted
+    against(record_one(block, hidden), gated(F.silu(z), wanted))
 
 
 def test_jamba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,23 +100,6 @@ def test_jamba(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = scores.masked_fill(future, -torch.inf).softmax(-1)
         found = layers[1].operator.dense(None)[:, 2 * head].double()  # the first of two channels
         assert relative_error(found, wanted) <= FLOAT32
-
-
-@pytest.mark.parametrize("options", [
-    {"divide_output": False},
-    {"bidirectional": False},
-    {"pscan": False, "inner_layernorms": True},
-])  # fmt: skip
-def test_vision(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["vision"](monkeypatch, **options)
-    block = next(blocks(model))
-    hidden = torch.randn(2, 7, 8)
-    z = linear(block.in_proj, hidden.double()).chunk(2, -1)[1]
-    wanted = one_direction(block, "", hidden)
-    if options.get("bidirectional", True):
-        wanted = wanted + one_direction(block, "_b", hidden.flip(1)).flip(-1, -2)
-        wanted = wanted / 2 if options.get("divide_output", True) else wanted
-    against(record_one(block, hidden), gated(F.silu(z), wanted))
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -138,6 +126,3 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["deeptab"](monkeypatch, use_learnable_interaction=True)
     with pytest.raises(UnsupportedMixerError, match="use_learnable_interaction=True"):
         LatimFlow(model).attribute(torch.randn(1, 5, 8), (-1, 3))
-    module, x = list(blocks(MODELS["jamba"](monkeypatch)))[1], torch.randn(1, 3, 8)
-    with pytest.raises(CachedStateError, match="cache=tuple"):
-        mambapy_attention(module, Call((x, (None, None)), {}, (x, None)))

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import contract
-from helpers.contract import check, record, record_one
+from helpers.contract import ABLATIONS, check, record, record_one
 from oracles import relative_error
 from oracles import vim as oracle
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.errors import CachedStateError, UnsupportedMixerError
+from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
 
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.slow
 # for any draw of the parameters; typical is 2e-7
 FLOAT32 = 1e-5
 TYPES = [("none", False), ("v1", False), ("v2", True), ("v2", False)]
-ABLATIONS = [
-    "s6",
-    "unified",
-    "exact",
-    *(f"unified-{name}" for name in ("conv", "activation", "scan", "gate")),
-    *(f"exact-{name}" for name in ("conv", "activation", "scan", "skip", "gate")),
-    "exact-scan-skip",
-]
 
 #: (kind, halve, **options) to a mixer of E = 5
 MakeMixer = Callable[..., Any]
@@ -143,15 +135,6 @@ def test_slow_paths(make_fork: MakeMixer, kind_name: str) -> None:
     for scale in (None, 0.3):
         mixer = make_fork("none", False, use_fast_path=False, init_layer_scale=scale)
         check(record_one(mixer, hidden))
-
-
-def test_a_cache_is_refused(make_fork: MakeMixer) -> None:
-    mixer = make_fork("v2", True)
-    mixer.forward = lambda hidden, inference_params=None: mixer.fast(hidden)
-    for args, kwargs in ([object()], {}), ([], {"inference_params": object()}):
-        layer = record_one(mixer, torch.randn(1, 4, 5), *args, **kwargs)
-        with pytest.raises(CachedStateError, match="inference_params"):
-            _ = layer.linear
 
 
 # --- whole models ---------------------------------------------------------------------------

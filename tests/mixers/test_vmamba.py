@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout, register_mixer
 from captum_ssm.errors import OptionError, UnsupportedMixerError
-from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
+from captum_ssm.mixers.parts.token_map import TokenMap, square_windows
 from captum_ssm.models import VMamba
 from captum_ssm.models.vmamba import SS2D
 from captum_ssm.tracing import find_mixers
@@ -100,20 +101,16 @@ def model(downsample: str = "v3", **options: Any) -> Any:
     return oracle.randomise(VMamba(**small | {"downsample": downsample} | options))
 
 
-def images(batch: int = 2) -> Tensor:
-    """Of which stages have 4 x 8, 2 x 4 and 1 x 2 tokens."""
-    return torch.randn(batch, 3, 16, 32)
-
-
 @pytest.mark.parametrize("downsample", COARSER)
 def test_rollouts_go_through_all_stages(downsample: str) -> None:
-    network, pictures = model(downsample).double(), images().double()
+    network = model(downsample).double()
+    # maps of odd sizes are cut off by the first version
+    pictures = torch.randn(2, 3, *((16, 32) if downsample == "v1" else (20, 28))).double()
     layers = record(network, pictures)
     sizes = [layer.map.size for layer in layers]
-    assert sizes == [(4, 8), (2, 4), (2, 4), (1, 2)]
     wanted = []
     for example in range(2):
-        row = torch.full(sizes[-1], 0.5).double()
+        row = torch.full(sizes[-1], 1 / math.prod(sizes[-1])).double()
         for layer, size in zip(layers[::-1], sizes[::-1], strict=True):
             if row.shape != size:
                 row = oracle.spread(row, size, *COARSER[downsample])
@@ -126,38 +123,7 @@ def test_rollouts_go_through_all_stages(downsample: str) -> None:
     assert relative_error(found, torch.stack(wanted)) <= FLOAT32
 
 
-# --- maps, their windows, and relevance carried past a convolution ---------------------------
-
-
-def tokens_read(conv: nn.Conv2d, size: tuple[int, int]) -> Tensor:
-    """1 where an output (row) reads a token (column), (L', L), found by moving one token."""
-    assert conv.weight.dtype == torch.float64
-    with torch.no_grad():
-        conv.weight.abs_().add_(0.1)
-        still = conv(torch.zeros(1, 1, *size).double())
-        moved = torch.eye(size[0] * size[1]).double().view(-1, 1, *size)
-        return ((conv(moved) - still)[:, 0].flatten(1).T != 0).double()
-
-
-@pytest.mark.parametrize("options", [
-    {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 2, "stride": 2},
-    {"kernel_size": (1, 4), "stride": (1, 3), "padding": (0, 2)},
-    {"kernel_size": 3, "dilation": 2, "stride": 2, "padding": 2},
-])  # fmt: skip
-def test_tokens_that_are_read_share_equally(options: dict[str, object]) -> None:
-    for size in ((6, 6), (5, 8), (7, 4)):
-        conv = nn.Conv2d(1, 1, **options).double()  # type: ignore[arg-type]
-        reduction = Reduction(conv, size)
-        read = tokens_read(conv, size)
-        height, width = reduction.reduced
-        assert height * width == len(read)
-        row = torch.randn(3, len(read), dtype=torch.float64)
-        wanted = row @ (read / read.sum(-1, keepdim=True))
-        found = reduction.spread(row)
-        assert relative_error(found, wanted) <= 1e-12
-        torch.testing.assert_close(found.sum(-1), row.sum(-1))
-        assert relative_error(reduction.spread(row.float()), wanted) <= 1e-5
+# --- maps and their windows ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 4), (9, 2)])

@@ -64,21 +64,18 @@ def test_broken_torch_files(tmp_path: Path) -> None:
         load_vim(path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"hidden_size": 10**9}, r"does not fit config\.json: shapes differ in .*1000000000"),
-        ({"vocab_size": 10**13}, r"does not fit config\.json: shapes differ"),
-        ({"state_size": -1}, r"config\.json makes no model"),
-        ({"hidden_size": "wide"}, r"config\.json makes no model"),
-        ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000; at most 4096"),
-        ({"num_hidden_layers": 3}, r"does not fit config\.json: it lacks 'backbone\.layers\.2"),
-        ({"num_labels": 10**9}, r"num_labels = 1000000000"),
-        ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\], not the name of a model"),
-        ({"architectures": ["pipeline"]}, "not the name of a model"),
-        ({"architectures": 5}, "not the name of a model"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"hidden_size": 10**9}, r"does not fit config\.json: shapes differ in .*1000000000"),
+    ({"vocab_size": 10**13}, r"does not fit config\.json: shapes differ"),
+    ({"state_size": -1}, r"config\.json makes no model"),
+    ({"hidden_size": "wide"}, r"config\.json makes no model"),
+    ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000; at most 4096"),
+    ({"num_hidden_layers": 3}, r"does not fit config\.json: it lacks 'backbone\.layers\.2"),
+    ({"num_labels": 10**9}, r"num_labels = 1000000000"),
+    ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\], not the name of a model"),
+    ({"architectures": ["pipeline"]}, "not the name of a model"),
+    ({"architectures": 5}, "not the name of a model"),
+])  # fmt: skip
 def test_hostile_settings(settings: dict[str, Any], message: str, folder: Path) -> None:
     change(folder, **settings)
     with pytest.raises(CheckpointError, match=message):
@@ -106,16 +103,13 @@ def test_files_that_are_no_json_or_missing(folder: Path) -> None:
         load_bundled("recall-mamba", folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"embed_dim": 10**5}, "does not fit config"),
-        ({"embed_dim": 10**9}, "makes no model"),
-        ({"depth": 10**9}, "depth = 1000000000; at most 4096"),
-        ({"patch_size": 10**4}, "patch_size=10000 does not fit images"),
-        ({"colour": 1}, "makes no model.*colour"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"embed_dim": 10**5}, "does not fit config"),
+    ({"embed_dim": 10**9}, "makes no model"),
+    ({"depth": 10**9}, "depth = 1000000000; at most 4096"),
+    ({"patch_size": 10**4}, "patch_size=10000 does not fit images"),
+    ({"colour": 1}, "makes no model.*colour"),
+])  # fmt: skip
 def test_hostile_vision_mamba(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     own = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6, "num_classes": 2}
     folders.save_plain(VisionMamba(**own), own | {"id2label": {0: "a", 1: "b"}}, tmp_path)

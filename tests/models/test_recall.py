@@ -50,18 +50,15 @@ def test_parse_gives_back_what_was_generated() -> None:
         assert parse_prompt(example.text) == example
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("anna owns the spoon . ? anna owns the", "unknown word 'spoon'"),
-        ("anna owns the lamp .", "one question"),
-        ("anna owns the lamp . ? bob owns the", "exactly one fact"),
-        ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
-        ("anna owns the lamp ? anna owns the", "must end in '.'"),
-        ("anna the lamp . ? anna owns the", "a fact must read"),
-        ("anna owns the red . ? anna owns the", "a fact must read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("anna owns the spoon . ? anna owns the", "unknown word 'spoon'"),
+    ("anna owns the lamp .", "one question"),
+    ("anna owns the lamp . ? bob owns the", "exactly one fact"),
+    ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
+    ("anna owns the lamp ? anna owns the", "must end in '.'"),
+    ("anna the lamp . ? anna owns the", "a fact must read"),
+    ("anna owns the red . ? anna owns the", "a fact must read"),
+])  # fmt: skip
 def test_malformed_prompts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_prompt(text)
@@ -138,19 +135,16 @@ def test_batches_change_nothing(seed: int) -> None:
 EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
-        (lambda: collate([]), InputError, "examples is empty.*at least one"),
-        (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
-        (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
-        (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
-        (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is no object.*lamp"),
-        (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
-        (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
+    (lambda: collate([]), InputError, "examples is empty.*at least one"),
+    (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
+    (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
+    (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
+    (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is no object.*lamp"),
+    (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
+    (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
+])  # fmt: skip
 def test_bad_calls(call: Callable[[], object], error: type[CaptumSSMError], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         call()

@@ -17,14 +17,11 @@ from captum_ssm.tracing import find_mixers, repaired_scans
 VOCABULARY = WordVocabulary(["<pad>", "a", "b", "c", "d", "e", "="])
 
 
-@pytest.mark.parametrize(
-    ("architecture", "lasting_from", "lasting"),
-    [
-        ("mamba", 0, {0, 1, 2}),
-        ("mamba2", -1, {2}),
-        pytest.param("gated-deltanet", 1, {1, 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "lasting_from", "lasting"), [
+    ("mamba", 0, {0, 1, 2}),
+    ("mamba2", -1, {2}),
+    pytest.param("gated-deltanet", 1, {1, 2}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_lasting_layers_keep_what_they_have_seen(
     architecture: str, lasting_from: int, lasting: set[int]
 ) -> None:
@@ -39,15 +36,12 @@ def test_lasting_layers_keep_what_they_have_seen(
         assert keeps or bool((mixer.A_log > -8).all()), "as transformers has it"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kinds"),
-    [
-        ("mamba", ["MambaMixer"] * 2),
-        ("gated-deltanet", ["Qwen3NextGatedDeltaNet"] * 2),
-        ("rwkv", ["RwkvSelfAttention"] * 2),
-        ("bamba", ["BambaMixer", "BambaAttention"]),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "kinds"), [
+    ("mamba", ["MambaMixer"] * 2),
+    ("gated-deltanet", ["Qwen3NextGatedDeltaNet"] * 2),
+    ("rwkv", ["RwkvSelfAttention"] * 2),
+    ("bamba", ["BambaMixer", "BambaAttention"]),
+])  # fmt: skip
 @pytest.mark.slow
 def test_models_are_made_of_the_mixers_that_they_are_named_after(
     architecture: str, kinds: list[str]

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo.vision_language import (
-    FAMILIES,
-    IMAGE,
-    SEEING,
-    Pictured,
-    pictured,
-    vision_language_model,
-)
+from zoo.vision_language import FAMILIES, IMAGE, SEEING, Pictured, pictured, vision_language_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, MambaLRP, trace
 from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError

@@ -677,52 +677,37 @@ MIXING: dict[str, Kind] = {"feedback": feedback, "own shares": own_shares, "cent
 _core = total(scan(), diagonal(SKIP, "skip"))
 #: Products and sums whose fast versions differ; ``True`` for heads with one channel.
 COMPOSED: dict[str, tuple[Kind, bool]] = {
-    "mamba": (
-        chain(
-            diagonal(),
-            _core,
-            diagonal((1, 1, 0, 0), None),
-            diagonal(EVERY, "activation"),
-            conv(0, 1, 2, 3, bias=PER_CHANNEL),
-        ),
-        True,
-    ),
+    "mamba": (chain(
+        diagonal(), _core, diagonal((1, 1, 0, 0), None), diagonal(EVERY, "activation"),
+        conv(0, 1, 2, 3, bias=PER_CHANNEL),
+    ), True),
     "both ways": (chain(diagonal(), total(_core, chain(flip, elementwise, flip))), True),
-    "heads in a mixer": (
-        chain(
-            diagonal(),
-            total(scalar_decay(), diagonal(SKIP, "skip")),
-            diagonal((1, 1, 1, 0)),
-            conv(0, 1, bias=PER_CHANNEL),
-        ),
-        False,
-    ),
-    "heads in another order": (
-        chain(diagonal(), permute, total(delta_rule(1), diagonal(PER_CHANNEL)), permute),
-        False,
-    ),
+    "heads in a mixer": (chain(
+        diagonal(), total(scalar_decay(), diagonal(SKIP, "skip")), diagonal((1, 1, 1, 0)),
+        conv(0, 1, bias=PER_CHANNEL),
+    ), False),
+    "heads in another order": (chain(
+        diagonal(), permute, total(delta_rule(1), diagonal(PER_CHANNEL)), permute,
+    ), False),
     "long conv in gates": (chain(diagonal((1, 1, 1, 0)), long_conv(), diagonal()), False),
-    "convs across both ends": (
-        chain(diagonal(), conv(0, 1, 2, bias=EVERY), diagonal(), conv(1, -1, bias=PER_CHANNEL)),
-        False,
-    ),
+    "convs across both ends": (chain(
+        diagonal(), conv(0, 1, 2, bias=EVERY), diagonal(), conv(1, -1, bias=PER_CHANNEL),
+    ), False),
     "core between convs": (chain(conv(0, -1), elementwise, conv(-2, 20)), True),
     "scan after scan": (chain(scan(), diagonal(), scan(), conv(0, 1)), True),
     "scan after sum": (chain(scan(), total(diagonal(), conv(0, -1))), True),
     "diagonals": (chain(diagonal(), diagonal((0, 1, 1, 0))), False),
-    "sum": (
-        total(conv(0, 1, bias=EVERY), chain(diagonal(), conv(-2, 5, bias=EVERY)), diagonal()),
-        False,
-    ),
+    "sum": (total(
+        conv(0, 1, bias=EVERY), chain(diagonal(), conv(-2, 5, bias=EVERY)), diagonal(),
+    ), False),
     "sum of one": (total(conv(0, 1, bias=EVERY)), False),
     "beside": (beside(delta_rule(), conv(1, 0, -1, bias=PER_CHANNEL)), False),
-    "conv after scan beside conv": (
-        chain(conv(2, -1), beside(scan(), conv(1, 0)), diagonal()),
-        True,
-    ),
+    "conv after scan beside conv": (chain(
+        conv(2, -1), beside(scan(), conv(1, 0)), diagonal(),
+    ), True),
     "windows": (windowed(chain(diagonal(), conv(0, 1, bias=PER_CHANNEL))), False),
     "windows in a mixer": (chain(diagonal(), windowed(beside(scan(), conv(0, 1)), 0)), True),
-}
+}  # fmt: skip
 KINDS = {
     **{name: (kind, False) for name, kind in (LEAVES | MIXING).items()},
     **{name: (kind, True) for name, kind in SINGLE.items()},

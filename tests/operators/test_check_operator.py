@@ -34,17 +34,14 @@ def larger(found: Any) -> Any:
 WRONG: list[tuple[Kind, str, str]] = [
     *((elementwise, name, name) for name in ("apply", "transpose", "mean_matvec", "mean_rmatvec")),
     *((elementwise, name, name) for name in ("dense", "reduced_strip", "heads_of_product", "at")),
-    (elementwise, "contract_heads", "dense"),
-    (elementwise, "unit_rows", "rows"),
+    (elementwise, "contract_heads", "dense"), (elementwise, "unit_rows", "rows"),
     (elementwise, "strip_of_product", "dense|strip"),
     *((CONV, name, name) for name in ("affine", "rows")),
     *((CONV, name, "affine|offset") for name in ("offset",)),
     *((CONV, name, "dense") for name in ("contract", "strip", "after_band")),
-    (CONV, "taps", "stream|taps"),
-    *((HEADS, name, name) for name in ("backward", "vjp")),
-    *((HEADS, name, "dense") for name in ("contract", "strip")),
-    (diagonal(), "stream", "stream"),
-]
+    (CONV, "taps", "stream|taps"), *((HEADS, name, name) for name in ("backward", "vjp")),
+    *((HEADS, name, "dense") for name in ("contract", "strip")), (diagonal(), "stream", "stream"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "method", "clause"), WRONG)

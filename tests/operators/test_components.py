@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 import torch
-from operators.kinds import PER_CHANNEL, SKIP, conv, diagonal, randn, scan
+from operators.kinds import conv, diagonal, randn, scan
 from oracles import relative_error, times
 
 from captum_ssm.operators import Chain, DirectSum, Shape, Sum
 from captum_ssm.operators.reorder import Windowed, Windows
-
-
-def test_restrict_keeps_the_named_and_the_structural() -> None:
-    kinds = diagonal(), scan(), diagonal(SKIP, "skip"), diagonal((1, 1, 0, 0), None)
-    gate, core, skip, mask = (kind(Shape(2, 7, 4, 1)) for kind in kinds)
-    last = conv(0, 1, 2, bias=PER_CHANNEL)(Shape(2, 7, 4, 1))
-    both = Sum(core.operator, skip.operator)
-    operator = Chain(gate.operator, both, mask.operator, last.operator)
-    names = [leaf.component for leaf in operator.leaves()]
-    assert names == ["gate", "scan", "skip", None, "conv"]
-    bias = last.coefficients["bias"].expand(last.operator.shape)
-    eye = torch.eye(7).double().expand(2, 4, 7, 7)
-    for components in (
-        {"gate", "scan", "conv"},
-        ["gate", "skip", "conv"],
-        ("scan", "skip"),
-        frozenset({"gate"}),
-        {"conv"},
-        set(),
-        {"gate", "scan", "skip", "conv"},
-    ):
-        kept = operator.restrict(components)
-        assert kept is not None
-        inner = [c.exact() for c, name in ((core, "scan"), (skip, "skip")) if name in components]
-        front = gate.exact() if "gate" in components else eye
-        ahead = front @ (torch.stack(inner).sum(0) if inner else eye) @ mask.exact()
-        whole = ahead @ last.exact() if "conv" in components else ahead
-        assert relative_error(kept.dense(None), whole) <= 1e-12
-        offset = kept.offset()
-        assert (offset is not None) == ("conv" in components)
-        if offset is not None:
-            assert relative_error(offset, times(ahead, bias)) <= 1e-12
 
 
 def test_a_part_of_which_nothing_is_left_passes_values_on() -> None:

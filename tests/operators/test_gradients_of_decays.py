@@ -1,4 +1,4 @@
-"""Gradients of decays are exact, and take little memory, as strips of rows do."""
+"""Gradients of decays are exact, and take little memory, as strips and long convolutions do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from captum_ssm.operators import DeltaRule, Operator, ScalarDecayHeads, VectorDecayHeads
-from tests.oracles import relative_error
+from captum_ssm.operators import (
+    Chain,
+    DeltaRule,
+    Diagonal,
+    LongConv,
+    Operator,
+    ScalarDecayHeads,
+    Shape,
+    VectorDecayHeads,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +99,19 @@ def test_they_hold_no_product_for_each_pair_of_tokens_and_channel(kind: str, log
     size = tokens * HEADS * STATE
     assert back.largest <= 8 * size
     assert back.denormal <= 0.002 * back.numbers
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_no_matrix_of_a_long_convolution_per_channel_is_formed(before: bool, after: bool) -> None:
+    """C L^2 elements would be 64 times as many as C L."""
+    shape = Shape(1, 64, 128, 1)
+    gate, conv = Diagonal(torch.randn(shape), shape), LongConv(torch.randn(128, 1, 64), shape)
+    chain = Chain(*[gate] * after, conv, *[gate] * before)
+    with Written() as made:
+        chain.dense()
+        chain.apply(gate.weight)
+    assert shape.tokens * shape.heads <= made.largest <= 4 * shape.tokens * shape.heads
 
 
 @pytest.mark.parametrize("groups", [1, HEADS])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.errors import CaptumSSMError, OptionError
 from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
@@ -66,29 +63,3 @@ def test_a_kernel_that_does_not_fit_is_refused(kernel: Tensor, message: str) -> 
     with pytest.raises(OptionError, match=message) as caught:
         LongConv(kernel, Shape(1, 4, 3, 2))
     assert isinstance(caught.value, CaptumSSMError) and isinstance(caught.value, ValueError)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor computed."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.elements = max(self.elements, out.untyped_storage().nbytes() // 8)
-        return out
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_no_matrix_per_channel_is_formed(before: bool, after: bool) -> None:
-    """C L^2 elements would be 64 times as many as C L."""
-    shape = Shape(1, 64, 128, 1)
-    gate = Diagonal(randn(*shape), shape)
-    conv = LongConv(randn(128, 1, 64), shape)
-    chain = Chain(*[gate] * after, conv, *[gate] * before)
-    with Largest() as largest:
-        chain.dense()
-        chain.apply(gate.weight)
-    assert shape.tokens * shape.heads <= largest.elements <= 4 * shape.tokens * shape.heads

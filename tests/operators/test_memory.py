@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from operators.kinds import KINDS, PER_CHANNEL, STATES, Case, conv, diagonal, randn
@@ -101,12 +103,9 @@ def test_decays_take_in_proportion_to_their_logarithms() -> None:
     key = torch.ones(1, 4, 1, 1).double()
     memory = memories_of(ScalarDecayHeads(key, key, log, None, 1), key)[0]
     share = memory.erased(0, 2)[0, 0]
-    assert torch.allclose(
-        share, torch.tensor([0, 1, 2, 0]).double() / 3 * -torch.tensor(-3.0).expm1()
-    )
-    assert torch.allclose(
-        memory.half_lives(), torch.tensor(0.5 * torch.log(torch.tensor(2.0))).double()
-    )
+    wanted = torch.tensor([0, 1, 2, 0]).double() / 3 * -torch.tensor(-3.0).expm1()
+    assert torch.allclose(share, wanted)
+    assert torch.allclose(memory.half_lives(), torch.tensor(0.5 * math.log(2)).double())
 
 
 def test_what_stands_around_a_recurrence() -> None:

@@ -6,7 +6,7 @@ h * P + p.  Nothing here calls the package.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -83,14 +83,9 @@ def times(matrices: Tensor, v: Tensor) -> Tensor:
 # --- pieces of formulas ----------------------------------------------------------------------
 
 
-def linear(projection: Any, x: Tensor, with_adapter: bool = True) -> Tensor:
-    """A projection in float64, LoRA (W + scaling B A) included."""
-    weight = projection.weight.detach().double()
-    if with_adapter and hasattr(projection, "lora_A"):
-        down = projection.lora_A["default"].weight.detach().double()
-        up = projection.lora_B["default"].weight.detach().double()
-        weight = weight + projection.scaling["default"] * up @ down
-    out = x @ weight.T
+def linear(projection: Any, x: Tensor) -> Tensor:
+    """A projection in float64."""
+    out = x @ projection.weight.detach().double().T
     return out if projection.bias is None else out + projection.bias.detach().double()
 
 
@@ -155,30 +150,20 @@ def scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mamba1_parts(
-    mixer: Any, hidden: Tensor, mask: Tensor | None = None, *,
-    adapters: Collection[str] = ("in_proj", "x_proj", "out_proj"),
-) -> Parts:  # fmt: skip
+def mamba1_parts(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> Parts:
     """The mixer's forward pass from its parameters in float64.
 
-    Args:
-        mixer: MambaMixer, FalconMambaMixer, JambaMambaMixer, or mamba_ssm's Mamba.
-        hidden: its input (B, L, E).
-        mask: 1 for tokens, 0 for padding.
-        adapters: projections whose LoRA weights, if there are any, count.
+    Of transformers and mamba_ssm, for ``hidden`` (B, L, E) and a mask of 1 for tokens.
     """
 
-    def project(name: str, x: Tensor) -> Tensor:
-        return linear(getattr(mixer, name), x, name in adapters)
-
     keep = keep_of(mask, hidden)
-    x, z = project("in_proj", hidden.double() * keep[..., None]).chunk(2, dim=-1)
+    x, z = linear(mixer.in_proj, hidden.double() * keep[..., None]).chunk(2, dim=-1)
     conv, conv_bias, u = convolved(mixer.conv1d, x)
     ratio = torch.sigmoid(u) if mixer.activation in ("silu", "swish") else mixer.act(u) / u
     v = keep[..., None] * ratio * u
 
     rank, state = mixer.dt_proj.weight.shape[1], mixer.A_log.shape[1]
-    selected = project("x_proj", v).split([rank, state, state], dim=-1)
+    selected = linear(mixer.x_proj, v).split([rank, state, state], dim=-1)
     if type(mixer).__name__ == "FalconMambaMixer":
         norms = [(1.0, mixer.config.mixer_rms_eps)] * 3
     elif hasattr(mixer, "dt_layernorm"):
@@ -191,11 +176,11 @@ def mamba1_parts(
         selected = (*selected[:i], selected[i] / (mean + eps).sqrt() * weight, *selected[i + 1 :])
     t, b, c = selected
     b, c = (s[:, :, None].expand(-1, -1, x.shape[-1], -1) for s in (b, c))
-    step, a, skip = project("dt_proj", t), -mixer.A_log.double().exp(), mixer.D.double()
+    step, a, skip = linear(mixer.dt_proj, t), -mixer.A_log.double().exp(), mixer.D.double()
     dt, gate = F.softplus(step), F.silu(z)
     y = gate * (scanned(dt, a, b, c, v) + skip * v)
     select = step, dt, a, b, c, skip
-    output = project("out_proj", y)
+    output = linear(mixer.out_proj, y)
     return Parts(x, keep, conv, conv_bias, ratio, *select, gate, torch.ones_like(y), y, output)
 
 
@@ -216,27 +201,73 @@ def chosen(components: str | Collection[str]) -> set[str]:
     return PRESETS[preset] - set(removed)
 
 
+@dataclass
+class Formula:
+    """A mixer at one input, in float64; a part that is None is the identity."""
+
+    values: Tensor  # (B, L, H, P)
+    core: Tensor  # (B, H, L, L)
+    keep: Tensor  # (B, L) of 0 and 1; silences values around the convolution
+    conv: Tensor | None = None  # (1, C, L, L)
+    conv_bias: Tensor | float = 0.0  # (H, P)
+    ratio: Tensor | None = None  # (B, L, H, P)
+    norm: Callable[[Tensor], Tensor] = torch.ones_like  # the core's output to its factors
+    gate: Tensor | None = None  # (B, L, H, P)
+    norm_bias: Tensor | None = None  # (H, P); a norm with a bias also subtracts the head's mean
+    skip: Tensor | None = None  # (H,), of what passes the core by
+    activated: bool = False  # whether SiLU stands between the core and the norm
+    past: Tensor | None = None  # (B, L, H), of a token's own value that passes core and norm by
+
+    def __post_init__(self) -> None:
+        self.keep = self.keep.double()
+        if self.conv is None:
+            self.conv = torch.eye(self.values.shape[1], dtype=torch.float64)[None, None]
+        one = torch.ones_like(self.values)
+        self.ratio = one if self.ratio is None else self.ratio
+        self.gate = one if self.gate is None else self.gate.reshape(one.shape)
+
+    def core_output(self) -> Tensor:
+        keep = self.keep[..., None, None]
+        x = (times(self.conv, self.values * keep) + self.conv_bias) * self.ratio * keep
+        out = torch.einsum("bhij,bjhp->bihp", self.core, x)
+        return out if self.skip is None else out + self.skip[:, None] * x
+
+    def alpha(self, components: str | Collection[str]) -> Tensor:
+        """The implicit attention matrices (B, C, L, L) with some components only.
+
+        Without scan and skip, values pass through unchanged; the padding mask is always there. Of
+        centering, each channel has its own share.
+        """
+        kept, shape = chosen(components), self.values.shape
+        eye = torch.eye(shape[1], dtype=torch.float64)
+        keep = diagonal_matrices(self.keep[:, :, None, None], shape)
+        out = self.conv @ keep if "conv" in kept else keep
+        if "activation" in kept:
+            out = diagonal_matrices(self.ratio, shape) @ out
+        core = self.core if "scan" in kept else torch.zeros_like(self.core)
+        if self.skip is not None and "skip" in kept:
+            core = core + self.skip[:, None, None] * eye
+        elif "scan" not in kept:
+            core = core + eye
+        out = core.repeat_interleave(shape[3], 1) @ keep @ out
+        o = self.core_output()
+        if self.activated:
+            if "activation" in kept:
+                out = diagonal_matrices(torch.sigmoid(o), shape) @ out
+            o = F.silu(o)
+        if "norm" in kept:
+            share = 1.0 if self.norm_bias is None else 1 - 1 / shape[3]
+            out = diagonal_matrices(share * self.norm(o), shape) @ out
+        if self.past is not None and "scan" in kept:
+            out = out + diagonal_matrices((self.past * self.keep[..., None])[..., None], shape)
+        return diagonal_matrices(self.gate, shape) @ out if "gate" in kept else out
+
+
 def alpha(parts: Parts, components: str | Collection[str]) -> Tensor:
-    """The implicit attention matrices (B, D, L, L) with some components only.
-
-    Without scan and skip, values pass through unchanged; the padding mask is always there.
-    """
-    components = chosen(components)
-    batch, tokens, channels = parts.values.shape
-    eye = torch.eye(tokens, dtype=torch.float64).expand(batch, channels, tokens, tokens)
-    mask = diagonal_matrices(parts.mask[:, :, None, None], (batch, tokens, channels, 1))
-
-    def diagonal(name: str, weight: Tensor) -> Tensor:
-        shape = (*weight.shape, 1)
-        return diagonal_matrices(weight[..., None], shape) if name in components else eye
-
-    core = eye
-    if components & {"scan", "skip"}:
-        core = torch.zeros_like(eye)
-        if "scan" in components:
-            core = core + parts.scan
-        if "skip" in components:
-            core = core + parts.skip[:, None, None] * eye
-    out = core @ mask @ diagonal("activation", parts.ratio)
-    out = (out @ parts.conv if "conv" in components else out) @ mask
-    return diagonal("norm", parts.norm) @ diagonal("gate", parts.gate) @ out
+    """The matrices (B, D, L, L) of a Mamba or a Mamba-2, as :meth:`Formula.alpha` has them."""
+    values, ratio, gate, norm = (
+        x[..., None] for x in (parts.values, parts.ratio, parts.gate, parts.norm)
+    )
+    formula = Formula(values, parts.scan, parts.mask, parts.conv, ratio=ratio, gate=gate)
+    formula.norm, formula.skip = (lambda _: norm), parts.skip
+    return formula.alpha(components)

@@ -45,13 +45,6 @@ def bi_mamba(w: Weights, hidden: Tensor) -> Tensor:
     return ahead + vim.mix(under(w, "mamba_rev."), hidden.flip(0), "none", False).flip(0)
 
 
-def both_strands(w: Weights, hidden: Tensor) -> Tensor:
-    """For hidden (L, 2 E)."""
-    one, other = hidden.chunk(2, -1)
-    w = under(w, "submodule.")
-    return torch.cat([bi_mamba(w, one), bi_mamba(w, other.flip(0, 1)).flip(0, 1)], -1)
-
-
 def caduceus(w: Weights, ids: Tensor, depth: int, rcps: bool, fused: bool) -> Tensor:
     """Logits of tokens (L, V), or of a classifier that reads the mean."""
     stem = "caduceus.backbone."
@@ -130,10 +123,8 @@ def hyenadna(w: Weights, ids: Tensor, depth: int) -> Tensor:
     for i in range(depth):
         layer = under(w, f"hyena.backbone.layers.{i}.")
         x = x + hyena(under(layer, "mixer."), layer_norm(x, under(layer, "norm1.")))
-        u = (
-            layer_norm(x, under(layer, "norm2.")) @ layer["mlp.fc1.weight"].T
-            + layer["mlp.fc1.bias"]
-        )
+        u = layer_norm(x, under(layer, "norm2.")) @ layer["mlp.fc1.weight"].T
+        u = u + layer["mlp.fc1.bias"]
         u = u / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
         x = x + u @ layer["mlp.fc2.weight"].T + layer["mlp.fc2.bias"]
     x = layer_norm(x, under(w, "hyena.backbone.ln_f."))

@@ -50,10 +50,7 @@ class Frozen:
 def frozen(mixer: nn.Module, hidden: Tensor, *, half: bool) -> Frozen:
     """The mixer at ``hidden`` (B, L, E).
 
-    Args:
-        mixer: one of those in :mod:`zoo.wrapped`, in float64.
-        hidden: what enters it.
-        half: whether a gated product shares its relevance between its factors.
+    With ``half`` a gated product shares its relevance between its factors.
     """
     return _FORMULAS[type(mixer).__name__](mixer, hidden, half)
 
@@ -209,13 +206,8 @@ def _llama(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        return torch.cat(
-            [
-                first * angle.cos() - second * angle.sin(),
-                second * angle.cos() + first * angle.sin(),
-            ],
-            -1,
-        )
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     each = heads // key.shape[1]
     key, values = (x.repeat_interleave(each, 1) for x in (rotated(key), values))
@@ -232,7 +224,7 @@ def _gpt2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
 
 
 _FORMULAS: dict[str, Callable[[Any, Tensor, bool], Frozen]] = {
-    "MambaMixer": _mamba, "Mamba2Mixer": _mamba2, "RwkvSelfAttention": _rwkv,
+    "MambaMixer": _mamba, "Mamba2Mixer": _mamba2, "BambaMixer": _mamba2, "RwkvSelfAttention": _rwkv,
     "RecurrentGemmaRecurrentBlock": _griffin, "Lfm2ShortConv": _lfm2, "LlamaAttention": _llama,
     "GPT2Attention": _gpt2,
 }  # fmt: skip

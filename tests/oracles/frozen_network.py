@@ -1,14 +1,16 @@
 """Whole networks as dense float64 matrices over tokens and features, layer by layer.
 
-Written from the formulas; nothing here calls the package.  Streams and attention weights are caught
-from the real model by hooks; a matrix (L, E, L, E) maps one stream to the next.  With ``half`` the
-relevance of a gated product is shared between its factors.
+Nothing here calls the package.  Streams and attention weights are caught from the real model by
+hooks.  Each layer is written as a function with frozen coefficients, whose Jacobian (L, E, L, E)
+maps one stream to the next.  With ``half`` the factors of a gated product share its relevance.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import oracles
-from oracles import mamba2_formula
+from oracles.frozen_mixers import frozen, gated, straight
 
 Recorded = dict[nn.Module, Any]
+Branch = Callable[[Tensor], Tensor]
 
 
 @contextmanager
@@ -44,98 +46,54 @@ def double(weight: Tensor) -> Tensor:
     return weight.detach().double()
 
 
-# --- matrices ------------------------------------------------------------------------------------
-
-
-def identity(tokens: int, width: int) -> Tensor:
-    eye = torch.eye(tokens * width, dtype=torch.float64)
-    return eye.view(tokens, width, tokens, width)
-
-
-def of_each_token(matrices: Tensor) -> Tensor:
-    """A matrix (L, F, E) for each token, as (L, F, L, E)."""
-    tokens = len(matrices)
-    eye = torch.eye(tokens, dtype=torch.float64)
-    return torch.einsum("ij,ipe->ipje", eye, matrices)
-
-
-def after(second: Tensor, first: Tensor) -> Tensor:
-    return torch.einsum("ipkq,kqje->ipje", second, first)
-
-
-def rms_norm(norm: Any, x: Tensor) -> Tensor:
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    scale = (x.square().mean(-1) + eps).rsqrt()  # (L,)
-    return of_each_token(scale[:, None, None] * torch.diag(double(norm.weight)))
-
-
-def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    width = x.shape[-1]
-    centring = torch.eye(width).double() - 1 / width
-    scale = (x.var(-1, correction=0) + norm.eps).rsqrt()
-    return of_each_token(scale[:, None, None] * (double(norm.weight)[:, None] * centring))
+# --- parts of layers, of (1, L, E) ---------------------------------------------------------------
 
 
 def normed(norm: Any, x: Tensor) -> Tensor:
-    """What a norm computes."""
-    if isinstance(norm, nn.LayerNorm):
-        return F.layer_norm(x, x.shape[-1:], double(norm.weight), double(norm.bias), norm.eps)
+    """A norm whose denominator is frozen."""
+    x = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * double(norm.weight)
+    out = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt().detach() * double(norm.weight)
+    return out + double(norm.bias) if isinstance(norm, nn.LayerNorm) else out
 
 
-def mixer(module: Any, x: Tensor, form: Any, half: bool) -> Tensor:
-    """A Mamba-1 mixer, or with a form a Mamba-2 mixer, of inputs x (L, E)."""
-    weight = double(module.in_proj.weight)
-    if form is None:
-        parts = oracles.mamba1_parts(module, x[None])
-        width = parts.values.shape[-1]
-        stream, gate = weight[:width], weight[width : 2 * width]
-    else:
-        parts = mamba2_formula.mamba2_parts(module, x[None], form)
-        width = parts.values.shape[-1]
-        gate, stream = weight[:width], weight[width : 2 * width]
-    out = double(module.out_proj.weight)
-    mixed = torch.einsum("pd,dij,de->ipje", out, oracles.alpha(parts, "exact")[0], stream)
-    if not half:
-        return mixed
-    bias = 0 if module.in_proj.bias is None else double(module.in_proj.bias)
-    z = (F.linear(x, weight) + bias)[:, width:] if form is None else F.linear(x, gate)
-    beside_gate = torch.sigmoid(z) * parts.before_projection[0] / parts.gate[0]
-    gated = of_each_token(torch.einsum("pd,id,de->ipe", out, beside_gate, gate))
-    return (mixed + gated) / 2
+def mixer(module: Any, half: bool) -> Branch:
+    wide = copy.deepcopy(module).double()
+    return lambda x: frozen(wide, x, half=half).output
 
 
-def attention(module: Any, weights: Tensor, value: Tensor, project: Tensor) -> Tensor:
+def attention(weights: Tensor, value: Tensor, project: Tensor, x: Tensor) -> Tensor:
     """Attention weights (H, L, L), value weights (G D, E) of groups of heads, and the output's."""
     heads = len(weights)
-    width = project.shape[1] // heads
-    groups = value.view(-1, width, value.shape[-1])
-    of_head = groups.repeat_interleave(heads // len(groups), 0)  # (H, D, E)
-    return torch.einsum("phd,hij,hde->ipje", project.view(-1, heads, width), weights, of_head)
+    v = (x @ value.T).unflatten(-1, (-1, project.shape[1] // heads))  # (1, L, G, D)
+    v = v.repeat_interleave(heads // v.shape[2], 2)
+    return torch.einsum("hij,bjhd->bihd", weights, v).flatten(2) @ project.T
 
 
-def swiglu(mlp: Any, x: Tensor, half: bool) -> Tensor:
+def swiglu(mlp: Any, half: bool, x: Tensor) -> Tensor:
     gate, up, down = (double(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    g, u = x @ gate.T, x @ up.T
-    through_up = torch.einsum("pd,id,de->ipe", down, F.silu(g), up)
-    if not half:
-        return of_each_token(through_up)
-    through_gate = torch.einsum("pd,id,de->ipe", down, torch.sigmoid(g) * u, gate)
-    return of_each_token((through_up + through_gate) / 2)
+    return gated(x @ up.T, straight(F.silu, x @ gate.T), half) @ down.T
 
 
 def gelu(mlp: Any, x: Tensor) -> Tensor:
     h = F.linear(x, double(mlp.dense_h_to_4h.weight), double(mlp.dense_h_to_4h.bias))
-    ratio = F.gelu(h) / h
-    up, down = double(mlp.dense_h_to_4h.weight), double(mlp.dense_4h_to_h.weight)
-    return of_each_token(torch.einsum("pd,id,de->ipe", down, ratio, up))
+    return straight(F.gelu, h) @ double(mlp.dense_4h_to_h.weight).T
 
 
 # --- networks ------------------------------------------------------------------------------------
 
 
 Layers = Callable[[Any, Recorded, bool], list[Tensor]]
+
+
+def jacobian(function: Branch, x: Tensor) -> Tensor:
+    """The matrix (L, E, L, E) of a function of (1, L, E) at a stream (L, E)."""
+    return torch.autograd.functional.jacobian(lambda x: function(x[None])[0], x, vectorize=True)
+
+
+def added(norm: nn.Module, branch: Branch, x: Tensor) -> Tensor:
+    """The map of a stream to which a branch is added."""
+    return jacobian(lambda x: x + branch(normed(norm, x)), x)
 
 
 def matrices(
@@ -152,9 +110,7 @@ def matrices(
     ):  # transformers asks for float32
         patch.setattr(F, "softmax", lambda x, dim, dtype=None: plain(x, dim))
         model(ids[None])
-    x = seen[final]
-    head = rms_norm(final, x) if not isinstance(final, nn.LayerNorm) else layer_norm(final, x)
-    return layers(model, seen, half), head, seen
+    return layers(model, seen, half), jacobian(partial(normed, final), seen[final]), seen
 
 
 def before(row: Tensor, maps: list[Tensor]) -> Tensor:
@@ -182,34 +138,22 @@ def relevance(
 
 
 def mamba_layers(model: Any, seen: Recorded, half: bool) -> list[Tensor]:
-    found = []
-    for block in model.backbone.layers:
-        x = seen[block.norm]
-        form = None
-        if type(block.mixer).__name__ == "Mamba2Mixer":
-            form = mamba2_formula.form_of(block.mixer, model.config)
-        branch = mixer(block.mixer, normed(block.norm, x), form, half)
-        found.append(identity(*x.shape) + after(branch, rms_norm(block.norm, x)))
-    return found
+    return [added(x.norm, mixer(x.mixer, half), seen[x.norm]) for x in model.backbone.layers]
 
 
 def decoder_layers(model: Any, seen: Recorded, half: bool) -> list[Tensor]:
     """Layers of llama and bamba: a mixer, then a gated MLP."""
     found = []
     for layer in model.model.layers:
-        x = seen[layer.input_layernorm]
         if hasattr(layer, "mamba"):
-            form = mamba2_formula.form_of(layer.mamba, model.config)
-            branch = mixer(layer.mamba, normed(layer.input_layernorm, x), form, half)
+            branch = mixer(layer.mamba, half)
         else:
             own = layer.self_attn
             weights = double(own.v_proj.weight), double(own.o_proj.weight)
-            branch = attention(own, seen[own], *weights)
-        found.append(identity(*x.shape) + after(branch, rms_norm(layer.input_layernorm, x)))
-        norm = second_norm(layer)
-        mlp = layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
-        branch = swiglu(mlp, normed(norm, seen[norm]), half)
-        found.append(identity(*x.shape) + after(branch, rms_norm(norm, seen[norm])))
+            branch = partial(attention, seen[own], *weights)
+        found.append(added(layer.input_layernorm, branch, seen[layer.input_layernorm]))
+        norm, mlp = second_norm(layer), getattr(layer, "mlp", None) or layer.feed_forward
+        found.append(added(norm, partial(swiglu, mlp, half), seen[norm]))
     return found
 
 
@@ -221,14 +165,13 @@ def parallel_layers(model: Any, seen: Recorded, half: bool) -> list[Tensor]:
     """Layers of GPT-NeoX: attention and MLP side by side."""
     found = []
     for layer in model.gpt_neox.layers:
-        own, x = layer.attention, seen[layer.input_layernorm]
-        heads = len(seen[own])
-        qkv = double(own.query_key_value.weight).view(heads, 3, -1, x.shape[-1])
-        value, project = qkv[:, 2].flatten(0, 1), double(own.dense.weight)
-        one = after(attention(own, seen[own], value, project), layer_norm(layer.input_layernorm, x))
-        norm = layer.post_attention_layernorm
-        other = after(gelu(layer.mlp, normed(norm, x)), layer_norm(norm, x))
-        found.append(identity(*x.shape) + one + other)
+        own, norm, other = layer.attention, layer.input_layernorm, layer.post_attention_layernorm
+        x = seen[norm]
+        qkv = double(own.query_key_value.weight).view(len(seen[own]), 3, -1, x.shape[-1])
+        weights = qkv[:, 2].flatten(0, 1), double(own.dense.weight)
+        branch = partial(attention, seen[own], *weights)
+        one = added(norm, branch, x)
+        found.append(one + jacobian(lambda x, n=other, m=layer.mlp: gelu(m, normed(n, x)), x))
     return found
 
 

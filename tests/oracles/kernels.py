@@ -78,15 +78,6 @@ def selective_scan(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 # --- the rest ----------------------------------------------------------------------------------
 
 
-def unit_lower_inverse(below: Tensor) -> Tensor:
-    """The inverse of I plus what is below the diagonal of (..., T, T), row by row."""
-    out = torch.eye(below.shape[-1], dtype=torch.float64).expand_as(below).clone()
-    for i in range(1, below.shape[-1]):
-        for j in range(i):
-            out[..., i, :] -= below[..., i, j, None] * out[..., j, :]
-    return out
-
-
 def band_matrix(band: Mapping[int, Tensor], tokens: int) -> Tensor:
     """The matrices (B, H, P, L, L) of y[t] = sum over lags of band[lag][t] x[t - lag]."""
     sizes = [factor.shape for factor in band.values()]

@@ -30,14 +30,8 @@ def shares(
 ) -> Tensor:
     """phi[t, k] of eq. 19, what token t - k contributes to the activation at t: (L, K, D).
 
-    Args:
-        x: values of one example (L, D).
-        taps: (D, K), the last one for the token itself.
-        bias: (D,).
-        ratio: act(u) / u (L, D).
-        keep: 1 for tokens, 0 for padding (L,). What padding leaks through the taps counts as
-            bias.
-        function: f, or None for the frozen ratio, with which the bias stays out.
+    ``x`` and ``ratio`` are (L, D), ``taps`` (D, K), the last for the token itself. Padding, where
+    ``keep`` (L,) is 0, counts as bias. The bias stays out of the frozen ratio.
     """
     tokens, width = len(x), taps.shape[1]
     phi = torch.zeros(tokens, width, x.shape[1]).double()
@@ -60,11 +54,8 @@ def shares(
 def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor:
     """T of one example (eqs. 21, 22 and 25), (L, L, E).
 
-    Args:
-        matrix: M + delta D for every channel (D, L, L).
-        phi: (L, K, D).
-        post: gate and norm (L, D).
-        weight: of the output projection (E, D).
+    ``matrix`` is M + delta D (D, L, L), ``phi`` (L, K, D), ``post`` gate and norm (L, D), and
+    ``weight`` that of the output projection (E, D).
     """
     tokens, width, _ = phi.shape
     out = torch.zeros(tokens, tokens, len(weight)).double()
@@ -82,24 +73,12 @@ def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor
 def of_parts(mixer: Any, parts: Parts, activation: str, end: str = "") -> Tensor:
     width, taps = parts.values.shape[-1], getattr(mixer, f"conv1d{end}").weight.double()
     matrices = parts.scan + parts.skip[:, None, None] * torch.eye(parts.values.shape[1])
-    return torch.stack(
-        [
-            vectors(
-                matrices[b],
-                shares(
-                    parts.values[b],
-                    taps[:width, 0],
-                    parts.conv_bias,
-                    parts.ratio[b],
-                    parts.mask[b],
-                    FUNCTIONS[activation],
-                ),
-                parts.gate[b] * parts.norm[b],
-                mixer.out_proj.weight.double(),
-            )
-            for b in range(len(matrices))
-        ]
-    )
+    weight, found = mixer.out_proj.weight.double(), []
+    for b, matrix in enumerate(matrices):
+        of_conv = parts.values[b], taps[:width, 0], parts.conv_bias
+        phi = shares(*of_conv, parts.ratio[b], parts.mask[b], FUNCTIONS[activation])
+        found.append(vectors(matrix, phi, parts.gate[b] * parts.norm[b], weight))
+    return torch.stack(found)
 
 
 def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:

@@ -6,28 +6,16 @@ Written from the module's code and its kernel's; nothing here calls the package.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles import diagonal_matrices, linear
-
-
-@dataclass
-class Parts:
-    """Everything that is frozen at one input, in float64."""
-
-    values: Tensor  # (B, L, H, P)
-    scan: Tensor  # (B, H, L, L)
-    skip: Tensor  # (H,)
-    norm: Tensor  # (B, L, H, P)
-    gate: Tensor  # (B, L, H, P)
+from oracles import Formula, linear
 
 
 @torch.no_grad()
-def mamba3_parts(mixer: Any, hidden: Tensor) -> Parts:
+def mamba3_parts(mixer: Any, hidden: Tensor) -> Formula:
     """The mixer's parts from its parameters, entry by entry in float64."""
     hidden, heads, state = hidden.detach().double(), len(mixer.dt_bias), mixer.d_state
     batch, tokens, _ = hidden.shape
@@ -77,23 +65,10 @@ def mamba3_parts(mixer: Any, hidden: Tensor) -> Parts:
     if mixer.is_outproj_norm:
         rms = (mixed.pow(2).mean(-1, keepdim=True) + mixer.norm.eps).sqrt()
         norm = mixer.norm.weight.double().view(heads, -1) / rms
-    return Parts(values, scan, skip, norm, gate)
+    keep = torch.ones(batch, tokens)
+    return Formula(values, scan, keep, norm=lambda _: norm, gate=gate, skip=skip)
 
 
 def matrices(mixer: Any, hidden: Tensor, components: Collection[str]) -> Tensor:
     """The implicit attention matrices (B, D, L, L) with some components only."""
-    parts = mamba3_parts(mixer, hidden)
-    shape = parts.values.shape
-    eye = torch.eye(shape[1], dtype=torch.float64)
-    core = torch.zeros_like(parts.scan)
-    if "scan" in components:
-        core = core + parts.scan
-    if "skip" in components:
-        core = core + parts.skip[:, None, None] * eye
-    if not {"scan", "skip"} & set(components):
-        core = core + eye
-    out = core.repeat_interleave(shape[-1], 1)
-    for name, weight in (("norm", parts.norm), ("gate", parts.gate)):
-        if name in components:
-            out = diagonal_matrices(weight, shape) @ out
-    return out
+    return mamba3_parts(mixer, hidden).alpha(components)

@@ -36,10 +36,7 @@ def cut_output(
 ) -> Tensor:
     """What a mixer returns without the entries zeroed, (B, L, E).
 
-    Args:
-        layer: the recorded call.
-        zeroed: the entries (B, L, L).
-        change: the matrix of which the entries are taken off. Default: the operator's own.
+    ``change`` makes the matrix of which the entries are subtracted.
     """
     linear = layer.linear
     lost = change(linear.operator) * zeroed[:, :, None, :, None]
@@ -56,12 +53,7 @@ def run_without(
 ) -> tuple[Any, list[Tensor]]:  # fmt: skip
     """What the model returns without some entries, and what the mixers with any returned.
 
-    Args:
-        model: called on the inputs.
-        inputs: the inputs.
-        zeroed: the entries, by the number of the mixer call.
-        change: as for :func:`cut_output`.
-        options: further arguments of the model.
+    ``zeroed`` holds the entries by the number of the mixer call.
     """
     outputs: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""RWKV-7 token by token from its weights, and the names and shapes of published checkpoints.
+"""RWKV-7 token by token from its weights, by the names of published checkpoints.
 
 Nothing here calls the package.
 """
@@ -15,37 +15,6 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 #: What is added to the variance of a head.
 EPS = 64e-5
-
-
-def shapes(
-    vocab: int, width: int, depth: int, *, head: int, ranks: tuple[int, int, int, int], inner: int
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint; ranks are those of w, a, v and g."""
-    each, norm = (1, 1, width), {"weight": (width,), "bias": (width,)}
-    found: dict[str, tuple[int, ...]] = {"emb.weight": (vocab, width)}
-    found |= {f"ln_out.{name}": size for name, size in norm.items()}
-    found["head.weight"] = (vocab, width)
-    for n in range(depth):
-        block = f"blocks.{n}"
-        for ln in ("ln0", "ln1", "ln2") if n == 0 else ("ln1", "ln2"):
-            found |= {f"{block}.{ln}.{name}": size for name, size in norm.items()}
-        found |= {f"{block}.att.x_{name}": each for name in "rwkvag"}
-        for name, rank in zip("wavg", ranks, strict=True):
-            if name == "v" and n == 0:
-                continue
-            if name != "g":
-                found[f"{block}.att.{name}0"] = each
-            found[f"{block}.att.{name}1"] = (width, rank)
-            found[f"{block}.att.{name}2"] = (rank, width)
-        found |= {f"{block}.att.{name}": each for name in ("k_k", "k_a")}
-        found[f"{block}.att.r_k"] = (width // head, head)
-        for name in ("receptance", "key", "value", "output"):
-            found[f"{block}.att.{name}.weight"] = (width, width)
-        found |= {f"{block}.att.ln_x.{name}": size for name, size in norm.items()}
-        found[f"{block}.ffn.x_k"] = each
-        found[f"{block}.ffn.key.weight"] = (inner, width)
-        found[f"{block}.ffn.value.weight"] = (width, inner)
-    return found
 
 
 def forward(weights: Weights, ids: Tensor) -> Tensor:

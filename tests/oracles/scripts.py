@@ -14,11 +14,7 @@ from oracles.vim import double_weights, parts
 def rows(mixer: nn.Module, hidden: Tensor, query: int, script: str) -> Tensor:
     """The query's row of every channel (D, L), for what enters the mixer (L, E).
 
-    Args:
-        mixer: reads in one direction.
-        hidden: what enters it.
-        query: the token asked.
-        script: ``"s6"``, that of the hidden-attention paper, or ``"unified"``.
+    ``script`` is ``"s6"``, that of the hidden-attention paper, or ``"unified"``.
     """
     found = parts(double_weights(mixer), hidden[None])
     dt, b, c, a = found.dt[0], found.b[0], found.c[0], found.a

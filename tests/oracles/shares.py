@@ -59,13 +59,8 @@ def divided(
 ) -> Shares:  # fmt: skip
     """The relevance of what enters by a rule.
 
-    Args:
-        factors: with their graphs from ``entering``.
-        outer: what the mixer returns, (B, L, E), of the factors.
-        entering: (B, L, E), a leaf.
-        seed: the output is the sum of what the mixer returns times this.
-        rule: its name.
-        mask: True for real tokens (B, L). Default: None, all are.
+    ``outer`` makes the mixer's output (B, L, E) of the factors, whose graphs begin at ``entering``.
+    The number explained is the sum of that output times ``seed``.
     """
     shares = DIVIDED[rule]
     values = {name: x.detach() for name, (x, _) in factors.items()}

@@ -100,11 +100,8 @@ def written_out(model, cut):
 
 def number_of(model, inputs, target):
     logits = model(**inputs).logits
-    return (
-        logits[:, target].sum()
-        if isinstance(target, int)
-        else logits[:, target[0], target[1]].sum()
-    )
+    place = (target,) if isinstance(target, int) else target
+    return logits[(slice(None), *place)].sum()
 
 
 def chefer(model, inputs, target, form):

@@ -18,30 +18,6 @@ from oracles import Parts, alpha, chosen, mamba1_parts, scanned_backwards
 Weights = dict[str, Tensor]
 
 
-def released_shapes(width: int, depth: int = 24) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the released checkpoints, of patches of 16 in images of 224."""
-    inner, rank, state = 2 * width, width // 16, 16
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, width), "pos_embed": (1, 197, width),
-        "patch_embed.proj.weight": (width, 3, 16, 16), "patch_embed.proj.bias": (width,),
-        "head.weight": (1000, width), "head.bias": (1000,), "norm_f.weight": (width,),
-    }  # fmt: skip
-    for layer in range(depth):
-        shapes[f"layers.{layer}.norm.weight"] = (width,)
-        mixer = f"layers.{layer}.mixer"
-        shapes[f"{mixer}.in_proj.weight"] = (2 * inner, width)
-        shapes[f"{mixer}.out_proj.weight"] = (width, inner)
-        shapes[f"{mixer}.A_log"] = shapes[f"{mixer}.A_b_log"] = (inner, state)
-        for end in ("", "_b"):
-            shapes[f"{mixer}.D{end}"] = (inner,)
-            shapes[f"{mixer}.conv1d{end}.weight"] = (inner, 1, 4)
-            shapes[f"{mixer}.conv1d{end}.bias"] = (inner,)
-            shapes[f"{mixer}.x_proj{end}.weight"] = (rank + 2 * state, inner)
-            shapes[f"{mixer}.dt_proj{end}.weight"] = (inner, rank)
-            shapes[f"{mixer}.dt_proj{end}.bias"] = (inner,)
-    return shapes
-
-
 @torch.no_grad()
 def randomise(module: nn.Module) -> Any:
     """Every parameter random: nothing is zero, one, or the same in both directions."""

@@ -90,14 +90,9 @@ def orders(size: tuple[int, int], kind: str) -> list[list[int]]:
 class Mixer:
     """A mixer at one example: its matrices before the norm, and what they lead to.
 
-    Args:
-        w: its weights, in float64.
-        hidden: (L, E).
-        size: height and width of the map.
-        kind: which orders the scans have.
-        gate: ``"act"``, ``"plain"`` or ``"none"``.
-        act: name of the activation.
-        out_act: whether a GELU follows the norm.
+    ``w`` are float64 weights, ``hidden`` is (L, E), ``size`` the map's height and width, ``kind``
+    the order of the scans, ``gate`` one of ``"act"``, ``"plain"`` and ``"none"``. If ``out_act``, a
+    GELU follows the norm.
     """
 
     def __init__(

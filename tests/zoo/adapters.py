@@ -39,19 +39,13 @@ def mamba2_simple(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(mixer, torch.randn(2, 9, 8))
 
 
-def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
-    options = {"num_heads": 2, "head_dim": 6, "output_gate_activation": "sigmoid"}
-    layer = fla_cpu.install(patch).layer("GatedDeltaNet", hidden_size=16, **options)
-    return architectures.Case(layer, torch.randn(2, 9, 16))
-
-
 def caduceus(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
     small = {"d_model": 6, "n_layer": 2, "vocab_size": 16, "d_state": 3}
     return architectures.language(vim_oracle.randomise(Caduceus(**small | options)))
 
 
 def hyenadna(patch: pytest.MonkeyPatch) -> architectures.Case:
-    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5)
+    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5, order=3)
     return architectures.language(randomise(model))
 
 
@@ -62,29 +56,10 @@ def striped_hyena(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.language(randomise(model))
 
 
-def mamba_ssm_attention(patch: pytest.MonkeyPatch) -> architectures.Case:
-    """Beside a layer of Mamba, with a convolution."""
-    package = mamba_ssm_cpu.install(patch, causal_conv1d=False)
-    return architectures.language(randomise(package.make_hybrid(d_conv=3)))
-
-
-def xlstm_large(patch: pytest.MonkeyPatch) -> architectures.Case:
-    return architectures.language(xlstm_cpu.large())
-
-
-def xlstm_blocks(patch: pytest.MonkeyPatch) -> architectures.Case:
-    """Those of mLSTM and of sLSTM."""
-    return architectures.language(xlstm_cpu.blocks())
-
-
 def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
     """A layer of flash-linear-attention of which it has no model."""
     layer = fla_cpu.install(patch).layer(name, hidden_size=16, num_heads=2, **options)
     return architectures.Case(layer, torch.randn(2, 9, 16))
-
-
-def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(short_conv.make_model(family))
 
 
 def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
@@ -111,12 +86,17 @@ ADAPTERS: dict[str, architectures.Make] = {
     ),
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
-    "mamba_ssm attention": mamba_ssm_attention,
-    "xlstm large": xlstm_large,
-    "xlstm blocks": xlstm_blocks,
-    "gated delta net with a sigmoid": of_sigmoids,
+    # beside a layer of Mamba, with a convolution
+    "mamba_ssm attention": lambda patch: architectures.language(
+        randomise(mamba_ssm_cpu.install(patch, causal_conv1d=False).make_hybrid(d_conv=3))
+    ),
+    "xlstm large": lambda _: architectures.language(xlstm_cpu.large()),
+    "xlstm blocks": lambda _: architectures.language(xlstm_cpu.blocks()),
+    "gated delta net with a sigmoid": partial(
+        of_fla, name="GatedDeltaNet", head_dim=6, output_gate_activation="sigmoid"
+    ),
     "caduceus of both strands": caduceus,
-    "caduceus of one strand": partial(caduceus, rcps=False),
+    "caduceus of one strand": partial(caduceus, rcps=False, bias=True, conv_bias=False, d_conv=2),
     "hyenadna": hyenadna,
     "striped hyena": striped_hyena,
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
@@ -139,5 +119,6 @@ ADAPTERS: dict[str, architectures.Make] = {
     "deeptab": partial(of_mambapy, family="deeptab"),
     "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
     **dict.fromkeys(MIXED_BEFORE, partial(networks.of_delta, family="qwen4_exp", **delta.N_GRAMS)),
-    **{name: partial(of_short_convolutions, family=name) for name in ("lfm2_moe", "lfm3")},
+    "lfm2_moe": lambda _: architectures.language(short_conv.make_model("lfm2_moe")),
+    "lfm3": lambda _: architectures.language(short_conv.make_model("lfm3")),
 }

@@ -52,16 +52,8 @@ def mamba(_: pytest.MonkeyPatch) -> Case:
     return language(transformers_model("mamba"))
 
 
-def falcon_mamba(_: pytest.MonkeyPatch) -> Case:
-    return language(transformers_model("falcon_mamba"))
-
-
 def mamba2(_: pytest.MonkeyPatch) -> Case:
     return language(mamba2_models.make_model("mamba2"))
-
-
-def bamba(_: pytest.MonkeyPatch) -> Case:
-    return language(mamba2_models.make_model("bamba"))
 
 
 def jamba(_: pytest.MonkeyPatch) -> Case:
@@ -90,23 +82,16 @@ def minimax(_: pytest.MonkeyPatch) -> Case:
     return language(model)
 
 
-def lfm2(_: pytest.MonkeyPatch) -> Case:
-    return language(short_conv.make_model("lfm2", num_key_value_heads=1))
-
-
-def gpt_neox(_: pytest.MonkeyPatch) -> Case:
-    return language(attention.attention_model("gpt_neox"), silent=True)
-
-
 def vit(_: pytest.MonkeyPatch) -> Case:
     return pictures(attention.attention_model("vit"), (12, 12), silent=True)
 
 
-def vim(_: pytest.MonkeyPatch) -> Case:
-    model = VisionMamba(
-        img_size=(12, 20), patch_size=4, depth=2, embed_dim=6, num_classes=5, d_state=3
-    )
-    return pictures(vim_oracle.randomise(model), (12, 20))
+def vim(_: pytest.MonkeyPatch, **options: Any) -> Case:
+    small = {
+        "img_size": (12, 20), "patch_size": 4, "depth": 2, "embed_dim": 6, "num_classes": 5,
+        "d_state": 3,
+    }  # fmt: skip
+    return pictures(vim_oracle.randomise(VisionMamba(**small | options)), (12, 20))
 
 
 def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> Case:
@@ -114,32 +99,30 @@ def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> Case:
     return language(randomise(package.make_lm(6)))
 
 
-def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> Case:
+def of_mamba_ssm(monkeypatch: pytest.MonkeyPatch, width: int, **options: Any) -> Case:
     package = mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
-    return language(randomise(package.make_lm(6)))
-
-
-def mamba2_ssm(monkeypatch: pytest.MonkeyPatch) -> Case:
-    package = mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
-    return language(randomise(package.make_lm(8, ssm_cfg={"layer": "Mamba2"})))
-
-
-def gla(monkeypatch: pytest.MonkeyPatch) -> Case:
-    package = fla_cpu.install(monkeypatch)
-    return language(package.model("GLA", num_heads=2, norm_eps=0.05))
+    return language(randomise(package.make_lm(width, **options)))
 
 
 Make = Callable[[pytest.MonkeyPatch], Case]
 
 TRANSFORMERS: dict[str, Make] = {
-    make.__name__: make
-    for make in (
-        mamba, falcon_mamba, mamba2, jamba, bamba, recurrent_gemma, rwkv, qwen3_next, minimax, lfm2,
-        gpt_neox, vit,
-    )
-}  # fmt: skip
-ZOO: dict[str, Make] = TRANSFORMERS | {
-    make.__name__: make for make in (vim, mamba_ssm, mamba_ssm_fused, mamba2_ssm, gla)
+    **{
+        make.__name__: make
+        for make in (mamba, mamba2, jamba, recurrent_gemma, rwkv, qwen3_next, minimax, vit)
+    },
+    "falcon_mamba": lambda _: language(transformers_model("falcon_mamba")),
+    "bamba": lambda _: language(mamba2_models.make_model("bamba")),
+    "lfm2": lambda _: language(short_conv.make_model("lfm2", num_key_value_heads=1)),
+    "gpt_neox": lambda _: language(attention.attention_model("gpt_neox"), silent=True),
+}
+ZOO: dict[str, Make] = {
+    **TRANSFORMERS,
+    "vim": vim,
+    "mamba_ssm": mamba_ssm,
+    "mamba_ssm_fused": lambda patch: of_mamba_ssm(patch, 6),
+    "mamba2_ssm": lambda patch: of_mamba_ssm(patch, 8, ssm_cfg={"layer": "Mamba2"}),
+    "gla": lambda patch: language(fla_cpu.install(patch).model("GLA", num_heads=2, norm_eps=0.05)),
 }
 
 

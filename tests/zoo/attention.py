@@ -38,14 +38,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 3, "mamba_dt_rank": 2,
     }),
     "zamba": ("ZambaForCausalLM", "ZambaConfig", {
-        **_GROUPED,
-        "num_hidden_layers": 5,
-        "layers_block_type": [
-            "linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention",
-        ],
-        "mamba_d_state": 3,
-        "mamba_dt_rank": 2,
+        **_GROUPED, "num_hidden_layers": 5, "mamba_d_state": 3, "mamba_dt_rank": 2,
         "n_mamba_heads": 2,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
     }),
     "zamba2": ("Zamba2ForCausalLM", "Zamba2Config", {
         **_BASE, "num_hidden_layers": 4,

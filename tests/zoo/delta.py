@@ -61,55 +61,33 @@ _STREAMS: dict[str, Any] = {
 }  # fmt: skip
 #: By model: mixer class, model class, config class and options.
 _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "qwen3_next": (
-        "Qwen3NextGatedDeltaNet",
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        {**GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0},
-    ),
-    "qwen3_5": (
-        "Qwen3_5GatedDeltaNet",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        {**GROUPED, **_WIDE, "head_dim": 8},
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeGatedDeltaNet",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeTextConfig",
-        {**GROUPED, **EXPERTS, "head_dim": 8},
-    ),
-    "olmo_hybrid": (
-        "OlmoHybridGatedDeltaNet",
-        "OlmoHybridForCausalLM",
-        "OlmoHybridConfig",
-        {**GROUPED, **_WIDE, "linear_allow_neg_eigval": True},
-    ),
-    "kimi_linear": (
-        "KimiLinearDeltaAttention",
-        "KimiLinearForCausalLM",
-        "KimiLinearConfig",
-        {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
-    ),
-    "qwen4_exp": (
-        "Qwen4ExpTextGatedDeltaNet",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpTextConfig",
-        {**GROUPED, **EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
-    ),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", "Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        **GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0,
+    }),
+    "qwen3_5": ("Qwen3_5GatedDeltaNet", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {
+        **GROUPED, **_WIDE, "head_dim": 8,
+    }),
+    "qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {
+        **GROUPED, **EXPERTS, "head_dim": 8,
+    }),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", "OlmoHybridForCausalLM", "OlmoHybridConfig", {
+        **GROUPED, **_WIDE, "linear_allow_neg_eigval": True,
+    }),
+    "kimi_linear": ("KimiLinearDeltaAttention", "KimiLinearForCausalLM", "KimiLinearConfig", {
+        **_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3,
+    }),
+    "qwen4_exp": ("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", {
+        **GROUPED, **EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid",
+    }),
     "bailing_hybrid": (
-        "BailingHybridDeltaAttention",
-        "BailingHybridForCausalLM",
-        "BailingHybridConfig",
+        "BailingHybridDeltaAttention", "BailingHybridForCausalLM", "BailingHybridConfig",
         {**LATENT_EXPERTS, "num_key_value_heads": None},
     ),
     "glm5_next": (
-        "Glm5NextTextLinearAttention",
-        "Glm5NextForConditionalGeneration",
-        "Glm5NextTextConfig",
+        "Glm5NextTextLinearAttention", "Glm5NextForConditionalGeneration", "Glm5NextTextConfig",
         {**LATENT_EXPERTS, **INDEXED},
     ),
-}
+}  # fmt: skip
 #: What a model's configuration calls options of its delta rule otherwise.
 _OWN_NAMES = {
     "bailing_hybrid": {

@@ -279,19 +279,6 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     def head_first(*tensors: Tensor) -> list[Tensor]:
         return [t.transpose(1, 2) for t in tensors]
 
-    def run_retention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return retention(*head_first(q, k, v)).transpose(1, 2), None
-
-    def run_gla(
-        q: Tensor, k: Tensor, v: Tensor, g: Any = None, gk: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        return gla(q, k, v, g if gk is None else gk)
-
-    def run_rwkv6(
-        r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        return rwkv6(*head_first(r, k, v, w), u, scale)[0].transpose(1, 2), None
-
     def run_delta(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool, **_: Any
     ) -> tuple[Tensor, None]:
@@ -338,9 +325,6 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         wanted = {name: options[name] for name in ("scale", "normalize") if name in options}
         return linear(q, k, v, **wanted)[0], None
 
-    def run_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return simple_gla(q, k, v, g)[0], None
-
     def lightnet(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
         total = k.float().logcumsumexp(1)
         before = torch.cat([total[:, :1], total[:, :-1]], 1)
@@ -349,33 +333,30 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     def run_lightnet(**tensors: Any) -> tuple[Tensor, tuple[None, None]]:
         return one_by_one(lightnet)(**tensors)[0], (None, None)
 
-    def run_gsa(
-        q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        return gsa(q, k, v, s, g, scale)
-
-    def run_based(q: Tensor, k: Tensor, v: Tensor, scale: float, use_norm: bool) -> Tensor:
-        return based(*head_first(q, k, v), scale, use_norm).transpose(1, 2)
-
-    def run_hgrn(x: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return hgrn(x, g)
-
-    op("multiscale_retention", "retention", run_retention)
-    op("hgrn", "hgrn", run_hgrn)
-    op("gla", "gla", run_gla)
-    op("hgrn2", "gla", run_gla)
-    op("rwkv6", "rwkv6", run_rwkv6)
+    op("multiscale_retention", "retention", lambda q, k, v, **_: (
+        retention(*head_first(q, k, v)).transpose(1, 2), None
+    ))  # fmt: skip
+    op("hgrn", "hgrn", lambda x, g, **_: hgrn(x, g))
+    for layer in ("gla", "hgrn2"):
+        op(layer, "gla", lambda q, k, v, g=None, gk=None, **_: (
+            gla(q, k, v, g if gk is None else gk)
+        ))  # fmt: skip
+    op("rwkv6", "rwkv6", lambda r, k, v, w, u, scale, **_: (
+        rwkv6(*head_first(r, k, v, w), u, scale)[0].transpose(1, 2), None
+    ))  # fmt: skip
     op("rwkv7", "rwkv7", run_rwkv7)
     op("delta_net", "delta_rule", run_delta)
     op("gated_deltanet", "gated_delta_rule", run_gated_delta)
     op("kda", "kda", run_kda)
     for layer in ("linear_attn", "based"):
         op(layer, "linear_attn", run_linear)
-    op("simple_gla", "simple_gla", run_simple_gla)
+    op("simple_gla", "simple_gla", lambda q, k, v, g, **_: (simple_gla(q, k, v, g)[0], None))
     for form in ("chunk", "fused_recurrent"):
         patch.setattr(layers["lightnet"], f"{form}_lightnet", run_lightnet)
-    op("gsa", "gsa", run_gsa)
-    op("based", "based", run_based)
+    op("gsa", "gsa", lambda q, k, v, s, g, scale, **_: gsa(q, k, v, s, g, scale))
+    op("based", "based", lambda q, k, v, scale, use_norm: (
+        based(*head_first(q, k, v), scale, use_norm).transpose(1, 2)
+    ))  # fmt: skip
 
 
 def packed_scan(cu_seqlens: Tensor | None, **operands: Any) -> Tensor:

@@ -21,12 +21,8 @@ def word_tokenizer(chat: bool = False) -> Any:
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        bos_token="<s>",
-        unk_token="<unk>",
-        chat_template=CHAT if chat else None,
-    )
+    own = {"bos_token": "<s>", "unk_token": "<unk>", "chat_template": CHAT if chat else None}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **own)
 
 
 def piece_tokenizer() -> Any:

@@ -23,11 +23,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "head_dim": 4, "n_groups": 2, "state_size": 5, "chunk_size": 8,
         "layer_norm_epsilon": EPS,
     }),
-    "bamba": (
-        "BambaForCausalLM",
-        "BambaConfig",
-        {**_SMALL, **_SSM, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    ),
+    "bamba": ("BambaForCausalLM", "BambaConfig", {
+        **_SMALL, **_SSM, "num_hidden_layers": 3, "attn_layer_indices": [1],
+    }),
     "zamba2": ("Zamba2ForCausalLM", "Zamba2Config", {
         **{k: v for k, v in _SMALL.items() if k != "num_key_value_heads"},
         "num_hidden_layers": 3,
@@ -36,18 +34,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_mem_blocks": 1, "chunk_size": 8, "time_step_min": 0.3,
     }),
     "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {
-        **_SMALL,
-        **_SSM,
-        "num_hidden_layers": 2,
-        "mamba_d_ssm": 24,
-        "mamba_rms_norm": True,
-        "mamba_norm_before_gate": True,
-        "ssm_in_multiplier": 1.4,
-        "ssm_out_multiplier": 0.6,
+        **_SMALL, **_SSM, "num_hidden_layers": 2, "mamba_d_ssm": 24, "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True, "ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6,
         "ssm_multipliers": [0.75, 1.25, 0.5, 1.125, 0.875],  # exact in bfloat16 too
-        "attention_in_multiplier": 1.2,
-        "attention_out_multiplier": 0.5,
-        "mamba_chunk_size": 8,
+        "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.5, "mamba_chunk_size": 8,
     }),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", {
         **_SMALL, **_SSM,

@@ -106,10 +106,7 @@ def install(
 ) -> MambaSSM:
     """Make mamba_ssm importable and runnable on the CPU until ``monkeypatch`` is undone.
 
-    Args:
-        monkeypatch: undoes it.
-        causal_conv1d: whether it is as if that package were installed.
-        interpreted: whether the Triton kernels stay, for Triton's interpreter. Default: False.
+    If ``interpreted``, the Triton kernels stay, for Triton's interpreter.
     """
     if importlib.util.find_spec("mamba_ssm") is None:
         pytest.skip(SKIP_REASON)

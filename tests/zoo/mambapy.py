@@ -48,20 +48,13 @@ def mamba2(patch: pytest.MonkeyPatch, **options: Any) -> Any:
 
 def jamba(patch: pytest.MonkeyPatch, **options: Any) -> Any:
     package = module("jamba", patch)
+    # an epsilon of norms of few features that does not blow rounding errors up
     small = {
-        "d_model": 8,
-        "n_layers": 2,
-        "mlp_size": 12,
-        "d_state": 3,
-        "vocab_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "rms_norm_eps": 0.05,  # norms of few features that do not blow rounding errors up
-    }
+        "d_model": 8, "n_layers": 2, "mlp_size": 12, "d_state": 3, "vocab_size": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1,
+        "num_experts_per_tok": 1, "attn_layer_offset": 1, "attn_layer_period": 2,
+        "rms_norm_eps": 0.05,
+    }  # fmt: skip
     return randomise(package.JambaLM(package.JambaLMConfig(**small | options)))
 
 

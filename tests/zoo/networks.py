@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from oracles import rwkv7 as rwkv7_oracle
-from oracles import vim as vim_oracle
 from oracles import vmamba as vmamba_oracle
 from torch import Tensor, nn
 
-from captum_ssm.models import RWKV7, VisionMamba, VMamba
+from captum_ssm.models import RWKV7, VMamba
 from zoo import architectures, attention, delta, fla_cpu, mamba2
 from zoo.mamba import randomise
 
@@ -45,14 +44,6 @@ def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
     model = VMamba(**{"dims": 6, "num_classes": 5, "d_state": 2} | options)
     size = (16, 24)
     return architectures.pictures(vmamba_oracle.randomise(model), size)
-
-
-def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
-    small = {
-        "img_size": (12, 20), "patch_size": 4, "depth": 2, "embed_dim": 6, "num_classes": 5,
-        "d_state": 3,
-    }  # fmt: skip
-    return architectures.pictures(vim_oracle.randomise(VisionMamba(**small | options)), (12, 20))
 
 
 def fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
@@ -95,7 +86,7 @@ NETWORKS: dict[str, Make] = (
     | {family: partial(mamba2_family, family=family) for family in mamba2.FAMILIES}
     | {f"{f} with attention": partial(transformer, family=f) for f in _ATTENTION}
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
-    | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
+    | {f"vim, {form}": partial(architectures.vim, **options) for form, options in _VIM.items()}
     | {f"vmamba {form}": partial(vmamba, **options) for form, options in _VMAMBA.items()}
     | {family: partial(of_delta, family=family) for family in ("olmo_hybrid", "kimi_linear")}
     | {"rwkv7": rwkv7, "xlstm": xlstm}
@@ -107,14 +98,6 @@ STRAIGHT_IN = (
     *("minimax", "lfm2", "gpt_neox", "mamba_ssm", "mamba2_ssm", "gla", "llama with attention"),
     *("falcon_h1", "granitemoehybrid", "nemotron_h", "xlstm", "olmo_hybrid", "kimi_linear"),
     *("fla RetNet", "fla HGRN", "fla HGRN2", "fla DeltaNet", "fla GatedDeltaNet"),
-)
-#: Models in which padding has no influence on other tokens.
-MASKED = (
-    *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "gpt_neox"),
-    *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
-    *("llama with attention", "mistral with attention", "kimi_linear"),
-    *("olmo_hybrid", "fla RetNet", "fla HGRN2", "gla", "fla DeltaNet", "fla GatedDeltaNet"),
-    "fla RWKV7",
 )
 
 

@@ -15,12 +15,9 @@ from zoo import mamba_ssm_cpu
 def timm() -> Any:
     """The package; torchvision names operators that a CPU build lacks when it is imported."""
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in {
-        "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    }.items():
+    for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            library.define(name + schema)
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
     return pytest.importorskip("timm", reason="timm needs torchvision, see CONTRIBUTING.md")
 

@@ -68,14 +68,8 @@ def vision_language_model(
     stem, text, tower = _MODELS[family]
     own = family.removesuffix("_vl")  # where the mixers of the text are
     without_kernels(importlib.import_module(f"transformers.models.{own}.modeling_{own}"), patch)
-    config = named(f"{stem}Config")(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=IMAGE,
-        projector_hidden_size=14,
-        num_labels=3,
-        pad_token_id=0,
-    )
+    own = {"image_token_id": IMAGE, "projector_hidden_size": 14, "num_labels": 3, "pad_token_id": 0}
+    config = named(f"{stem}Config")(text_config=text, vision_config=tower, **own)
     if "experts_implementation" in text:
         config.text_config._experts_implementation = "eager"
     return randomise(named(stem + head)(config).double())
@@ -158,11 +152,7 @@ def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Picture
 
 
 class TowerForClassification(nn.Module):
-    """Classes of images, by the mean of what a tower makes of their patches.
-
-    Args:
-        family: of the tower.
-    """
+    """Classes of images, by the mean of what a tower makes of their patches."""
 
     def __init__(self, family: str) -> None:
         super().__init__()

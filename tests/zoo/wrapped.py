@@ -359,12 +359,8 @@ class Branches(nn.Module):
 class Network(nn.Module):
     """Embeddings, blocks, a norm, tokens that are read, a head.
 
-    Args:
-        blocks: the blocks.
-        norms: the norm at the end.
-        reads: ``"all"`` tokens, the ``"last"`` one, their ``"mean"``, or the one at a position.
-        positions: whether embeddings of positions are added.
-        virtual: how many tokens of its own the network puts in front.
+    ``reads`` names tokens (``"all"``, ``"last"`` or their ``"mean"``) or gives a position;
+    ``virtual`` counts the tokens that the network puts in front.
     """
 
     def __init__(

@@ -21,8 +21,9 @@ from zoo.mamba import randomise
 SKIP_REASON = "the package xlstm is not installed, see CONTRIBUTING.md"
 _CONFIGURATION = "transformers.models.xlstm.configuration_xlstm"
 _MODELING = "transformers.models.xlstm.modeling_xlstm"
-#: Kernels that are torch functions.
-_NATIVE = {
+#: Of small models, whose kernels are torch functions.
+_SMALL = {
+    "vocab_size": 19, "num_heads": 2, "ffn_round_up_to_multiple_of": 8, "norm_eps": 0.05,
     "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native",
     "step_kernel": "native", "mode": "inference", "chunk_size": 16,
 }  # fmt: skip
@@ -67,11 +68,8 @@ def transformers_module() -> ModuleType:
 def of_transformers(**options: Any) -> Any:
     """transformers' language model of the package's layers."""
     module = transformers_module()
-    small = {
-        "vocab_size": 19, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2,
-        "ffn_round_up_to_multiple_of": 8, "norm_eps": 0.05,
-    }  # fmt: skip
-    config = module.xLSTMConfig(**small | _NATIVE | options)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2}
+    config = module.xLSTMConfig(**_SMALL | sizes | options)
     return randomise(module.xLSTMForCausalLM(config))
 
 
@@ -79,11 +77,8 @@ def large(**options: Any) -> Any:
     """xLSTMLarge."""
     package()
     model = importlib.import_module("xlstm.xlstm_large")
-    small = {
-        "embedding_dim": 16, "num_heads": 2, "num_blocks": 2, "vocab_size": 19,
-        "ffn_round_up_to_multiple_of": 8, "norm_eps": 0.05,
-    }  # fmt: skip
-    return randomise(model.xLSTMLarge(model.xLSTMLargeConfig(**small | _NATIVE | options)))
+    sizes = {"embedding_dim": 16, "num_blocks": 2}
+    return randomise(model.xLSTMLarge(model.xLSTMLargeConfig(**_SMALL | sizes | options)))
 
 
 def blocks(slstm_at: tuple[int, ...] = (1,), bias: bool = False, **options: Any) -> Any:

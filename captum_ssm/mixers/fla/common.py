@@ -6,6 +6,7 @@ stay where they are: padded values are silenced, and the state does not decay ov
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ from ..parts.common import (
 def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
     """The sequence entering a layer in its working dtype, and the mask of real tokens."""
     call.refuse_cache("past_key_values", position=2)
-    refuse_packed(call)
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
     return hidden, padding_mask(call.argument("attention_mask", 1), hidden)

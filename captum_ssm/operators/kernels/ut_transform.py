@@ -20,7 +20,7 @@ system gives w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
     for chunks of DeltaNet; Peng et al., RWKV-7 Goose with Expressive Dynamic State Evolution, 2025,
     for two keys.  Inverses are taken by halves: Higham, Accuracy and Stability of Numerical
     Algorithms, 2nd ed., 2002, chapter 14.
-:naive version: ``token_loops.delta_rule``, ``kernels.unit_lower_inverse``
+:naive version: ``token_loops.delta_rule``
 """
 
 from __future__ import annotations

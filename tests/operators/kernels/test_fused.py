@@ -37,39 +37,26 @@ BINARY = {"BINARY": fused_scan.BINARY}
 DELTA = {**BINARY, "DECAYING": True, "AHEAD": 4, "BLOCK": 16, "STATES": 128}
 #: Each kernel, what it is made for, its flag, and the tensors that are no values.
 KERNELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, tuple[str, ...]]] = {
-    "scan": (
-        fused_scan.compiled,
-        {**BINARY, "T": 32, "BLOCK": 4, "STATES": 16},
-        "TRANSPOSED",
-        ("dt", "a", "key", "read"),
-    ),
+    "scan": (fused_scan.compiled, {**BINARY, "T": 32, "BLOCK": 4, "STATES": 16}, "TRANSPOSED",
+             ("dt", "a", "key", "read")),
     "gradients": (
-        fused_scan.compiled_gradients,
-        {**BINARY, "T": 16, "BLOCK": 16, "STATES": 16},
-        "BACK",
+        fused_scan.compiled_gradients, {**BINARY, "T": 16, "BLOCK": 16, "STATES": 16}, "BACK",
         ("dt", "a", "b", "c", "kept", "of_dt", "of_shared"),
     ),
     "fading": (fused_fading.compiled, {"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
     "taps": (fused_taps.compiled, {"TAPS": 4, "T": 16, "BLOCK": 64}, "TRANSPOSED", ("weight",)),
     "heads": (
-        fused_heads.compiled,
-        {**BINARY, "SCALED": True, "T": 16, "BLOCK": 32, "STATES": 128},
-        "TRANSPOSED",
-        ("read", "key", "decay", "scale"),
+        fused_heads.compiled, {**BINARY, "SCALED": True, "T": 16, "BLOCK": 32, "STATES": 128},
+        "TRANSPOSED", ("read", "key", "decay", "scale"),
     ),
-    "delta": (
-        fused_delta.compiled,
-        {**DELTA, "ERASING": False, "APART": False},
-        "TRANSPOSED",
-        ("query", "key", "beta", "decay", "erase", "steps"),
-    ),
-    "delta of two keys": (
-        fused_delta.compiled,
-        {**DELTA, "ERASING": True, "APART": True},
-        "TRANSPOSED",
-        ("query", "key", "beta", "decay", "erase", "steps"),
-    ),
-}
+    **{
+        name: (
+            fused_delta.compiled, {**DELTA, "ERASING": two, "APART": two}, "TRANSPOSED",
+            ("query", "key", "beta", "decay", "erase", "steps"),
+        )
+        for name, two in (("delta", False), ("delta of two keys", True))
+    },
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -130,18 +117,10 @@ def rule(states: int, tokens: int = 40, *, by_channel: bool = False) -> DeltaRul
     return DeltaRule(query, key, beta, -logs.abs(), 1, erase=erase, erase_step=logs.abs())
 
 
-@pytest.mark.parametrize(
-    ("make", "each"),
-    [
-        (lambda: scan(4), 4),
-        (conv, 4),
-        (recurrence, 1),
-        (lambda: heads(4), 8),
-        (lambda: rule(4), 12),
-        (lambda: rule(4, by_channel=True), 16),
-    ],
-    ids=["scan", "conv", "recurrence", "heads", "delta", "delta of two keys"],
-)
+@pytest.mark.parametrize(("make", "each"), [
+    (lambda: scan(4), 4), (conv, 4), (recurrence, 1), (lambda: heads(4), 8), (lambda: rule(4), 12),
+    (lambda: rule(4, by_channel=True), 16),
+], ids=["scan", "conv", "recurrence", "heads", "delta", "delta of two keys"])  # fmt: skip
 def test_on_a_device_it_is_one_launch(make: Callable[[], Operator], each: int) -> None:
     """What is read and written are coefficients and values, and what is computed all the same.
 

@@ -19,10 +19,11 @@ from captum_ssm.operators.kernels.arithmetic import (
     fading_log_sums_at_once,
 )
 from captum_ssm.operators.kernels.odd_even import FadingSteps
-from captum_ssm.operators.kernels.pivot_strip import from_pivot
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
+from captum_ssm.operators.readings.selection import selection_factors
+from captum_ssm.operators.readings.states import terms_of
 from captum_ssm.operators.recurrences import selective_scan
 
 # for any draw, of sums over up to 1024 tokens; typical is 3e-7
@@ -147,20 +148,6 @@ def test_what_is_forgotten(
     assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
 
 
-@pytest.mark.parametrize("multiply", [False, True])
-@pytest.mark.parametrize("tokens, at", [(1, 0), (2, 0), (2, 1), (70, 0), (70, 35), (97, 96)])
-def test_sums_and_products_from_a_token(multiply: bool, tokens: int, at: int) -> None:
-    steps = torch.rand(2, tokens, 3)
-    kept = steps.clone()
-    found = from_pivot(steps, at, product=multiply)
-    assert found.dtype == torch.float64
-    combine = torch.prod if multiply else torch.sum
-    for t in range(tokens):
-        between = steps[:, min(t, at) + 1 : max(t, at) + 1].double()
-        torch.testing.assert_close(found[:, t], combine(between, 1), rtol=1e-13, atol=0)
-    assert torch.equal(steps, kept)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [(63,), (64,), (100, 95), (140,)])
 def test_bands_that_reach_further_back_than_a_pivot_lies(lags: tuple[int, ...]) -> None:
@@ -217,6 +204,21 @@ def test_the_ways_of_a_gpu(
     for transposed, wanted in ((False, scan.apply(v)), (True, scan.transpose(v))):
         for way in (selective_scan._by_products, selective_scan._by_reduction):
             assert relative_error(way(scan, v, transposed), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("step", [1e-30, 1e-6, 0.5, 0.6931, 0.6932, 1.0, 30.0, 1e4])
+def test_softplus_is_inverted_at_any_size(step: float) -> None:
+    """relu(log(e^dt - 1)) is the largest S_Delta that is not negative: log1p without overflow."""
+    dt = torch.tensor([[[0.0]], [[step]]])
+    one = torch.ones(2, 1, 1)
+    (terms,) = [terms_of(SelectiveScan(dt, -torch.ones(1, 1), one, one))]
+    assert terms is not None
+    factors = selection_factors(terms, [0], simplified=True)
+    assert factors is not None
+    exact = torch.tensor(step).double()
+    wanted = (exact + torch.log1p(-torch.exp(-exact))).relu()
+    assert factors.key[0] == 0
+    assert abs(float(factors.key[1]) - float(wanted)) <= 2e-7 * max(1.0, step)
 
 
 # --- WKV -----------------------------------------------------------------------------------------
