@@ -6,10 +6,9 @@ import pytest
 import torch
 from captum.attr import Attribution, FeatureAblation
 from torch import Tensor, nn
-from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
+from zoo.small import VOCABULARY, WIDTH, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
-from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import token_infidelity, token_sensitivity
 
 
@@ -144,39 +143,3 @@ def test_ids_are_replaced_by_those_allowed():
     assert replaced.sum(1).tolist() == [2] * 6 + [4] * 6
     assert not replaced[:6, :5].any()
     assert torch.equal(changed[~replaced], ids.repeat_interleave(6, 0)[~replaced])
-
-
-BAD = [
-    ({"inputs": torch.randn(1, 3, 4, 4)}, InputError, ["inputs", "captum.metrics"]),
-    ({"share": 0}, OptionError, ["share=0"]),
-    ({"samples": 0}, OptionError, ["samples=0"]),
-    ({"internal_batch_size": 1}, OptionError, ["internal_batch_size=1", "2"]),
-    ({"mask": torch.zeros(2, 6)}, InputError, ["mask", "without any token"]),
-]
-
-
-@pytest.mark.parametrize("measure", [token_infidelity, token_sensitivity])
-def test_errors(measure):
-    own = {"fill": 0} if measure is token_infidelity else {"replacements": torch.arange(4)}
-    for change, error, fragments in BAD:
-        given = {"inputs": token_ids(2, 6), "target": 1} | own | change
-        with pytest.raises(error) as caught:
-            measure(LatimFlow(classifier()), **given)
-        assert all(fragment in str(caught.value) for fragment in fragments)
-
-
-def test_errors_of_one_measure():
-    method, ids = LatimFlow(classifier()), token_ids(2, 6)
-    with pytest.raises(OptionError, match=r"fill=0\.5"):
-        token_infidelity(method, ids, 1, fill=0.5)
-    with pytest.raises(OptionError, match="fill"):
-        token_infidelity(method, ids, 1, fill=torch.tensor(0.5))
-    with pytest.raises(InputError, match="fill"):
-        token_infidelity(method, torch.randn(2, 6, WIDTH), 1, fill=torch.zeros(3))
-    with pytest.raises(InputError, match="per_token"):
-        options = {"per_token": True}
-        token_infidelity(method, torch.randn(2, 6, WIDTH), 1, fill=0.0, options=options)
-    with pytest.raises(OptionError, match="replacements"):
-        token_sensitivity(method, ids, 1)
-    with pytest.raises(OptionError, match="radius"):
-        token_sensitivity(method, torch.randn(2, 6, WIDTH), 1, radius=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.metrics import (
     Demonstration,
     amplify_prompt,
@@ -62,25 +61,3 @@ def test_prompt():
         "correct answer.\nAnswer: yes\n\nAnd this?\nThe key words: dull are crucial clues for "
         "predicting no as the correct answer.\nAnswer: no\n\nWhat of that?\nAnswer:"
     )
-
-
-BAD = [
-    (lambda: answers_found(["a"], [["a"]], "some"), OptionError, ["mode='some'", "'any'"]),
-    (lambda: answers_found(["a"], []), InputError, ["1 predictions", "0 examples"]),
-    (lambda: answers_found(["a"], ["a"]), InputError, ["answers", "list"]),
-    (lambda: span_relevance(torch.ones(1, 3), [(2, 2)]), InputError, ["(2, 2)", "3"]),
-    (lambda: span_relevance(torch.ones(1, 3), []), InputError, ["spans is empty"]),
-    (lambda: misclassification_confidence(torch.ones(2, 1), [0, 0]), InputError, ["(2, 1)"]),
-    (lambda: misclassification_confidence(torch.ones(2, 3), [0, 3]), TargetError, ["0 to 2"]),
-    (lambda: hardest_examples(torch.ones(2, 3), [0, 1], 3), InputError, ["count=3", "2 examples"]),
-    (lambda: key_words(["a"], torch.ones(2)), InputError, ["1 words", "2 numbers"]),
-    (lambda: key_words(["a"], torch.ones(1), 0), OptionError, ["count=0"]),
-    (lambda: amplify_prompt([], "q"), InputError, ["demonstrations"]),
-]
-
-
-def test_errors():
-    for call, error, fragments in BAD:
-        with pytest.raises(error) as caught:
-            call()
-        assert all(fragment in str(caught.value) for fragment in fragments)
