@@ -7,13 +7,7 @@ from typing import Any
 
 from browser.made import sentences
 from helpers.browser import Page
-from helpers.insights_examples import (
-    CLASSES,
-    Always,
-    numbers,
-    table,
-    table_model,
-)
+from helpers.insights_examples import CLASSES, Always, numbers, table, table_model
 
 from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation

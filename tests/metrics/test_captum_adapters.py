@@ -82,14 +82,7 @@ def test_padding_is_never_touched():
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, 6:] = 0
     token_infidelity(
-        Known(model),
-        ids,
-        0,
-        mask,
-        fill=0,
-        attributions=torch.randn(2, 8),
-        mask=mask,
-        share=1.0,
+        Known(model), ids, 0, mask, fill=0, attributions=torch.randn(2, 8), mask=mask, share=1.0
     )
     method = FeatureAblation(run)
     token_infidelity(method, ids, 0, mask, fill=0, mask=mask, attributions=torch.randn(2, 8))

@@ -102,8 +102,7 @@ def test_one_class_and_constant_scores():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(pearson, "pearsonr"), (spearman, "spearmanr"), (kendall, "kendalltau")],
+    ("ours", "theirs"), [(pearson, "pearsonr"), (spearman, "spearmanr"), (kendall, "kendalltau")]
 )
 def test_agreement_like_scipy(ours, theirs):
     stats = pytest.importorskip("scipy.stats")
