@@ -60,10 +60,24 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 
+#: The tree of pages as a folder of source code shows it.
+TREES: dict[str, str] = {}
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("html-page-context", share_tree, priority=400)  # before the theme asks for it
 
 
 def skip_aliases(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool:
     """Leave out what Python writes of a NamedTuple's fields; its docstring says what they are."""
     return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
+def share_tree(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Make the tree of pages once for a folder of source code: no page of it is in the tree."""
+    if page not in app.env.all_docs:
+        key, make = page.rpartition("/")[0], context["toctree"]
+        context["toctree"] = lambda **options: (
+            TREES.get(key) or TREES.setdefault(key, make(**options))
+        )

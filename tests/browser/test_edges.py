@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser.made import sentences
+from browser.made import HOSTILE, number, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import Edges, LatimFlow, knock_out, report
 
-HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
-WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
+MANY = [*HOSTILE[:2], "שלום", "", "<!--", *(f"w{i}" for i in range(60))]
+WORDS = MANY[:VOCABULARY]
 
 
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
@@ -42,9 +42,6 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     page.wait_for("document.querySelector('.result .error') !== null")
     assert "every target comes before its source" in page.text(".result")
     assert page.count(".result table") == 0
-
-
-MANY = [*HOSTILE, *(f"w{i}" for i in range(60))]
 
 
 def check_edges(page: Page, example: dict[str, Any]) -> None:
@@ -109,10 +106,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(mamba_lm(), token_ids(1, 7), [LatimFlow], tokens=words, graph=99, path=path)
 
 
-def number(text: str) -> float:
-    return float(text.replace("−", "-"))
-
-
 def check_parts(page: Page, made: Path, chosen: int) -> None:
     """The table holds the parts of a node, the strongest first, and they add up to it."""
     (example,) = read_page(made).facts["examples"]
@@ -172,7 +165,7 @@ def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path) -> None:
 def test_insights_follow_a_text_to_the_class_that_is_explained(shown: Any) -> None:
     """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
     ids = torch.tensor([[1, 0, 3, 5, 2]])
-    visualizer = sentences(ids.tolist(), MANY[:VOCABULARY])
+    visualizer = sentences(ids.tolist(), WORDS)
     page = shown(visualizer)
     page.click(".predicted button:nth-of-type(2)")
     page.settle()

@@ -65,35 +65,38 @@ def test_an_example_as_captum_insights_shows_it():
 
 
 @pytest.mark.slow
-def test_a_language_model_begins_with_the_method_that_is_recommended():
+def test_the_words_of_a_text():
+    """By the method that is recommended, by roles, and against another class by its name."""
     model, ids = mamba_lm(), token_ids(2, 6)
-    visualizer = prompts(model, ids)
+    visualizer, flow = prompts(model, ids), LatimFlow(model)
     assert visualizer.config.methods == [("LatimFlow", {"rule": "centred"})]
     assert visualizer.get_insights_config()["selected_method"] == "LatimFlow"
-    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
-        target = int(model(example).logits[0, -1].argmax())
-        wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
-        assert output.active_index == target and output.method == "LatimFlow, rule centred"
-        assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-        check_percents(output.feature_outputs[0].modified, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("word", "baselines"), [("0", 0.0), ("mean", "mean")])
-def test_the_words_of_a_text_by_role(word, baselines):
-    model, ids = mamba_lm(), token_ids(2, 6)
-    visualizer = prompts(model, ids)
-    chosen = {"rule": "centred", "baselines": word}
-    visualizer.config = FilterConfig("LatimFlow", chosen)
-    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
-        target = (-1, output.active_index)
-        found = LatimFlow(model).decompose(example, target, rule="centred", baselines=baselines)
-        end = max(float(x.abs().max()) for x in found.roles.values())
-        assert set(output.roles) == set(found.roles)
-        for role, percents in output.roles.items():
-            wanted = 100 * found.roles[role][0] / end
-            assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
-        check_percents(output.feature_outputs[0].modified, found.tokens[0])
+    best = model(ids).logits[:, -1].argmax(-1).tolist()
+    rival = next(k for k in range(VOCABULARY) if k not in best)
+    for given, options in (
+        ({}, {}),
+        ({"baselines": "0"}, {"baselines": 0.0}),
+        ({"baselines": "mean"}, {"baselines": "mean"}),
+        ({"contrast": f"w{rival}"}, {"contrast": (-1, rival)}),
+    ):
+        if given:
+            visualizer.config = FilterConfig("LatimFlow", {"rule": "centred", **given})
+        shown = [outputs for _, outputs in visualizer.search(visualizer.view, again=True).examples]
+        for example, label, (output,) in zip(ids.split(1), best, shown, strict=True):
+            assert output.active_index == label
+            target = (-1, label)
+            found = flow.decompose(example, target, rule="centred", **options)
+            assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
+            assert given or output.method == "LatimFlow, rule centred"
+            check_percents(output.feature_outputs[0].modified, found.tokens[0])
+            end = max(float(x.abs().max()) for x in found.roles.values())
+            assert set(output.roles) == set(found.roles)
+            for role, percents in output.roles.items():
+                wanted = 100 * found.roles[role][0] / end
+                assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
+    visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
+    with pytest.raises(OptionError, match="contrast='none such' is no class"):
+        visualizer.search(visualizer.view, again=True)
 
 
 def test_a_model_whose_output_is_no_class():
@@ -142,21 +145,6 @@ def test_several_methods_of_each_model_side_by_side():
         value = (gradient.abs(), gradient, gradient * batch.inputs[0])[output.method_index]
         wanted = (100 * value / value.norm()).tolist()
         assert output.feature_outputs[0].modified == pytest.approx(wanted, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_class_is_held_against_another_by_its_name():
-    model, ids = mamba_lm(), token_ids(1, 6)
-    visualizer = prompts(model, ids)
-    rival = (int(model(ids).logits[0, -1].argmax()) + 1) % VOCABULARY
-    visualizer.config = FilterConfig("LatimFlow", {"contrast": f"w{rival}"})
-    ((output,),) = visualizer.visualize()
-    target = (-1, output.active_index)
-    wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, rival))[0]
-    check_percents(output.feature_outputs[0].modified, wanted)
-    visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
-    with pytest.raises(OptionError, match="contrast='none such' is no class"):
-        visualizer.search(visualizer.view, again=True)
 
 
 def test_an_empty_dataset_shows_nothing():
