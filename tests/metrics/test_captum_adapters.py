@@ -6,9 +6,8 @@ import pytest
 import torch
 from captum.attr import Attribution, FeatureAblation
 from torch import Tensor, nn
-from zoo.small import VOCABULARY, WIDTH, mamba_lm, token_ids
+from zoo.small import VOCABULARY, WIDTH, token_ids
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.metrics import token_infidelity, token_sensitivity
 
 
@@ -25,13 +24,15 @@ class Bag(nn.Module):
 
 
 class Known(Attribution):
-    """The exact relevance of each token of a Bag, against the fill 0."""
+    """The exact relevance of each token or number of a Bag, against the fill 0."""
 
     def __init__(self, model: nn.Module, scale: float = 1.0) -> None:
         super().__init__(model)
         self.scale = scale
 
     def attribute(self, inputs, target=None, additional_forward_args=None):
+        if inputs.is_floating_point():
+            return self.scale * inputs * (torch.arange(inputs.shape[-1]) == target)
         table = self.forward_func.table.detach()
         return self.scale * (table[inputs, target] - table[0, target])
 
@@ -39,36 +40,14 @@ class Known(Attribution):
 @pytest.mark.parametrize("share", [0.01, 1.0])
 def test_exact_relevance_has_no_infidelity(share):
     model, ids = Bag(), token_ids(3, 9)
-    exact = token_infidelity(Known(model), ids, 1, fill=0, share=share)
-    assert exact.shape == (3,) and float(exact.max()) < 1e-20
-    scaled = Known(model, 3.0)
-    assert float(token_infidelity(scaled, ids, 1, fill=0, share=share).max()) > 1e-3
-    normal = token_infidelity(scaled, ids, 1, fill=0, share=share, normalize=True)
-    assert float(normal.abs().max()) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("embedded", [False, True])
-@pytest.mark.parametrize("method", [LatimFlow, ImplicitAttentionRollout])
-def test_our_methods(method, embedded):
-    model, ids = mamba_lm(), token_ids(2, 6)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    inputs = model.get_input_embeddings()(ids).detach() if embedded else ids
-    attribution = method(model)
-    common = {"mask": mask, "samples": 3, "internal_batch_size": 4}
-    infidelity = token_infidelity(attribution, inputs, (-1, 3), (mask,), fill=0, **common)
-    sensitivity = token_sensitivity(
-        attribution,
-        inputs,
-        (-1, 3),
-        (mask,),
-        replacements=None if embedded else torch.arange(VOCABULARY),
-        **common,
-    )
-    for found in (infidelity, sensitivity):
-        assert found.shape == (2,) and bool(found.isfinite().all())
-        assert bool((found > 0).all())
+    for inputs, fill in ((ids, 0), (torch.randn(3, 9, 5).double(), 0.0)):
+        asked = {"target": 1, "fill": fill, "share": share}
+        exact = token_infidelity(Known(model), inputs, **asked)
+        assert exact.shape == (3,) and float(exact.max()) < 1e-20
+        scaled = Known(model, 3.0)
+        assert float(token_infidelity(scaled, inputs, **asked).max()) > 1e-3
+        normal = token_infidelity(scaled, inputs, normalize=True, **asked)
+        assert float(normal.abs().max()) < 1e-12
 
 
 def test_padding_is_never_touched():
