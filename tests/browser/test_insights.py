@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import CLASSES, Always, numbers, table, table_model
 
-from captum_ssm.insights import AttributionVisualizer
 from captum_ssm.insights.calculation import AttributionCalculation
 
 HOSTILE = [
@@ -28,18 +26,14 @@ def show(page: Page, button: str = "#show") -> None:
     page.settle()
 
 
-def fill(page: Page, selector: str, text: str) -> None:
-    page.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
-    page.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
-    page.type(text)
-
-
 def pressed(page: Page) -> list[str]:
     return [text.partition(" (")[0] for text in page.texts('[aria-pressed="true"]')]
 
 
-def prompts(words: list[str], *ids: list[int]) -> AttributionVisualizer:
-    return sentences(ids, words)
+def fill(page: Page, selector: str, text: str) -> None:
+    page.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
+    page.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+    page.type(text)
 
 
 def test_the_page_shows_the_first_examples_by_itself(shown):
@@ -155,7 +149,7 @@ def test_a_server_that_has_ended_is_told(page):
 
 
 def test_hostile_texts_are_text(shown):
-    page = shown(prompts(HOSTILE, list(range(len(HOSTILE)))))
+    page = shown(sentences([list(range(len(HOSTILE)))], HOSTILE))
     assert page.texts(".token") == [SEEN.get(word, word) for word in HOSTILE]
     assert page.count("main script, main b, main img") == 0
     page.click("details:not(#unfit) summary")
@@ -167,7 +161,7 @@ def test_hostile_texts_are_text(shown):
     assert page.texts("#classes li") == [f"{word} ×" for word in HOSTILE[:3]]
     page.evaluate("new Promise((done) => setTimeout(done, 100))")
     assert page.overflow() == 0
-    page = shown(prompts(["שלום", "עולם", "x"], [0, 1, 2]))  # which runs to the left
+    page = shown(sentences([[0, 1, 2]], ["שלום", "עולם", "x"]))  # which runs to the left
     places = page.each(".token", "e.getBoundingClientRect().left")
     assert places == sorted(places, reverse=True)
 
@@ -177,17 +171,12 @@ FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centred
 IDS = [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]]
 
 
-def texts_of(count: int = 2, **chosen: Any) -> AttributionVisualizer:
-    """A visualizer of sentences and so many models."""
-    return sentences(IDS, WORDS, count, **chosen)
-
-
 def percents(page: Page, flow: str) -> list[float]:
     return page.each(f"{flow} .token", "Number(e.dataset.percent)")
 
 
 def test_methods_are_added_and_taken_away_by_keys(shown):
-    visualizer = texts_of()
+    visualizer = sentences(IDS, WORDS, 2)
     page = shown(visualizer)
     page.focus("#add-method")
     page.keys("Enter")
@@ -202,14 +191,10 @@ def test_methods_are_added_and_taken_away_by_keys(shown):
     page.focus(".remove")
     page.keys(" ")
     assert page.focused() == "button#add-method" and page.count(".choice") == 1
-    for _ in range(3):
-        page.keys("Enter")
-        page.focus("#add-method")
-    assert page.evaluate("document.querySelector('#add-method').disabled")
 
 
 def test_a_contrast_is_a_word_or_a_class(shown):
-    visualizer = texts_of(1)
+    visualizer = sentences(IDS, WORDS)
     page = shown(visualizer)
     before = percents(page, "article:first-child")
     page.click("#argument-contrast")
@@ -228,7 +213,7 @@ def test_a_contrast_is_a_word_or_a_class(shown):
 
 
 def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
-    page = shown(texts_of(1), width=view)
+    page = shown(sentences(IDS, WORDS), width=view)
     wanted = percents(page, "article:first-child .flow")
     page.hover("article:first-child .token:nth-child(2)")
     page.wait_for("!document.querySelector('#tip').hidden")
@@ -245,7 +230,7 @@ def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
 
 
 def test_a_kept_page_shows_what_the_served_one_does(shown):
-    visualizer = texts_of(2, beside=[CENTRED])
+    visualizer = sentences(IDS, WORDS, 2, beside=[CENTRED])
     served = shown(visualizer, width=390)
     wanted = served.texts(".by"), percents(served, "main"), served.texts(".predicted button")
     kept = shown(visualizer, kept=True, width=390)

@@ -58,17 +58,6 @@ def test_interval_like_a_plain_bootstrap():
     assert low < value < high
 
 
-def test_a_ratio_of_sums():
-    def ratio(sums, counts):
-        return sums[..., :1] / sums[..., 1:]
-
-    sample = Sample(ratio)
-    sample.update(torch.tensor([[1, 2], [0, 6]]))
-    assert sample.value().item() == pytest.approx(1 / 8)
-    low, _, high = sample.interval()
-    assert low.item() == 0 and high.item() == pytest.approx(0.5)
-
-
 @pytest.mark.slow
 def test_area_by_trapezoids():
     curve = Curve(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([[1.0, 0.0, 0.6], [2.0, 2.0, 2.0]]))
