@@ -187,8 +187,6 @@ def test_names_of_classes():
     configured = SimpleNamespace(config=SimpleNamespace(id2label={1: "yes", 0: "no"}))
     assert class_names(Loaded(configured), None) == ["no", "yes"]
     assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
-    language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
-    assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
     pets, more, eels = (
         Loaded(torch.nn.Linear(1, 1), labels=names)
         for names in (("cat", "dog"), ("cat", "dog", "eel"), ("cat", "eel"))
