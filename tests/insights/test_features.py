@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from captum_ssm.errors import InputError
 from captum_ssm.insights import Batch, GeneralFeature, ImageFeature, TextFeature
-from captum_ssm.insights.dataset import Stream, examples_of
+from captum_ssm.insights.dataset import examples_of
 from captum_ssm.insights.features import FeatureOutput
 
 
@@ -112,16 +112,6 @@ def test_words_and_their_relevance():
     assert math.isnan(found.modified[0]) and found.modified[1:] == [100.0, -25.0]
 
 
-def batches(*sizes: int) -> list[Batch]:
-    """Each example holds its number, counted from 0."""
-    count = itertools.count()
-    return [Batch(torch.tensor([[next(count)] for _ in range(size)]), None) for size in sizes]
-
-
-def seen(page, most: int | None = None) -> list[int]:
-    return [int(example.inputs[0]) for example in itertools.islice(page, most)]
-
-
 def test_a_batch_is_cut_into_examples():
     photo, question = torch.rand(3, 2, 4, 4), torch.randint(9, (3, 5))
     lengths, whole = torch.tensor([5, 4, 5]), torch.tensor(7)
@@ -155,42 +145,3 @@ def test_a_batch_that_does_not_fit_is_named():
     for batch, what in BAD:
         with pytest.raises(InputError, match=what):
             list(examples_of(batch))
-
-
-def test_pages_follow_each_other_and_one_again_is_the_same():
-    for source in (batches(2, 3), (batch for batch in batches(2, 3)), iter(batches(1, 1, 3))):
-        check_pages(Stream(source))
-
-
-def check_pages(stream):
-    assert int(stream.first().inputs[0]) == 0 == int(stream.first().inputs[0])
-    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
-    assert seen(stream.page(), 2) == [2, 3] and not stream.ended
-    assert seen(stream.page(), 2) == [4] and stream.ended
-    assert int(stream.first().inputs[0]) == 0
-    assert seen(stream.page(), 3) == [0, 1, 2]
-    for again in range(3):
-        assert seen(stream.page(again > 0), 3) == [3, 4] and stream.ended
-    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
-    assert seen(stream.page(again=True), 4) == [0, 1, 2, 3]
-    assert seen(stream.page(again=True), 1) == [0]
-    assert seen(stream.page(), 2) == [1, 2]
-    assert [example.number for example in stream.page()] == [4, 5]
-
-
-def test_generators_are_read_no_further_than_asked_and_their_errors_told():
-    def published():
-        loader = iter(batches(2))
-        while True:
-            yield next(loader)  # which ends as the published example does
-
-    def broken():
-        yield batches(1)[0]
-        raise RuntimeError("broken")
-
-    stream = Stream(published())
-    assert seen(stream.page()) == [0, 1] and stream.ended
-    assert seen(stream.page()) == [0, 1]
-    assert seen(Stream(broken()).page(), 1) == [0]
-    with pytest.raises(RuntimeError, match="broken"):
-        seen(Stream(broken()).page())

@@ -147,7 +147,34 @@ def test_several_methods_of_each_model_side_by_side():
         assert output.feature_outputs[0].modified == pytest.approx(wanted, abs=1e-3)
 
 
-def test_an_empty_dataset_shows_nothing():
+def test_pages_follow_each_other_and_one_again_is_the_same():
+    """Of lists and of generators, which are read no further than asked."""
+
+    def broken():
+        yield numbers(0)
+        raise RuntimeError("broken")
+
+    def published():
+        loader = iter([numbers(0, 1), numbers(2, 3, 4)])
+        while True:
+            yield next(loader)  # which ends as the published example does
+
+    def seen(again=False):
+        found = visualizer.search(visualizer.view, again=again)
+        return [example.number for example, _ in found.examples], found.ended
+
+    for dataset in (list, iter, lambda batches: published()):
+        visualizer = table(Always(1), dataset([numbers(0, 1), numbers(2, 3, 4)]))
+        visualizer.config = FilterConfig(num_examples=2)
+        assert seen() == ([1, 2], False) and seen() == ([3, 4], False) == seen(again=True)
+        for again in (False, True, True):
+            assert seen(again) == ([5], True)
+        assert seen() == ([1, 2], False)
+    visualizer = table(Always(1), broken())
+    visualizer.config = FilterConfig(num_examples=1)
+    assert seen() == ([1], False)
+    with pytest.raises(RuntimeError, match="broken"):
+        seen()
     for dataset in ([], iter([])):
         visualizer = table(Always(1), dataset)
         assert visualizer.visualize() == [] == visualizer.visualize()
