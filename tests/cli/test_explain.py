@@ -79,9 +79,9 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
             assert line.split(": ", 1)[1].startswith(f"{best} (")
             printed = printed.replace(line, "", 1)  # the next example's comes first
         for method in decomposing:
-            sums, found = example["accounts"][method.name], method(model).decompose(ids, target)
-            assert sums["output"] == pytest.approx(found.output.item(), rel=1e-12)
-            assert sums["bias"] == pytest.approx(found.bias.item(), rel=1e-9) and sums["bias"]
+            found, sums = method(model).decompose(ids, target), example["accounts"][method.name]
+            wanted = pytest.approx([found.output.item(), found.bias.item()], rel=1e-9)
+            assert [sums["output"], sums["bias"]] == wanted
             check_sum(example, method.name, rel=1e-9)
 
 

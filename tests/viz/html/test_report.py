@@ -33,7 +33,6 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.inside import Graph
-from captum_ssm.models import load_bundled
 
 METHODS = [LatimFlow, MambaAttribution]
 MAPS_ALONE: dict[str, Any] = {"edges": 0, "graph": 0}
@@ -199,20 +198,19 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
 
 @pytest.mark.slow
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
-    model, vocabulary = load_bundled()
-    texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
-    given: dict[str, Any] = {"tokenizer": vocabulary, "matrices": False}
-    report(model, texts, METHODS, names=["x", "$y$"], path=path, **given)
-    facts = read_page(path).facts
-    for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
-        assert example["tokens"] == text.split() and example["name"] == name
-    assert "“lamp”, predicted after token 8" in facts["examples"][0]["explained"]
     model, tokenizer = mamba_lm().double(), word_tokenizer()
     text = "anna owns the $5 lamp"
-    report(model, text, [LatimFlow], tokenizer=tokenizer, target=(3, 7), matrices=False, path=path)
-    page = read_page(path)
-    (example,) = page.facts["examples"]
-    assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5", "lamp"]
+    given = {"tokenizer": tokenizer, "target": (3, 7), "matrices": False, "names": ["$y$"]}
+    report(model, text, [LatimFlow], path=path, **given)
+    (example,) = read_page(path).facts["examples"]
+    assert example["name"] == "$y$" and example["tokens"] == [
+        "<s>",
+        "anna",
+        "owns",
+        "the",
+        "$5",
+        "lamp",
+    ]
     assert example["explained"] == "the logit of “$5”, predicted after token 3"
     assert example["maps"] == []
     ids = torch.tensor([tokenizer.encode(text)])
