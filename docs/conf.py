@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 sys.path += [str(Path(__file__).parent / "_extensions"), str(Path(__file__).parents[1] / "bench")]
@@ -60,10 +62,33 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 
+#: Of each page, its entry in the tree of pages, and the entries below it.
+TITLES: dict[str, nodes.bullet_list] = {}
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("html-page-context", keep_titles, priority=400)  # before the theme asks for it
 
 
 def skip_aliases(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool:
     """Leave out what Python writes of a NamedTuple's fields; its docstring says what they are."""
     return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
+def keep_titles(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Make the tree of pages of titles alone: Sphinx copies all names, and the theme shows none."""
+    make, env = context["toctree"], app.env
+    for name in env.tocs.keys() - TITLES.keys():
+        TITLES[name] = env.tocs[name].deepcopy()
+        for entry in (each for each in TITLES[name] if len(each) > 1):
+            entry[1][:] = list(entry.findall(addnodes.toctree))
+
+    def of_titles(**options: Any) -> str:
+        full, env.tocs = env.tocs, TITLES
+        try:
+            return str(make(**options))
+        finally:
+            env.tocs = full
+
+    context["toctree"] = of_titles

@@ -39,7 +39,7 @@ def answers_found(
 
     Example:
         >>> from captum_ssm.metrics import answers_found
-        >>> answers_found(["It is 41 or 43."], [["41", "42"]]).tolist()
+        >>> answers_found(["It is 41 or ABC."], [["41", "abc", "42", "7"]]).tolist()
         [0.5]
         >>> answers_found(["It is 41 or 43."], [["41", "42"]], mode="any").tolist()
         [1.0]

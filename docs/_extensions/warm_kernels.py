@@ -29,13 +29,17 @@ PACKAGES = (
     *("matplotlib.pyplot", "captum.attr", "captum_ssm.inside", "captum_ssm.viz"),
     *("captum_ssm_bench", "transformers.models.mamba.modeling_mamba"),
     *("transformers.models.mamba2.modeling_mamba2", "transformers.models.vit.modeling_vit"),
-    "ipykernel.kernelapp",
+    *("captum_ssm.mixers.mamba", "captum_ssm.mixers.vim", "matplotlib.backends.backend_agg"),
+    *("PIL.JpegImagePlugin", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.zmqshell"),
+    *("IPython.core.magics", "IPython.core.completerlib", "IPython.extensions.storemagic"),
+    "matplotlib_inline.backend_inline",
 )
 
 
 def serve(listener: socket.socket) -> None:
     """Fork a kernel for each request, until the process that builds the pages has ended."""
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    sys.modules["debugpy"] = None  # type: ignore[assignment]  # each kernel would import it
     for name in PACKAGES:
         import_module(name)
     children: list[int] = []

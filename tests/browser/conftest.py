@@ -76,6 +76,16 @@ def opened(page: Page, view: int, made: Path) -> Iterator[Page]:
 
 
 @pytest.fixture
+def wide(page: Page, made: Path) -> Iterator[Page]:
+    """The same, wide alone, and without looking for what is wider than the window."""
+    page.resize(1280, 800)
+    page.goto(made)
+    yield page
+    assert page.errors == [] and page.dialogs == []
+    assert page.requests == [made.as_uri()]
+
+
+@pytest.fixture
 def shown(page: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Opens the page of a visualizer, served or kept; in the end finds that all went well there."""
     served: list[AttributionVisualizer] = []

@@ -15,6 +15,10 @@ from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.models import load_bundled
 
+HOSTILE = [
+    "<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$x_1$", "\u200b",
+    "שלום", "👩\u200d🚀", "a\nb", "\"'&amp;", "<!--", "",
+]  # fmt: skip
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
 KINDS = ["attention", "contributions"]
@@ -83,3 +87,8 @@ def sentences(
     rule = {"rule": "frozen"}  # which tells no roles
     made.config = FilterConfig("LatimFlow", **({"attribution_arguments": rule} | chosen))
     return made
+
+
+def number(text: str) -> float:
+    """A number as a page writes it."""
+    return float(text.replace("−", "-"))

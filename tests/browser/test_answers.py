@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from browser.made import PROMPT, of_recall
+from browser.made import PROMPT, number, of_recall
 from helpers.browser import Page
 from helpers.pages import read_page
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.models import load_bundled
-
-
-def number(text: str) -> float:
-    return float(text.replace("−", "-"))
 
 
 def shown_numbers(page: Page) -> dict[str, float]:
@@ -34,14 +30,6 @@ def shown_numbers(page: Page) -> dict[str, float]:
 PAGE = "readme"
 MODEL, VOCABULARY = load_bundled()
 IDS = torch.tensor([VOCABULARY.encode(PROMPT)])
-
-
-@pytest.fixture
-def wide(page: Page, made: Path) -> Iterator[Page]:
-    page.resize(1280, 800)
-    page.goto(made)
-    yield page
-    assert page.errors == []
 
 
 @pytest.fixture
@@ -159,13 +147,8 @@ def test_a_text_of_several_folds(page: Page, written: Callable[[str], Path]) -> 
         page.drawn()
     page.click("#text details:nth-of-type(2) summary canvas")
     assert int(page.evaluate(pressed)) in (299, 300)  # of those from 200 on
-    page.focus(".token[tabindex='0']")
-    page.keys("End")
-    assert page.evaluate("document.activeElement.dataset.index") == "639"
     page.click("#fold")
     assert page.count("#text details[open]") == 0
-    page.click("#unfold")
-    assert page.count("#text details[open]") == 4
     # of the graph, words without nodes are left out
     words = page.texts(".graph svg text:not(.row)")
     shown = {int(word.removeprefix("word")) for word in words if word != "⋮"}

@@ -8,33 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser.made import sentences
+from browser.made import HOSTILE, number, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
-from captum_ssm import Edges, LatimFlow, knock_out, report
+from captum_ssm import EdgeEffects, Edges, LatimFlow, report
+from captum_ssm.explain.knockout import cut_edges
 
-HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "שלום", "", "<!--"]
-WORDS = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
+MANY = [*HOSTILE[:2], "שלום", "", "<!--", *(f"w{i}" for i in range(60))]
+WORDS = MANY[:VOCABULARY]
 
 
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
-    visualizer = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS)
-    page = shown(visualizer)
+    visualizer, ids = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS), torch.tensor([[1, 0, 3, 5]])
+    page, model = shown(visualizer), visualizer.models[0]
     assert page.texts(".cutting summary") == ["Cut a message"] * 2
     page.click(".cutting summary")
     for place, value in enumerate([1, 3, 1]):  # from, to, layer
         page.choose(f".cutting label:nth-of-type({place + 1}) select", value)
     page.click(".cutting button")
     page.wait_for("document.querySelector('.result p') !== null")
-    model, ids = visualizer.models[0], torch.tensor([[1, 0, 3, 5]])
-    with torch.no_grad():
-        before = model(ids).logits[0, -1].double().softmax(-1)
-        with knock_out(model, Edges(1, 1, 3)):
-            without = model(ids).logits[0, -1].double().softmax(-1)
-    best = int(before.argmax())
-    chances = [f"{float(x[best]):.3f}" for x in (before, without)]
+    best, label = int(model(ids).logits[0, -1].argmax()), lambda index, output: WORDS[index]
+    cut = cut_edges(EdgeEffects(model), ids, (-1, best), Edges(1, 1, 3), label)
+    chances = [f"{x:.3f}" for x in (cut.answers[0].before, cut.answers[0].without)]
     assert page.texts(".result tbody tr:first-child > *") == [WORDS[best], *chances]
     # what cannot be cut is told in the place of what was shown of another edge
     page.choose(".cutting label:nth-of-type(2) select", 0)
@@ -42,9 +39,6 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     page.wait_for("document.querySelector('.result .error') !== null")
     assert "every target comes before its source" in page.text(".result")
     assert page.count(".result table") == 0
-
-
-MANY = [*HOSTILE, *(f"w{i}" for i in range(60))]
 
 
 def check_edges(page: Page, example: dict[str, Any]) -> None:
@@ -109,10 +103,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(mamba_lm(), token_ids(1, 7), [LatimFlow], tokens=words, graph=99, path=path)
 
 
-def number(text: str) -> float:
-    return float(text.replace("−", "-"))
-
-
 def check_parts(page: Page, made: Path, chosen: int) -> None:
     """The table holds the parts of a node, the strongest first, and they add up to it."""
     (example,) = read_page(made).facts["examples"]
@@ -167,25 +157,3 @@ def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path) -> None:
     expected = np.array(sizes[::-1])
     expected = (expected - expected[0]) / (expected[-1] - expected[0])
     np.testing.assert_allclose(shares, expected, atol=1e-4)
-
-
-def test_insights_follow_a_text_to_the_class_that_is_explained(shown: Any) -> None:
-    """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
-    ids = torch.tensor([[1, 0, 3, 5, 2]])
-    visualizer = sentences(ids.tolist(), MANY[:VOCABULARY])
-    page = shown(visualizer)
-    page.click(".predicted button:nth-of-type(2)")
-    page.settle()
-    assert page.count(".graph svg") == 0
-    page.click(".way summary")
-    page.wait_for("document.querySelector('.graph svg') !== null")
-    logits = visualizer.models[0](ids).logits[0, -1]
-    total = page.texts(".graph .parts td:last-child")[-1]
-    assert number(total) == pytest.approx(float(logits.topk(2).values[1]), rel=6e-3)
-    written = page.texts(".graph svg text:not(.row)")
-    assert written == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
-    page.click(".graph .parts button")
-    assert page.count(".graph .dot[aria-pressed='true']") == 1
-    for width in (390, 1280):
-        page.resize(width)
-        assert page.overflow() <= 0

@@ -102,12 +102,8 @@ def test_painted_patches_stand_out_from_their_neighbours(
                 assert contrast(image[row, column], image[beside]) >= ENOUGH
         more, less = image[0, 1], image[2, 1]
         assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
-        # and fainter by the slider
         page.focus("#over-image input")
-        for keys, left in ((["ArrowLeft"] * 40, True), (["Home"], False)):
-            page.keys(*keys)
-            fainter = seen(page, holder, tmp_path / "seen.png")[0, 1]
-            assert luminance(more) > luminance(fainter)
-            assert (np.abs(fainter - DARK).max() > 0.02) == left
+        page.keys("Home")  # by the slider there is nothing of it
+        assert np.abs(seen(page, holder, tmp_path / "seen.png")[0, 1] - DARK).max() < 0.02
     assert page.errors == [] and page.dialogs == []
     assert all(url.startswith(("file:", "http://127.0.0.1:")) for url in page.requests)

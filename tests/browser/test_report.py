@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser.made import METHODS, sentences
+from browser.made import HOSTILE, METHODS, sentences
 from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
-
-HOSTILE = [
-    "<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$x_1$", "\u200b",
-    "שלום", "👩\u200d🚀", "a\nb", "\"'&amp;", "<!--", "",
-]  # fmt: skip
 
 
 def token(index: int) -> str:
@@ -45,32 +40,23 @@ PAGE = "short"
 WORDS = [f"w{i}" for i in range(17)]
 
 
-@pytest.fixture
-def opened(page: Page, made: Path) -> Iterator[Page]:
-    """The report in the browser; whatever a test does, nothing may go wrong or be fetched."""
-    page.goto(made)
-    yield page
-    assert page.errors == [] and page.dialogs == []
-    assert page.requests == [made.as_uri()]
-
-
-def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
+def test_it_shows_what_the_file_holds(wide: Page, made: Path) -> None:
     example = read_page(made).facts["examples"][0]
-    assert opened.text("#explained") == example["explained"]
-    chips = opened.texts("#targets .name", "innerText")
+    assert wide.text("#explained") == example["explained"]
+    chips = wide.texts("#targets .name", "innerText")
     assert chips == [prediction["label"] for prediction in example["predictions"]]
-    assert opened.count("#methods label") == 3
-    assert opened.texts(".token") == WORDS
+    assert wide.count("#methods label") == 3
+    assert wide.texts(".token") == WORDS
     np.testing.assert_allclose(
-        opened.opacities(".token"), expected(np.array(example["methods"][0]["values"])), atol=0.006
+        wide.opacities(".token"), expected(np.array(example["methods"][0]["values"])), atol=0.006
     )
-    assert not opened.is_hidden("#controls")
-    opened.click("#numbers summary")
-    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
-    assert opened.count("#numbers-table tbody tr") == 17
-    heads = opened.texts("#numbers-table th")
+    assert not wide.is_hidden("#controls")
+    wide.click("#numbers summary")
+    wide.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert wide.count("#numbers-table tbody tr") == 17
+    heads = wide.texts("#numbers-table th")
     assert heads == ["Position", "Token", *(m["name"] for m in example["methods"])]
-    assert opened.text("#numbers-table tbody tr:nth-child(6)").startswith("5\tw5")
+    assert wide.text("#numbers-table tbody tr:nth-child(6)").startswith("5\tw5")
 
 
 def bars(page: Page) -> list[bool]:
@@ -79,62 +65,62 @@ def bars(page: Page) -> list[bool]:
 
 
 def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
-    opened: Page, made: Path
+    wide: Page, made: Path
 ) -> None:
     page = read_page(made)
     example = page.facts["examples"][0]
     matrix, _ = page.matrix(example["maps"][0]["layers"][example["start"]])
     values = np.array(example["methods"][0]["values"])
-    opened.hover(token(11))
-    np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
-    assert bars(opened) == list(expected(matrix[11]) > 0)
+    wide.hover(token(11))
+    np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
+    assert bars(wide) == list(expected(matrix[11]) > 0)
     sign = "+" if values[11] > 0 else "−"
-    said = re.match(r"Token 11 “w11”: ([+−][\d.e−]+) by LatimFlow", opened.text("#tip"))
+    said = re.match(r"Token 11 “w11”: ([+−][\d.e−]+) by LatimFlow", wide.text("#tip"))
     assert said is not None and said[1][0] == sign
     assert float(said[1][1:].replace("−", "-")) == pytest.approx(abs(values[11]), rel=6e-3)
     best = int(np.abs(matrix[11]).argmax())
-    assert f"takes most from “w{best}”" in opened.text("#status")
-    assert "Token 11 “w11”" in opened.text("#partners-title")
-    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
+    assert f"takes most from “w{best}”" in wide.text("#status")
+    assert "Token 11 “w11”" in wide.text("#partners-title")
+    assert wide.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
     taker = int(np.abs(matrix[:, 11]).argmax())
-    assert opened.text("#takers tbody tr td:nth-child(2)") == f"w{taker}"
-    opened.leave()
-    assert opened.is_hidden("#tip")
-    assert not any(bars(opened))
+    assert wide.text("#takers tbody tr td:nth-child(2)") == f"w{taker}"
+    wide.leave()
+    assert wide.is_hidden("#tip")
+    assert not any(bars(wide))
 
 
-def test_methods_maps_layers_and_examples_switch(opened: Page, made: Path) -> None:
+def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None:
     page = read_page(made)
     examples = page.facts["examples"]
-    opened.click("#methods label:nth-of-type(3)")
-    opened.leave()
+    wide.click("#methods label:nth-of-type(3)")
+    wide.leave()
     values = shaded(examples[0]["methods"][2])
-    np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
-    assert "ImplicitAttentionRollout" in opened.text("#shown")
-    assert "Without that of token 16, which asks" in opened.text("#shown")
-    opened.click(token(16))
-    opened.choose("#map", 1)
-    opened.focus("#layer")
-    opened.keys("Home", "ArrowRight", "ArrowRight")
-    assert opened.text("#layer-name").startswith("2 of 0–2: Mamba")
+    np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
+    assert "ImplicitAttentionRollout" in wide.text("#shown")
+    assert "Without that of token 16, which asks" in wide.text("#shown")
+    wide.click(token(16))
+    wide.choose("#map", 1)
+    wide.focus("#layer")
+    wide.keys("Home", "ArrowRight", "ArrowRight")
+    assert wide.text("#layer-name").startswith("2 of 0–2: Mamba")
     matrix, _ = page.matrix(examples[0]["maps"][1]["layers"][2])
-    assert bars(opened) == list(expected(matrix[16]) > 0)
+    assert bars(wide) == list(expected(matrix[16]) > 0)
     best = int(np.abs(matrix[16]).argmax())
-    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
-    opened.focus("#example")
-    opened.keys("ArrowDown")
-    assert opened.text(token(3)) == "v3"
+    assert wide.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
+    wide.focus("#example")
+    wide.keys("ArrowDown")
+    assert wide.text(token(3)) == "v3"
     values = shaded(examples[1]["methods"][2])
-    np.testing.assert_allclose(opened.opacities(".token"), expected(values), atol=0.006)
+    np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
 
 
-def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
-    opened.hover("#overview canvas")
-    assert "Token 8 " in opened.text("#status")
-    assert re.match(r"Layer \d: token 8 “w8” takes .* from token 8 “w8”", opened.text("#tip"))
-    opened.click("#overview canvas")
-    opened.leave()
-    assert "Token 8 “w8” (kept)" in opened.text("#status")
+def test_pointing_at_the_picture_of_a_map(wide: Page) -> None:
+    wide.hover("#overview canvas")
+    assert "Token 8 " in wide.text("#status")
+    assert re.match(r"Layer \d: token 8 “w8” takes .* from token 8 “w8”", wide.text("#tip"))
+    wide.click("#overview canvas")
+    wide.leave()
+    assert "Token 8 “w8” (kept)" in wide.text("#status")
 
 
 def test_hostile_text_is_text_everywhere(page: Page, tmp_path: Path) -> None:

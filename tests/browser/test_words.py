@@ -17,7 +17,7 @@ from helpers.pages import read_page
 from zoo.language import byte_tokenizer
 from zoo.small import mamba_lm
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.viz import Tokens
@@ -29,9 +29,6 @@ def write(kind: str, path: Path) -> None:
     ids = torch.tensor([tokenizer.encode("cat on\n好")])
     if kind == "report":
         report(model, ids, [LatimFlow], tokenizer=tokenizer, matrices=False, path=path)
-    elif kind == "result":
-        found = compare(model, [LatimFlow, MambaAttribution], ids, (-1, 3))
-        found.named(Tokens.of(tokenizer, ids[0])).to_html(path)
     else:
         feature = TextFeature("text", None, None, lambda ids: Tokens.of(tokenizer, ids[0]))
         classes = [str(i) for i in range(260)]
@@ -40,7 +37,7 @@ def write(kind: str, path: Path) -> None:
         visualizer.snapshot(path, classes=1)
 
 
-@pytest.mark.parametrize(("kind", "width"), [("report", 390), ("result", 1280), ("insights", 390)])
+@pytest.mark.parametrize(("kind", "width"), [("report", 390), ("insights", 1280)])
 def test_tokens_of_a_word_touch_each_other(
     page: Page, tmp_path: Path, kind: str, width: int
 ) -> None:

@@ -170,8 +170,6 @@ def test_models_must_read_a_text_and_see_an_image_alike(tmp_path, photos):
 
     path = tmp_path / "texts"
     path.write_text("ab\n")
-    (batch,) = TextFiles(path, [reader(), reader()], [])
-    assert batch.inputs.tolist() == [[97, 98]] and batch.labels is None
     with pytest.raises(OptionError, match=r"read 'ab' as different tokens.*--tokenizer"):
         list(TextFiles(path, [reader(), reader(1)], []))
     path.write_text("ab\n!\n")
@@ -187,8 +185,6 @@ def test_names_of_classes():
     configured = SimpleNamespace(config=SimpleNamespace(id2label={1: "yes", 0: "no"}))
     assert class_names(Loaded(configured), None) == ["no", "yes"]
     assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
-    language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
-    assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
     pets, more, eels = (
         Loaded(torch.nn.Linear(1, 1), labels=names)
         for names in (("cat", "dog"), ("cat", "dog", "eel"), ("cat", "eel"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -77,6 +78,15 @@ def numbers(*labels: int | None) -> Batch:
 def without_end() -> Iterator[Batch]:
     while True:
         yield numbers(0, 1)
+
+
+def run_script(name: str, package: str) -> dict[str, Any]:
+    """The names of a script, run with this package in place of captum.insights; not served."""
+    path = Path(__file__).parents[1] / "insights" / "scripts" / f"{name}.py"
+    text = path.read_text(encoding="utf-8").replace("from captum.insights", f"from {package}")
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(text.partition("\nvisualizer.serve(")[0], str(path), "exec"), names)
+    return names
 
 
 class Answer(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.insights_examples import run_script
 from zoo.small import CLASSES, classifier, token_ids, vision
 
 from captum_ssm.attr.engine.method import SSMAttribution
@@ -100,11 +100,8 @@ def test_every_method_explains_with_what_the_page_sends(config):
 
 def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:
     """What a script's visualizer shows, without pictures."""
-    text = (Path(__file__).parent / "scripts" / f"{script}.py").read_text(encoding="utf-8")
-    text = text.replace("from captum.insights", f"from {package}")
     torch.manual_seed(20)
-    names: dict[str, Any] = {"__name__": script}
-    exec(text.partition("\nvisualizer.serve(")[0], names)
+    names = run_script(script, package)
     results = names["results"] if "results" in names else names["visualizer"].visualize()
     return [[plain(output) for output in outputs] for outputs in results]
 

@@ -8,13 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import captum
 import pytest
-from helpers.insights_examples import ask
+from helpers.insights_examples import ask, run_script
 
 import captum_ssm.insights
 from captum_ssm.insights import AttributionVisualizer, install_alias, methods
@@ -22,29 +20,6 @@ from captum_ssm.insights import AttributionVisualizer, install_alias, methods
 HERE = Path(__file__).resolve().parent
 SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("*.py"))
 CAPTUM_HAS_ITS_OWN = importlib.util.find_spec("captum.insights") is not None
-
-
-def check(visualizer: AttributionVisualizer) -> None:
-    """It is served, and each method says something; Captum's own page is compared elsewhere."""
-    found = ask(visualizer.url, "/api/examples", {}).json["examples"]
-    outputs = [output for each in found for output in each["models"]]
-    assert outputs and all(output["feature_outputs"] for output in outputs)
-
-
-def run(name: str, package: str) -> dict[str, Any]:
-    """The names of a script that was run with this package in the place of captum.insights."""
-    text = (HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8")
-    text = text.replace("from captum.insights", f"from {package}")
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile(text, f"{name}.py", "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_with_its_import_changed(name):
-    with closing(run(name, "captum_ssm.insights")["visualizer"]) as visualizer:
-        assert isinstance(visualizer, AttributionVisualizer)
-        check(visualizer)
 
 
 @pytest.fixture
@@ -59,14 +34,23 @@ def alias() -> Iterator[None]:
         del captum.insights
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_with_its_import_changed(name):
+    """It is served, and each method says something; Captum's own page is compared elsewhere."""
+    with run_script(name, "captum_ssm.insights")["visualizer"] as visualizer:
+        visualizer.serve()
+        found = ask(visualizer.url, "/api/examples", {}).json["examples"]
+        outputs = [output for each in found for output in each["models"]]
+        assert outputs and all(output["feature_outputs"] for output in outputs)
+
+
 @pytest.mark.slow
 def test_scripts_run_unchanged_after_the_alias(alias):
     if CAPTUM_HAS_ITS_OWN:
         assert importlib.util.find_spec("captum.insights").origin.startswith(captum.__path__[0])
         return
     for name in SCRIPTS:
-        with closing(run(name, "captum.insights")["visualizer"]) as visualizer:
-            check(visualizer)
+        assert isinstance(run_script(name, "captum.insights")["visualizer"], AttributionVisualizer)
     assert importlib.import_module("captum.insights") is captum_ssm.insights
     install_alias()  # may be done twice, and is all or nothing
     ours = [m.__name__ for n, m in sys.modules.items() if n.startswith("captum.insights")]

@@ -54,19 +54,15 @@ def test_the_page_names_only_what_is_served_and_puts_no_text_into_markup(visuali
         assert not re.search(forbidden, text.replace(svg, ""))
 
 
-def test_questions_are_answered(visualizer):
-    config = ask(visualizer.url, "/api/config")
-    assert config.status == 200 and config.json["models"] == ["Always"]
-    assert config.headers["Content-Type"] == "application/json"
-    found = ask(visualizer.url, "/api/examples", {"filter": {"prediction": "incorrect"}}).json
-    assert [e["number"] for e in found["examples"]] == [2, 3]
-    request = {"id": found["examples"][0]["id"], "model": 0, "target": 4}
-    assert ask(visualizer.url, "/api/relevance", request).json["active_index"] == 4
-
-
 def test_all_answers_forbid_what_the_page_does_not_need(visualizer):
-    for path, token in [("/", None), ("/insights.js", ""), ("/api/config", None), ("/", "wrong")]:
+    for path, token, kind in (
+        ("/", None, "text/html; charset=utf-8"),
+        ("/insights.js", "", "text/javascript; charset=utf-8"),
+        ("/api/config", None, "application/json"),
+        ("/", "wrong", "application/json"),
+    ):
         headers = ask(visualizer.url, path, token=token).headers
+        assert headers["Content-Type"] == kind
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert "script-src 'self'" in policy and "form-action 'none'" in policy
@@ -96,22 +92,19 @@ HOSTS = ["example.com", "example.com:{port}", "127.0.0.1", "127.0.0.1:1", "local
 HOSTS += ["[::1]:{port}"]
 
 
-def test_under_a_foreign_name_nothing_is_told(visualizer):
-    for path in ("/", "/insights.js", "/api/config"):
-        for host in HOSTS:
-            named = host.format(port=visualizer.serve())
-            answer = ask(visualizer.url, path, headers={"Host": named})
+def test_only_its_own_names_are_answered(visualizer):
+    """Neither under a foreign name, nor from a page of another site."""
+    port = visualizer.serve()
+    for host in HOSTS:
+        for path in ("/", "/insights.js", "/api/config"):
+            answer = ask(visualizer.url, path, headers={"Host": host.format(port=port)})
             assert answer.status == 403 and b"title" not in answer.body, host
-
-
-def test_under_its_own_names_it_answers_and_other_sites_are_refused(visualizer):
-    for host in ("127.0.0.1", "localhost"):
-        named = f"{host}:{visualizer.serve()}"
+    for named in (f"127.0.0.1:{port}", f"localhost:{port}"):
         headers = {"Host": named, "Origin": f"http://{named}"}
         assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 200
-    for origin in ("http://example.com", "null", "https://127.0.0.1:{port}"):
-        headers = {"Origin": origin.format(port=visualizer.serve())}
-        assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 403
+    for origin in ("http://example.com", "null", f"https://127.0.0.1:{port}"):
+        answer = ask(visualizer.url, "/api/examples", {}, headers={"Origin": origin})
+        assert answer.status == 403
 
 
 BAD = [

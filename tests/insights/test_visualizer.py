@@ -65,35 +65,38 @@ def test_an_example_as_captum_insights_shows_it():
 
 
 @pytest.mark.slow
-def test_a_language_model_begins_with_the_method_that_is_recommended():
+def test_the_words_of_a_text():
+    """By the method that is recommended, by roles, and against another class by its name."""
     model, ids = mamba_lm(), token_ids(2, 6)
-    visualizer = prompts(model, ids)
+    visualizer, flow = prompts(model, ids), LatimFlow(model)
     assert visualizer.config.methods == [("LatimFlow", {"rule": "centred"})]
     assert visualizer.get_insights_config()["selected_method"] == "LatimFlow"
-    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
-        target = int(model(example).logits[0, -1].argmax())
-        wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
-        assert output.active_index == target and output.method == "LatimFlow, rule centred"
-        assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-        check_percents(output.feature_outputs[0].modified, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("word", "baselines"), [("0", 0.0), ("mean", "mean")])
-def test_the_words_of_a_text_by_role(word, baselines):
-    model, ids = mamba_lm(), token_ids(2, 6)
-    visualizer = prompts(model, ids)
-    chosen = {"rule": "centred", "baselines": word}
-    visualizer.config = FilterConfig("LatimFlow", chosen)
-    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
-        target = (-1, output.active_index)
-        found = LatimFlow(model).decompose(example, target, rule="centred", baselines=baselines)
-        end = max(float(x.abs().max()) for x in found.roles.values())
-        assert set(output.roles) == set(found.roles)
-        for role, percents in output.roles.items():
-            wanted = 100 * found.roles[role][0] / end
-            assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
-        check_percents(output.feature_outputs[0].modified, found.tokens[0])
+    best = model(ids).logits[:, -1].argmax(-1).tolist()
+    rival = next(k for k in range(VOCABULARY) if k not in best)
+    for given, options in (
+        ({}, {}),
+        ({"baselines": "0"}, {"baselines": 0.0}),
+        ({"baselines": "mean"}, {"baselines": "mean"}),
+        ({"contrast": f"w{rival}"}, {"contrast": (-1, rival)}),
+    ):
+        if given:
+            visualizer.config = FilterConfig("LatimFlow", {"rule": "centred", **given})
+        shown = [outputs for _, outputs in visualizer.search(visualizer.view, again=True).examples]
+        for example, label, (output,) in zip(ids.split(1), best, shown, strict=True):
+            assert output.active_index == label
+            target = (-1, label)
+            found = flow.decompose(example, target, rule="centred", **options)
+            assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
+            assert given or output.method == "LatimFlow, rule centred"
+            check_percents(output.feature_outputs[0].modified, found.tokens[0])
+            end = max(float(x.abs().max()) for x in found.roles.values())
+            assert set(output.roles) == set(found.roles)
+            for role, percents in output.roles.items():
+                wanted = 100 * found.roles[role][0] / end
+                assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
+    visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
+    with pytest.raises(OptionError, match="contrast='none such' is no class"):
+        visualizer.search(visualizer.view, again=True)
 
 
 def test_a_model_whose_output_is_no_class():
@@ -144,22 +147,34 @@ def test_several_methods_of_each_model_side_by_side():
         assert output.feature_outputs[0].modified == pytest.approx(wanted, abs=1e-3)
 
 
-@pytest.mark.slow
-def test_a_class_is_held_against_another_by_its_name():
-    model, ids = mamba_lm(), token_ids(1, 6)
-    visualizer = prompts(model, ids)
-    rival = (int(model(ids).logits[0, -1].argmax()) + 1) % VOCABULARY
-    visualizer.config = FilterConfig("LatimFlow", {"contrast": f"w{rival}"})
-    ((output,),) = visualizer.visualize()
-    target = (-1, output.active_index)
-    wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, rival))[0]
-    check_percents(output.feature_outputs[0].modified, wanted)
-    visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
-    with pytest.raises(OptionError, match="contrast='none such' is no class"):
-        visualizer.search(visualizer.view, again=True)
+def test_pages_follow_each_other_and_one_again_is_the_same():
+    """Of lists and of generators, which are read no further than asked."""
 
+    def broken():
+        yield numbers(0)
+        raise RuntimeError("broken")
 
-def test_an_empty_dataset_shows_nothing():
+    def published():
+        loader = iter([numbers(0, 1), numbers(2, 3, 4)])
+        while True:
+            yield next(loader)  # which ends as the published example does
+
+    def seen(again=False):
+        found = visualizer.search(visualizer.view, again=again)
+        return [example.number for example, _ in found.examples], found.ended
+
+    for dataset in (list, iter, lambda batches: published()):
+        visualizer = table(Always(1), dataset([numbers(0, 1), numbers(2, 3, 4)]))
+        visualizer.config = FilterConfig(num_examples=2)
+        assert seen() == ([1, 2], False) and seen() == ([3, 4], False) == seen(again=True)
+        for again in (False, True, True):
+            assert seen(again) == ([5], True)
+        assert seen() == ([1, 2], False)
+    visualizer = table(Always(1), broken())
+    visualizer.config = FilterConfig(num_examples=1)
+    assert seen() == ([1], False)
+    with pytest.raises(RuntimeError, match="broken"):
+        seen()
     for dataset in ([], iter([])):
         visualizer = table(Always(1), dataset)
         assert visualizer.visualize() == [] == visualizer.visualize()
@@ -179,8 +194,6 @@ def test_refusals():
     readers = [mamba_lm(vocab_size=size) for size in (17, 17, 18)]
     for kept in (readers[:1], readers[:2], [readers[0], lambda ids: ids]):
         AttributionVisualizer(kept, ["a"], EmptyFeature(), [])
-    visualizer = table(table_model(), [numbers(1)])
-    before = visualizer.config
 
     def asked(name, **arguments):
         of.relevance(table_model(), (numbers_,), (), 1, name, arguments)
@@ -199,15 +212,10 @@ def test_refusals():
         "LatimFlow does not fit this model: it explains token": lambda: asked("LatimFlow"),
         "Saliency has no argument 'steps'": lambda: asked("Saliency", steps=1),
         "Saliency has no argument 'target'": lambda: asked("Saliency", target=1),
-        "Saliency has no argument 'inputs'": lambda: asked("Saliency", inputs=1),
         "n_steps=0: use a number of at least 2": lambda: asked("Integrated Gradients", n_steps=0),
-        "prediction='right'": lambda: setattr(
-            visualizer, "config", FilterConfig(prediction="right")
-        ),
     }.items():
         with pytest.raises((OptionError, InputError), match=said):
             ask()
-    assert visualizer.config == before
 
 
 def calculation(model, *features, classes=CLASSES, **options):

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError
 from captum_ssm.metrics import (
     AlignmentScores,
     alignment_rates,
-    best_layer,
     best_links,
-    link_accuracy,
     link_counts,
     words_of_tokens,
 )
@@ -89,26 +86,6 @@ def test_best_links():
     assert best_links(negative).sum() == 2
 
 
-def test_link_accuracy_by_loop():
-    maps = torch.randint(4, (3, 7, 5)).float()
-    gold = torch.rand(3, 7, 5) < 0.25
-    mask = torch.rand(3, 7, 5) < 0.8
-    mask[:, :, 0] = True
-    found = link_accuracy(maps, gold, mask)
-    for b in range(3):
-        shares = []
-        for t in range(7):
-            real = [s for s in range(5) if mask[b, t, s]]
-            linked = [s for s in real if gold[b, t, s]]
-            if linked:
-                top = max(maps[b, t, s].item() for s in real)
-                best = [s for s in real if maps[b, t, s] == top]
-                shares.append(len(set(best) & set(linked)) / len(best))
-        expected = sum(shares) / len(shares) if shares else math.nan
-        assert found[b].item() == pytest.approx(expected, nan_ok=True)
-    assert link_accuracy(maps, torch.zeros_like(maps)).isnan().all()
-
-
 def test_words_of_tokens():
     maps = torch.randn(2, 3, 5, 4)
     target, source = [0, 0, -1, 2, 2], [1, -1, 0, 1]
@@ -117,30 +94,3 @@ def test_words_of_tokens():
     rows = torch.stack([maps[..., :2, :].mean(-2), torch.zeros(2, 3, 4), maps[..., 3:, :].mean(-2)])
     expected = torch.stack([rows[..., 2], rows[..., 0] + rows[..., 3]], -1).movedim(0, -2)
     torch.testing.assert_close(found, expected)
-
-
-def test_best_layer():
-    assert best_layer([0.5, math.nan, 0.2, 0.2]) == 2
-    with pytest.raises(InputError, match="rates"):
-        best_layer([math.nan])
-    with pytest.raises(InputError, match="rates"):
-        best_layer([])
-
-
-BAD = [
-    (lambda x: link_counts(x[0], x[0]), ["predicted", "(6, 5)"]),
-    (lambda x: link_counts(x, x[:, 1:]), ["sure", "(2, 5, 5)"]),
-    (lambda x: link_counts(x, x, x.float() * 2), ["possible", "0 and 1"]),
-    (lambda x: words_of_tokens(x, [0, 1], [0] * 5), ["target_words names 2"]),
-    (lambda x: words_of_tokens(x, [0] * 6, [-2] * 5), ["source_words"]),
-    (lambda x: words_of_tokens(x[:, :, :0], [0] * 6, []), ["maps is empty"]),
-]
-
-
-def test_errors():
-    links = torch.rand(2, 6, 5) < 0.5
-    links[0, 0, 0] = True
-    for call, fragments in BAD:
-        with pytest.raises(InputError) as caught:
-            call(links)
-        assert all(fragment in str(caught.value) for fragment in fragments)

@@ -105,9 +105,7 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
     ),
     "segmentation": lambda d, x: gathered(SegmentationScores(0.5), x(d.maps), d.gold.long()),
     "pseudo masks": lambda d, x: gathered(
-        PseudoMaskScores(3),
-        pseudo_masks(x(d.images), torch.ones(COUNT, 2), 0.25),
-        d.gold.long(),
+        PseudoMaskScores(3), pseudo_masks(x(d.images), torch.ones(COUNT, 2), 0.25), d.gold.long()
     ),
     "links": lambda d, x: gathered(AlignmentScores(), best_links(x(d.maps), d.mask), d.gold),
     "link accuracy": lambda d, x: link_accuracy(x(d.maps), d.gold, d.mask),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import InputError, NonFiniteError, OptionError
+from captum_ssm.errors import InputError
 from captum_ssm.metrics import (
     average_precision,
     kendall,
@@ -100,33 +100,9 @@ def test_one_class_and_constant_scores():
     assert recall_at_k(flat, gold[2:], 2).item() == pytest.approx(0.4)
 
 
-BAD = [
-    (lambda s, g: (s / 0 * 0, g), NonFiniteError, ["scores", "NaN", "161 of 161"]),
-    (lambda s, g: (s, g[:, 1:]), InputError, ["gold", "(7, 22)", "(7, 23)"]),
-    (lambda s, g: (s, g * 2), InputError, ["gold", "0 and 1"]),
-    (lambda s, g: (s[0], g[0]), InputError, ["scores", "(23,)", "2 dimensions"]),
-    (lambda s, g: (s[:, :0], g[:, :0]), InputError, ["scores is empty"]),
-    (lambda s, g: (s + 1j, g), InputError, ["complex"]),
-]
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_errors(score):
-    for change, error, fragments in BAD:
-        with pytest.raises(error) as caught:
-            score(*change(*batch()))
-        assert all(fragment in str(caught.value) for fragment in fragments)
-    for k in (0, -1, 2.0, True):
-        with pytest.raises(OptionError, match="k="):
-            recall_at_k(*batch(), k)
-    with pytest.raises(InputError, match="gold"):
-        precision_recall_curve(torch.randn(4), torch.zeros(4))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(pearson, "pearsonr"), (spearman, "spearmanr"), (kendall, "kendalltau")],
+    ("ours", "theirs"), [(pearson, "pearsonr"), (spearman, "spearmanr"), (kendall, "kendalltau")]
 )
 def test_agreement_like_scipy(ours, theirs):
     stats = pytest.importorskip("scipy.stats")

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import Curve, Sample
 
 
@@ -59,34 +58,6 @@ def test_interval_like_a_plain_bootstrap():
     assert low < value < high
 
 
-def test_a_ratio_of_sums():
-    def ratio(sums, counts):
-        return sums[..., :1] / sums[..., 1:]
-
-    sample = Sample(ratio)
-    sample.update(torch.tensor([[1, 2], [0, 6]]))
-    assert sample.value().item() == pytest.approx(1 / 8)
-    low, _, high = sample.interval()
-    assert low.item() == 0 and high.item() == pytest.approx(0.5)
-
-
-def test_errors():
-    with pytest.raises(InputError, match="update"):
-        Sample().value()
-    with pytest.raises(InputError, match="3 numbers per example"):
-        sample = sampled(torch.randn(2))
-        sample.update(torch.randn(2, 3))
-    with pytest.raises(InputError, match="infinity"):
-        sampled(torch.tensor([math.inf]))
-    with pytest.raises(InputError, match="values"):
-        sampled(torch.tensor(1.0))
-    with pytest.raises(InputError, match="another statistic"):
-        sampled(torch.randn(2)).merge(Sample(lambda sums, counts: sums))
-    for options in ({"confidence": 1.0}, {"confidence": 0}, {"resamples": 0}):
-        with pytest.raises(OptionError, match=next(iter(options))):
-            sampled(torch.randn(2)).interval(**options)
-
-
 @pytest.mark.slow
 def test_area_by_trapezoids():
     curve = Curve(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([[1.0, 0.0, 0.6], [2.0, 2.0, 2.0]]))
@@ -98,10 +69,3 @@ def test_area_by_trapezoids():
     at = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
     expected = metrics.auc(at, values[0])
     assert Curve(at, values).area(normalized=False).item() == pytest.approx(expected)
-
-
-def test_curve_errors():
-    with pytest.raises(OptionError, match="fractions"):
-        Curve(torch.tensor([0.5]), torch.ones(2, 1)).area()
-    with pytest.raises(InputError, match="one column for each"):
-        Curve(torch.tensor([0.5]), torch.ones(2, 3))

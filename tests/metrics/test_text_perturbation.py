@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids
 
-from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import Texts, text_activation, text_perturbation, text_pruning
 
 UNK = 0
@@ -102,40 +101,3 @@ def test_language_models_are_read_at_the_last_token():
         with torch.no_grad():
             chance = model(torch.tensor([left])).logits[0, -1].softmax(-1)[3 + row].item()
         assert found.probability.values[row, 4].item() == pytest.approx(chance)
-
-
-BAD = [
-    (
-        {"fractions": [0.5, 1.0], "how": "delete"},
-        OptionError,
-        ["fractions", "every token", "fixed"],
-    ),
-    ({"how": "swap"}, OptionError, ["how='swap'", "'delete'"]),
-    ({"relevance": torch.randn(3, 9)}, InputError, ["relevance", "(3, 10)", "(3, 9)"]),
-]
-
-
-BAD_TEXTS = [
-    ({"inputs": torch.ones(3).long()}, InputError, ["inputs", "(3,)"]),
-    ({"inputs": torch.randn(2, 3, 4, 4)}, InputError, ["inputs", "(2, 3, 4, 4)"]),
-    ({"attention_mask": torch.zeros(2, 5)}, InputError, ["attention_mask", "without any token"]),
-    ({"attention_mask": torch.ones(2, 4)}, InputError, ["attention_mask", "(2, 5)"]),
-    ({"fill": 0.5}, OptionError, ["fill=0.5", "id"]),
-    ({"internal_batch_size": 0}, OptionError, ["internal_batch_size=0"]),
-]
-
-
-def test_errors():
-    ids, mask, relevance = padded()
-    given = {"texts": Texts(classifier(), ids, UNK, mask), "relevance": relevance}
-    for change, error, fragments in BAD:
-        with pytest.raises(error) as caught:
-            text_perturbation(**(given | change))
-        assert all(fragment in str(caught.value) for fragment in fragments)
-    given = {"forward_func": classifier(), "inputs": token_ids(2, 5), "fill": UNK}
-    for change, error, fragments in BAD_TEXTS:
-        with pytest.raises(error) as caught:
-            Texts(**(given | change))
-        assert all(fragment in str(caught.value) for fragment in fragments)
-    with pytest.raises(InputError, match="fill"):
-        Texts(lambda x: x.mean(1), torch.randn(2, 5, 4), torch.ones(3))

@@ -15,9 +15,7 @@ from helpers.pictures import AWKWARD, draw
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
-from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.models import load_bundled
 from captum_ssm.viz import (
     Tokens,
     plot_channels,
@@ -199,17 +197,6 @@ def test_a_bar_stands_over_its_word_and_roles_are_named_at_their_largest_part() 
     assert [word.get_bbox_patch() is not None for word in words] == [False, True, False]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(ROLES)
-
-
-def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:
-    model, vocabulary = load_bundled()
-    text = "anna owns the lamp . ? anna owns the"
-    words, ids = text.split(), torch.tensor([vocabulary.encode(text)])
-    found = LatimFlow(model).decompose(ids, (-1, 3), rule="centred")
-    assert found.roles is not None
-    _, (axis,) = plot_roles(words, {role: x[0] for role, x in found.roles.items()})
-    heights = np.array([bar.get_height() for bar in axis.patches]).reshape(5, len(words))
-    np.testing.assert_allclose(heights.sum(0), found.tokens[0].numpy(), atol=1e-5)
 
 
 def test_texts_may_share_a_scale() -> None:

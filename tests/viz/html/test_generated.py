@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.pages import ReadPage, addresses, read_page, streams
+from helpers.pages import ReadPage, addresses, read_page
 from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
@@ -139,9 +139,6 @@ def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
         np.testing.assert_allclose(answer["values"], found.tokens[0], atol=1e-4 * size)
         assert answer["output"] == pytest.approx(float(logits[token]), abs=1e-4)
         assert answer["bias"] == pytest.approx(float(found.bias[0]), abs=1e-4)
-        told = streams(page, answer["streams"], 9)
-        for row, exact in zip(told, found.streams, strict=True):
-            np.testing.assert_allclose(row, exact[0], atol=1e-4 * float(exact.abs().max()))
         assert set(answer["roles"]) == (set() if rule == "frozen" else set(found.roles or {}))
     # the page takes differences, which are what the method says of a contrast
     one, rival = flow["answers"][0], flow["answers"][1]

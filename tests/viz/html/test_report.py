@@ -33,7 +33,6 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.inside import Graph
-from captum_ssm.models import load_bundled
 
 METHODS = [LatimFlow, MambaAttribution]
 MAPS_ALONE: dict[str, Any] = {"edges": 0, "graph": 0}
@@ -67,39 +66,53 @@ def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
     return mask
 
 
-def test_a_language_model(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(2, 13)
-    names = [[f"{letter}{i}" for i in range(13)] for letter in "ab"]
+@pytest.mark.parametrize("padding", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_numbers_are_those_of_each_example_alone(path: Path, padding: bool) -> None:
+    """Of a language model, and of a classifier whose examples are padded on either side."""
+    model = classifier("mean") if padding else mamba_lm()
+    ids = token_ids(3, 11)
+    mask = padded(3, 11, slice(7, None), slice(4)) if padding else torch.ones_like(ids)
+    names = [[f"{letter}{i}" for i in range(11)] for letter in "abc"]
     given = {"tokens": names, "title": "T & U", **MAPS_ALONE}
+    given |= {"additional_forward_args": mask} if padding else {}
     assert report(model, ids, METHODS, path=path, **given) == path
     page = read_page(path)
     assert page.texts("title") == page.texts("h1") == ["T & U"]
-    told = [page.facts[name] for name in ("model", "layers", "families")]
-    assert told == ["MambaForCausalLM", 3, ["Mamba"]]
-    logits = model(ids).logits[:, -1].detach().double()
+    assert (page.facts["layers"], page.facts["families"]) == (3, ["Mamba"])
     for b, example in enumerate(page.facts["examples"]):
-        answer = int(logits[b].argmax())
+        real = mask[b].bool()
+        alone = ids[b : b + 1, real]
+        logits = (model(alone)[0] if padding else model(alone).logits[0, -1]).detach().double()
+        answer = int(logits.argmax())
+        target = answer if padding else (-1, answer)
         assert example["name"] == f"Example {b + 1}"
-        assert example["explained"] == f"the logit of “{answer}”, predicted after token 12"
+        where = "" if padding else ", predicted after token 10"
+        assert example["explained"] == f"the logit of “{answer}”{where}"
         best = example["predictions"]
-        assert [p["label"] for p in best] == [str(k) for k in logits[b].topk(5).indices.tolist()]
-        assert best[0]["probability"] == pytest.approx(float(logits[b].softmax(-1).max()), rel=1e-4)
-        assert best[0]["logit"] == pytest.approx(float(logits[b].max()), rel=1e-4)
-        assert example["tokens"] == names[b]
+        assert [p["label"] for p in best] == [str(k) for k in logits.topk(5).indices.tolist()]
+        assert best[0]["probability"] == pytest.approx(float(logits.softmax(-1).max()), rel=1e-4)
+        assert best[0]["logit"] == pytest.approx(float(logits.max()), rel=1e-4)
+        assert example["tokens"] == [name for name, r in zip(names[b], real, strict=True) if r]
         for method, kind in zip(example["methods"], METHODS, strict=True):
             assert method["name"] == kind.name
-            check_values(method, kind(model).attribute(ids[b : b + 1], (-1, answer))[0])
+            found = kind(model).attribute(alone, target)[0]
+            check_values(method, found, 1e-4 * float(found.abs().max()))
+        told = example["methods"][0]["answers"][example["asked"]]["streams"]
+        entering = LatimFlow(model).decompose(alone, target).streams
+        for row, stream in zip(streams(page, told, alone.shape[1]), entering, strict=True):
+            np.testing.assert_allclose(row, stream[0], atol=1e-3 * float(stream.abs().max()))
         (attention,) = example["maps"]
+        matrices = ImplicitAttention(model).matrices(alone)
         for index, layer in enumerate(attention["layers"]):
             assert page.matrix(layer)[1].all()
-            check_map(page, layer, ImplicitAttention(model).matrices(ids[b : b + 1])[index][0])
+            check_map(page, layer, matrices[index][0])
             assert (layer["index"], layer["family"]) == (index, "Mamba")
-            assert layer["module"] == f"backbone.layers.{index}.mixer"
+            assert layer["module"].endswith(f"layers.{index}.mixer")
 
 
 @pytest.mark.slow
 def test_the_identity_is_told_from_sources(path: Path) -> None:
-    """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
+    """Of the asking token in rollouts, where the head reads it."""
     ids, mask = token_ids(2, 11), padded(2, 11, slice(4))
     for pool in ("last", "mean"):
         model = classifier(pool)
@@ -108,35 +121,6 @@ def test_the_identity_is_told_from_sources(path: Path) -> None:
         for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
             wanted = length - 1 if pool == "last" else None
             assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
-    asked: dict[str, Any] = {"target": (4, 2), "matrices": False}
-    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], path=path, **asked)
-    (example,) = read_page(path).facts["examples"]
-    assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
-
-
-@pytest.mark.slow
-def test_padding_is_left_out_on_either_side(path: Path) -> None:
-    model, ids = classifier("mean"), token_ids(3, 11)
-    mask = padded(3, 11, slice(7, None), slice(4))
-    names = [[f"t{i}" for i in range(11)]] * 3
-    given = {"tokens": names, "additional_forward_args": mask, **MAPS_ALONE}
-    report(model, ids, METHODS, path=path, **given)
-    page = read_page(path)
-    for b, example in enumerate(page.facts["examples"]):
-        real = mask[b].bool()
-        alone = ids[b : b + 1, real]
-        assert example["tokens"] == [name for name, r in zip(names[b], real, strict=True) if r]
-        answer = int(model(ids[b : b + 1], mask[b : b + 1]).argmax())
-        assert answer == int(model(alone).argmax())
-        for method, kind in zip(example["methods"], METHODS, strict=True):
-            found = kind(model).attribute(alone, target=answer)[0]
-            check_values(method, found, 1e-4 * float(found.abs().max()))
-        exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
-        check_map(page, example["maps"][0]["layers"][1], exact)
-        told = example["methods"][0]["answers"][example["asked"]]["streams"]
-        entering = LatimFlow(model).decompose(alone, answer).streams
-        for row, stream in zip(streams(page, told, alone.shape[1]), entering, strict=True):
-            np.testing.assert_allclose(row, stream[0], atol=1e-3 * float(stream.abs().max()))
 
 
 def test_images_have_patches(path: Path) -> None:
@@ -172,11 +156,8 @@ def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
     report(model, picture, methods, target=1, matrices=False, path=path)
     flow, row, saliency = read_page(path).facts["examples"][0]["methods"]
     assert row["pixels"] is None
-    wanted = [
-        LatimFlow(model).attribute(picture, target=1),
-        Saliency(model).attribute(picture, target=1),
-    ]
-    for method, relevance in zip((flow, saliency), wanted, strict=True):
+    for method, kind in ((flow, LatimFlow), (saliency, Saliency)):
+        relevance = kind(model).attribute(picture, target=1)
         pixels, exact = method["pixels"], relevance.sum(1)[0].detach().numpy()
         assert (pixels["rows"], pixels["columns"]) == exact.shape
         steps = np.frombuffer(base64.b64decode(pixels["steps"]), "i1").reshape(exact.shape)
@@ -217,20 +198,19 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
 
 @pytest.mark.slow
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
-    model, vocabulary = load_bundled()
-    texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
-    given: dict[str, Any] = {"tokenizer": vocabulary, "matrices": False}
-    report(model, texts, METHODS, names=["x", "$y$"], path=path, **given)
-    facts = read_page(path).facts
-    for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
-        assert example["tokens"] == text.split() and example["name"] == name
-    assert "“lamp”, predicted after token 8" in facts["examples"][0]["explained"]
     model, tokenizer = mamba_lm().double(), word_tokenizer()
     text = "anna owns the $5 lamp"
-    report(model, text, [LatimFlow], tokenizer=tokenizer, target=(3, 7), matrices=False, path=path)
-    page = read_page(path)
-    (example,) = page.facts["examples"]
-    assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5", "lamp"]
+    given = {"tokenizer": tokenizer, "target": (3, 7), "matrices": False, "names": ["$y$"]}
+    report(model, text, [LatimFlow], path=path, **given)
+    (example,) = read_page(path).facts["examples"]
+    assert example["name"] == "$y$" and example["tokens"] == [
+        "<s>",
+        "anna",
+        "owns",
+        "the",
+        "$5",
+        "lamp",
+    ]
     assert example["explained"] == "the logit of “$5”, predicted after token 3"
     assert example["maps"] == []
     ids = torch.tensor([tokenizer.encode(text)])
@@ -277,35 +257,38 @@ def test_the_strongest_edges_are_estimated(path: Path) -> None:
     model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
     names = list(inspect.signature(model.forward).parameters)
     further, rows = (*[None] * (names.index("attention_mask") - 1), mask), [MambaAttribution]
-    for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
-        report(model, ids, rows, additional_forward_args=further, graph=0, path=path, **given)
-        for b, example in enumerate(read_page(path).facts["examples"]):
-            alone = EdgeEffects(model).attribute(ids[b : b + 1, mask[b].bool()], (-1, 4))
-            expected = alone.top(given.get("edges", 10))[0]
-            found = example["edges"]["rows"]
-            assert example["edges"]["obstacle"] is None
-            effects = [row["effect"] for row in found]
-            np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
-            at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
-            assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
-            assert not any(row["first_order"] for row in found)
-    for row in found:  # the truth is a cut by itself, here of the second example
-        ids_alone, cut = ids[1:, 3:], Edges(row["module"], row["source"], row["target"])
-        with torch.no_grad():
-            whole = model(ids_alone).logits[0, -1, 4]
-            with knock_out(model, cut):
-                true = float(whole - model(ids_alone).logits[0, -1, 4])
-        assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
-    # and the list may be left out, or be impossible
-    for options, count in (({"matrices": False}, 0), ({"edges": 0}, 0), ({"edges": 2}, 2)):
-        report(model, ids[:1], rows, graph=0, path=path, **options)
-        (example,) = read_page(path).facts["examples"]
-        assert len(example["edges"]["rows"]) == count and example["edges"]["obstacle"] is None
+    given = {"target": (-1, 4), "edges": 3, "graph": 0, "path": path}
+    report(model, ids, rows, additional_forward_args=further, **given)
+    for b, example in enumerate(read_page(path).facts["examples"]):
+        alone = ids[b : b + 1, mask[b].bool()]
+        expected = EdgeEffects(model).attribute(alone, (-1, 4)).top(3)[0]
+        found = example["edges"]["rows"]
+        assert example["edges"]["obstacle"] is None
+        effects = [row["effect"] for row in found]
+        np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
+        at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
+        assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
+        assert not any(row["first_order"] for row in found)
+        for row in found:  # the truth is a cut by itself
+            cut = Edges(row["module"], row["source"], row["target"])
+            with torch.no_grad():
+                whole = model(alone).logits[0, -1, 4]
+                with knock_out(model, cut):
+                    true = float(whole - model(alone).logits[0, -1, 4])
+            assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
+    # by default there are ten, without matrices none, and the list may be impossible
     run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids[:1], [ImplicitAttentionRollout], model=model, path=path)
-    (example,) = read_page(path).facts["examples"]
-    assert example["edges"]["rows"] == []
-    assert "records no gradients" in example["edges"]["obstacle"]
+    for forward, options, count, said in (
+        (model, {}, 10, ""),
+        (model, {"matrices": False}, 0, ""),
+        (model, {"edges": 0}, 0, ""),
+        (run, {"model": model}, 0, "records no gradients"),
+    ):
+        method = [ImplicitAttentionRollout]
+        report(forward, ids[:1], method, graph=0, path=path, **options)
+        (example,) = read_page(path).facts["examples"]
+        assert len(example["edges"]["rows"]) == count
+        assert said in (example["edges"]["obstacle"] or "")
 
 
 @pytest.mark.slow
