@@ -273,19 +273,15 @@ class _Search:
         with replays.measuring():
             again, self.output = self._silent()
         checks = [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
-        *moved, infinite = torch.stack(
-            [*checks, ~output.detach().isfinite().all().to(keep.device)]
-        ).tolist()
+        moved = torch.stack(checks).tolist()
         if any(moved):
             raise TrainingModeError(
                 f"{self.names[moved.index(True)]} reads something else when the model runs "
                 "again, with the same outputs of the mixers before it. Does it drop at random, by "
                 "a dropout that is told training=True, or does forward_func keep a state?"
             )
-        #: Whether no noise changes the output, or it is not finite.
-        self.is_constant = bool(infinite)
         #: Whether the output has the tokens of the layers; else it is pooled.
-        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape and not infinite
+        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
         """Which of the first layer's tokens each of layer k's is (L,); None: they are the same."""
@@ -300,11 +296,6 @@ class _Search:
 
     def order_of_output(self) -> Tensor | None:
         """The same for the output."""
-        if self.is_constant and any(order is not None for order in self.orders):
-            raise NotAChain(
-                "Nothing that the layers return changes the model's output, so that nothing tells "
-                f"in which order it has their tokens. {INSTEAD}"
-            )
         return self.order(len(self.leaves))
 
     # --- places ----------------------------------------------------------------------------
@@ -386,8 +377,7 @@ class _Search:
         if self.per_token and not answers[2]:  # or nothing reads these tokens
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
-            self.is_constant = not self.per_token
-            return bool(answers[0]) and self.is_constant
+            return bool(answers[0]) and not self.per_token
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
@@ -547,12 +537,13 @@ class _Search:
             self._link(slots.view_as(self.keep), found)
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
-        if not self.per_token and not self.is_constant:
+        if not self.per_token:
             self._link_pooled(found)
-        if self.is_constant or not bool(found[-1].any()):  # nothing tells
-            stage = [k for k in range(n) if torch.equal(found[k], found[n - 1])]
-            found[-1] = found[n - 1]
-            found[-1, [k + 1 for k in stage]] = True
+        if not bool(found[-1].any()):
+            raise NotAChain(
+                "Nothing that the layers return changes the model's output, so that nothing tells "
+                f"whether it reads them, or in which order it has their tokens. {INSTEAD}"
+            )
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
@@ -586,12 +577,13 @@ class _Search:
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
-        def output(of_stage: Tensor, of_others: bool) -> Tensor:
+        def output(of_stage: Tensor, of_others: bool, alone: int | None = None) -> Tensor:
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, order = self.leaves[k], self.orders[k]
                 if k not in stage:
                     return self.replays.noisy(own, of_others, k)
-                on = of_stage if order is None else of_stage.gather(1, order)
+                on = of_stage & (alone in (None, k))
+                on = on if order is None else on.gather(1, order)
                 return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
             root = self._at_root(torch.full_like(self.keep, of_others))
@@ -600,7 +592,8 @@ class _Search:
 
         everywhere, given = torch.ones_like(self.keep), self.given >= 0
         neither = output(~everywhere, False)
-        found[-1, [k + 1 for k in stage]] = changed(output(everywhere, False), neither).any()
+        for k in stage:
+            found[-1, k + 1] = changed(output(everywhere, False, k), neither).any()
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(~everywhere, True), neither).any()
         if older.tolist() == [0] and not bool(given.all()):
@@ -647,10 +640,11 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         behind = reads[-1] if is_last else reads[stages[i + 1][0]]
         behind = behind - fed_by
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
-        if not own <= behind and not (is_last and own & behind):
+        if not own <= behind:
             raise NotAChain(
-                f"{follower} does not read what {_small(name)}, which ran before it, left: the "
-                f"model has branches of layers, or runs several times. {INSTEAD}"
+                f"{follower} does not read what {_small(name)}, which ran before it, left: "
+                "something silences it, or the model has branches of layers, or runs several "
+                f"times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
             last = max(here - behind)
