@@ -311,6 +311,13 @@ class _Search:
         given, root = own, replays.root
         if root is not None:
             given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
+            unread = ~self._at_root(torch.ones_like(self.keep))
+            if bool(unread.any()):
+                passing = self._spread(unread, torch.zeros_like(self.keep))
+                if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
+                    raise NotAChain(
+                        f"{self.names[0]} reads others than all tokens that pass it by. {INSTEAD}"
+                    )
         if bool((given < 0).any()) and replays.entry is not None:
             replays.root, self.given = replays.entry, own  # where all tokens are there
             self.given = self._read(own.shape[1], lambda on: self._spread(on, on)[:1])[0]
@@ -530,11 +537,15 @@ class _Search:
             free = free if len(free) else self.keep.flatten().nonzero().flatten()
         mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
         free = free[mixed.to(device)]
-        for start in range(0, n + 1, len(free)):
-            some = torch.arange(start, min(start + len(free), n + 1), device=device)
-            slots = torch.full_like(self.own, n + 1).flatten()
-            slots[free] = some[torch.arange(len(free), device=device) % len(some)]
-            self._link(slots.view_as(self.keep), found)
+        for turn in range(1 + (len(free) < 2 * n + 2)):
+            free = free.roll(turn)
+            for start in range(0, n + 1, len(free)):
+                some = torch.arange(start, min(start + len(free), n + 1), device=device)
+                slots = torch.full_like(self.own, n + 1).flatten()
+                slots[free] = some[torch.arange(len(free), device=device) % len(some)]
+                self._link(slots.view_as(self.keep), found)
+            if not bool((found[1:n] == found[: n - 1]).all(1).any()):
+                break  # else layers read the same, or something silences one at its only token
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
         if not self.per_token:

@@ -232,6 +232,24 @@ def test_the_first_stream_may_be_added_again() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_one_token_that_is_silenced() -> None:
+    """A layer that writes nothing to one token is no branch beside the next one."""
+    blocks = [wrapped.Residual("mamba", "rms", False, "rms", "none", "behind") for _ in range(2)]
+    net, ids = wrapped.Network(blocks, "rms", "mean", False, 0).double().eval(), torch.arange(3)
+    method, ids, eye = ImplicitAttentionRollout(net), ids[None], torch.eye(3)
+    for token in range(3):
+        on = (torch.arange(3) != token).double()[:, None]
+        silence = lambda module, args, output, on=on: on * output  # noqa: E731
+        with blocks[0].behind.register_forward_hook(silence), wrapped.never_rounded():
+            first, second = ImplicitAttention(net).matrices(ids)
+            found = method.attribute(ids, query="mean", per_token=True)
+        expected = ((eye + second) @ (eye + first)).mean(1)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        refused = pytest.raises(InputError, match="all tokens that pass it by")
+        with blocks[0].norm.register_forward_hook(silence), refused:
+            method.attribute(ids)
+
+
 # --- kernels that write out of torch's sight ---------------------------------------------------
 
 
