@@ -141,7 +141,7 @@ def _search(
         for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
         for k in stage
     ]
-    return _Found(state, mask, Chain(given, search.order_of_output()), layers)
+    return _Found(state, mask, Chain(given, search.order(len(layers))), layers)
 
 
 def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
@@ -284,7 +284,7 @@ class _Search:
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Which of the first layer's tokens each of layer k's is (L,); None: they are the same."""
+        """Which of the first layer's tokens each of layer k's, or the output's, is; None: alike."""
         order = self.orders[k]
         if order is None:
             return None
@@ -293,10 +293,6 @@ class _Search:
                 f"{self.names[k]} reads the tokens of each example in another order. {INSTEAD}"
             )
         return order[0].cpu()
-
-    def order_of_output(self) -> Tensor | None:
-        """The same for the output."""
-        return self.order(len(self.leaves))
 
     # --- places ----------------------------------------------------------------------------
 
