@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import GradientModeError, OptionError
 from ..operators import Operator, Reduce
 from ..operators.kernels.rows import Strip
 from ..tracing import Layer
@@ -190,4 +190,12 @@ class MambaAttribution(ImplicitMethod):
 def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
     """The gradient with respect to each layer's output, (B, L, E)."""
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
-    return dict(zip(layers, run.gradients(outputs, names), strict=True))
+    found = run.gradients(outputs, names)
+    for layer in run.layers:
+        if layer.stage and not layer.is_reached:
+            raise GradientModeError(
+                f"No gradient passes layer {layer.name!r} to the layers before it. Is its input "
+                "computed under no_grad, detached, or written by a kernel without a backward pass? "
+                "Use a method without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
+            )
+    return dict(zip(layers, found, strict=True))

@@ -323,6 +323,13 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
     return rule
 
 
+def lerp(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first, and a part of its difference from the second."""
+    (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
+    difference = summing(mode, torch.sub, (end, x), {})
+    return summing(mode, torch.add, (x, mode.product(torch.mul, (difference, weight), {})), {})
+
+
 def _summed_product(left: Tensor, right: Tensor) -> Tensor:
     """The batched product, summed over the batch."""
     return torch.einsum("bij,bjk->ik", left, right)
@@ -467,7 +474,7 @@ def _table() -> dict[str, Rule]:
     )
     for names, rule in kinds:
         rules.update(dict.fromkeys(names.split(), rule))
-    own = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize)
+    own = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize, lerp)
     rules.update({rule.__name__: rule for rule in own})
     return rules | {
         "__setitem__": assigning,

@@ -50,6 +50,7 @@ class Layer:
             same.
         has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
             to do unless replays showed that it does not.
+        is_reached: whether autograd has recorded how its input was computed.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:
@@ -83,6 +84,7 @@ class Layer:
         self._joined: Tensor | None = None
         self._has_joined = False
         self.has_stream = True
+        self.is_reached = True
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family

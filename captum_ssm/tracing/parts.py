@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from .hooks import met_by, swap_first
 from .layer import Layer
 from .replays import Replays, changed
 
-#: So many draws of tokens tell the orders apart in which parts may read them.
-_SUBSETS = 3
+#: So few draws of tokens tell the orders apart in which parts may read them, and so many at most
+#: where these are few, or differ at a single one.
+_FEWEST, _MOST = 3, 8
 _SEED = 2_718_281
 
 
@@ -94,6 +96,10 @@ def place(
             kept.append(each)
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
+    def drawn(shape: torch.Size) -> Tensor:
+        """Half of the tokens of each example."""
+        return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
+
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
         """What the first layer and the parts read, with noise at tokens of layers (B, L)."""
 
@@ -105,7 +111,7 @@ def place(
             return replays.noisy(replays.leaf(k), at, k)
 
         def begin(x: Tensor) -> Tensor:
-            begun.append(torch.rand(x.shape[:2], generator=generator, device="cpu") < 0.5)
+            begun.append(drawn(x.shape[:2]))
             return replays.noisy(x, begun[-1])
 
         with _first_tensors(parts) as found, torch.no_grad():
@@ -129,17 +135,20 @@ def place(
             return None
         return changed(*(y.reshape(batch, -1, y.shape[-1]) for y in (x, before))).cpu()
 
-    fitting = [[*kept] for _ in parts]
-    for _ in range(_SUBSETS):
-        on = torch.rand((batch, tokens), generator=generator, device="cpu") < 0.5
+    # the orders in which parts may read tokens, with noise of the root, of layers, or of both
+    fitting = [list(itertools.product(kept, range(3))) for _ in parts]
+    for draw in range(_MOST):
+        if draw >= _FEWEST and all(len({id(x) for x, _ in some}) < 2 for some in fitting):
+            break
+        on = drawn(own.shape)
         entered, now = run(dict.fromkeys(range(len(layers)), on), True)
         arrived = changed(entered, first).cpu()
         for at, x in enumerate(now):
             met = moved(at, x)
             fitting[at] = [
-                reading
-                for reading in fitting[at]
-                if met is not None and _agrees(met, reading, (arrived, on, arrived | on))
+                (reading, kind)
+                for reading, kind in fitting[at]
+                if met is not None and _agrees(met, reading, (arrived, on, arrived | on)[kind])
             ]
     stage_of = {number[layer]: i for i, stage in enumerate(stages) for layer in stage}
     reads = [False] * len(parts)
@@ -153,7 +162,7 @@ def place(
             met = moved(at, x) if ran else None
             if met is None or not fitting[at] or stage_of[ran - 1] not in some:
                 continue
-            reading = fitting[at][0]
+            reading = fitting[at][0][0]
             mine = met.gather(1, reading.clamp_min(0)) & (reading >= 0)
             reads[at] = bool((mine & (slots == stage_of[ran - 1])).any())
     out: list[Place | None] = []
@@ -162,17 +171,17 @@ def place(
             out.append(None)
             continue
         stage = [number[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
-        found = fitting[at][0]
+        found = fitting[at][0][0]
         out.append(Place(None if found is kept[0] else found, ran if reads[at] else stage[0]))
     return out
 
 
-def _agrees(met: Tensor, reading: Tensor, expected: Sequence[Tensor]) -> bool:
+def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
     """Whether a part changed at the tokens that were expected of it, read in some order."""
     if int(reading.max()) >= met.shape[1]:
         return False
     mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
-    return any(bool(((mine == each) | ~there).all()) for each in expected)
+    return bool(((mine == expected) | ~there).all())
 
 
 @contextmanager

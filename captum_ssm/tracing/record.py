@@ -353,6 +353,7 @@ class Recorder(Watcher):
         # weakly, so that a call's memory is free when it ends, and not when garbage is collected
         made = functools.partial(_linearized, weakref.ref(record), record.is_of_the_run)
         layer = Layer(made, mixer, kept, self._begun.get(block) if block else None)
+        layer.is_reached = call.hidden_states.requires_grad
         record.recorded(layer)
         self._pending.append(layer)
 

@@ -56,7 +56,8 @@ class Beginning:
 
     Attributes:
         looked_up: the embeddings that the ids were first looked up to (B, L, E); None so far.
-        is_ambiguous: whether these may be of the same ids in another order, as of a palindrome.
+        is_ambiguous: whether these may be of others that are equal: the same ids in another order,
+            as of a palindrome, or one that the function puts in the place of its like.
         entered: the first sequence of each length that entered a module around a mixer.
         shifted: the outputs of parts that read the token before, by module.
     """
@@ -106,8 +107,8 @@ class Beginning:
             asked[module] += 1
             if done or not (self._are_given(args) if self._table is None else self._table == this):
                 return None
-            if self._table is None and not same_memory(args[0][:, : given.shape[1]], given):
-                self.is_ambiguous = not bool(given.sort(1).values.diff(dim=1).all())
+            if self._table is None:
+                self.is_ambiguous = not same_memory(args[0][:, : given.shape[1]], given)
             done, self._table = True, this
             return change(output)
 
@@ -199,7 +200,7 @@ class Replays:
         self._largest: dict[int, Tensor] = {}
         #: Mixers whose outputs are leaves as hooks of others have left them.
         self._settled: set[nn.Module] = set()
-        if beginning.is_ambiguous and self._follows_ids():
+        if beginning.is_ambiguous and self._looks_up_others():
             beginning.looked_up = None
         if beginning.looked_up is not None:
             self.root = beginning.looked_up
@@ -252,11 +253,21 @@ class Replays:
             self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
         return found
 
-    def _follows_ids(self) -> bool:
-        """Whether the first layer reads something else when other ids are given."""
-        read, _ = self.run(
-            lambda k, _: self.leaf(k).clone(), functools.partial(self.noisy, on=True)
-        )
+    def _looks_up_others(self) -> bool:
+        """Whether ids that follow the given ones are looked up, and may be others than these."""
+        before, ids = self.beginning.looked_up, self.beginning.ids
+        moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
+
+        def see(x: Tensor) -> Tensor:
+            if before is not None and x.shape == before.shape:
+                moved[:] = changed(x, before)[:, : ids.shape[1]]
+            return x
+
+        with self.beginning.at_look_up(see):
+            noise = functools.partial(self.noisy, on=True)
+            read, _ = self.run(lambda k, _: self.leaf(k).clone(), noise)
+        if bool(moved.all() and ids.sort(1).values.diff(dim=1).all()):
+            return False
         return bool(changed(read[0], self.layers[0].call.hidden_states).any())
 
     @property
@@ -358,7 +369,7 @@ class Replays:
             stack.enter_context(self._shifts_kept(moved))
             entering = stack.enter_context(self._leaves(leaf))
             stack.enter_context(self._small_heads(entering))
-            output = self._call(start)
+            output = self._call(start).nan_to_num(0, 0, 0)  # -inf bans a token
         if len(entering) != len(self.layers):
             raise _another_order()
         return entering, output

@@ -140,7 +140,7 @@ def _search(
         for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
         for k in stage
     ]
-    return _Arrangement(state, mask, TokenOrder(given, search.order_of_output()), layers)
+    return _Arrangement(state, mask, TokenOrder(given, search.order(len(layers))), layers)
 
 
 def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
@@ -272,22 +272,18 @@ class _OrderSearch:
         with replays.measuring():
             again, self.output = self._silent()
         checks = [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
-        *moved, infinite = torch.stack(
-            [*checks, ~output.detach().isfinite().all().to(keep.device)]
-        ).tolist()
+        moved = torch.stack(checks).tolist()
         if any(moved):
             raise TrainingModeError(
                 f"{self.names[moved.index(True)]} reads something else when the model runs "
                 "again, with the same outputs of the mixers before it. Does it drop at random, by "
                 "a dropout that is told training=True, or does forward_func keep a state?"
             )
-        #: Whether no noise changes the output, or it is not finite.
-        self.is_constant = bool(infinite)
         #: Whether the output has the tokens of the layers; else it is pooled.
-        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape and not infinite
+        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Which of the first layer's tokens each of layer k's is (L,); None: they are the same."""
+        """Which of the first layer's tokens each of layer k's, or the output's, is; None: alike."""
         order = self.orders[k]
         if order is None:
             return None
@@ -296,15 +292,6 @@ class _OrderSearch:
                 f"{self.names[k]} reads the tokens of each example in another order. {INSTEAD}"
             )
         return order[0].cpu()
-
-    def order_of_output(self) -> Tensor | None:
-        """The same for the output."""
-        if self.is_constant and any(order is not None for order in self.orders):
-            raise NotAChain(
-                "Nothing that the layers return changes the model's output, so that nothing tells "
-                f"in which order it has their tokens. {INSTEAD}"
-            )
-        return self.order(len(self.leaves))
 
     # --- places ----------------------------------------------------------------------------
 
@@ -319,6 +306,13 @@ class _OrderSearch:
         given, root = own, replays.root
         if root is not None:
             given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
+            unread = ~self._at_root(torch.ones_like(self.keep))
+            if bool(unread.any()):
+                passing = self._spread(unread, torch.zeros_like(self.keep))
+                if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
+                    raise NotAChain(
+                        f"{self.names[0]} reads others than all tokens that pass it by. {INSTEAD}"
+                    )
         if bool((given < 0).any()) and replays.entry is not None:
             replays.root, self.given = replays.entry, own  # where all tokens are there
             self.given = self._read(own.shape[1], lambda on: self._spread(on, on)[:1])[0]
@@ -385,8 +379,7 @@ class _OrderSearch:
         if self.per_token and not answers[2]:  # or nothing reads these tokens
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
-            self.is_constant = not self.per_token
-            return bool(answers[0]) and self.is_constant
+            return bool(answers[0]) and not self.per_token
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
@@ -534,19 +527,24 @@ class _OrderSearch:
             free = free if len(free) else self.keep.flatten().nonzero().flatten()
         mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
         free = free[mixed.to(device)]
-        for start in range(0, n + 1, len(free)):
-            some = torch.arange(start, min(start + len(free), n + 1), device=device)
-            slots = torch.full_like(self.own, n + 1).flatten()
-            slots[free] = some[torch.arange(len(free), device=device) % len(some)]
-            self._link(slots.view_as(self.keep), found)
+        for turn in range(1 + (len(free) < 2 * n + 2)):
+            free = free.roll(turn)
+            for start in range(0, n + 1, len(free)):
+                some = torch.arange(start, min(start + len(free), n + 1), device=device)
+                slots = torch.full_like(self.own, n + 1).flatten()
+                slots[free] = some[torch.arange(len(free), device=device) % len(some)]
+                self._link(slots.view_as(self.keep), found)
+            if not bool((found[1:n] == found[: n - 1]).all(1).any()):
+                break  # else layers read the same, or something silences one at its only token
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
-        if not self.per_token and not self.is_constant:
+        if not self.per_token:
             self._link_pooled(found)
-        if self.is_constant or not bool(found[-1].any()):  # nothing tells
-            stage = [k for k in range(n) if torch.equal(found[k], found[n - 1])]
-            found[-1] = found[n - 1]
-            found[-1, [k + 1 for k in stage]] = True
+        if not bool(found[-1].any()):
+            raise NotAChain(
+                "Nothing that the layers return changes the model's output, so that nothing tells "
+                f"whether it reads them, or in which order it has their tokens. {INSTEAD}"
+            )
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
@@ -580,12 +578,13 @@ class _OrderSearch:
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
-        def output(of_stage: Tensor, of_others: bool) -> Tensor:
+        def output(of_stage: Tensor, of_others: bool, alone: int | None = None) -> Tensor:
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, order = self.leaves[k], self.orders[k]
                 if k not in stage:
                     return self.replays.noisy(own, of_others, k)
-                on = of_stage if order is None else of_stage.gather(1, order)
+                on = of_stage & (alone in (None, k))
+                on = on if order is None else on.gather(1, order)
                 return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
             root = self._at_root(torch.full_like(self.keep, of_others))
@@ -594,7 +593,8 @@ class _OrderSearch:
 
         everywhere, given = torch.ones_like(self.keep), self.given >= 0
         neither = output(~everywhere, False)
-        found[-1, [k + 1 for k in stage]] = changed(output(everywhere, False), neither).any()
+        for k in stage:
+            found[-1, k + 1] = changed(output(everywhere, False, k), neither).any()
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(~everywhere, True), neither).any()
         if older.tolist() == [0] and not bool(given.all()):
@@ -641,10 +641,11 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         behind = reads[-1] if is_last else reads[stages[i + 1][0]]
         behind = behind - fed_by
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
-        if not own <= behind and not (is_last and own & behind):
+        if not own <= behind:
             raise NotAChain(
-                f"{follower} does not read what {_small(name)}, which ran before it, left: the "
-                f"model has branches of layers, or runs several times. {INSTEAD}"
+                f"{follower} does not read what {_small(name)}, which ran before it, left: "
+                "something silences it, or the model has branches of layers, or runs several "
+                f"times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
             last = max(here - behind)

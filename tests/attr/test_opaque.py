@@ -136,6 +136,12 @@ def test_refused_where_a_gradient_would_have_to_pass(method: Any, kind: str) -> 
         method(Model(**OPAQUE[kind]).eval()).attribute(tokens(), target=TARGET)
 
 
+@pytest.mark.parametrize("kind", ["bare kernels", "bare kernels on zeros"])
+def test_refused_where_a_gradient_is_cut(kind: str) -> None:
+    with pytest.raises(GradientModeError, match=r"No gradient passes layer 'layers\.1\.mixer'"):
+        MambaAttribution(Model(**OPAQUE[kind]).eval()).attribute(tokens(), target=TARGET)
+
+
 @pytest.mark.parametrize(("last", "where"), [(opaque_norm, "last"), (bare_norm, "head")])
 def test_direct_paths_through_it_are_refused(last: Norm, where: str) -> None:
     with pytest.raises(NotLinearError, match=f"Module '{where}'"):

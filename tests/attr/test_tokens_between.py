@@ -121,6 +121,18 @@ def test_ids_that_read_the_same_in_another_order(ids: list[int], method: Any) ->
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@each_fold
+@pytest.mark.parametrize("shift", [0, 2])
+def test_a_token_in_front_that_equals_the_first(shift: int, method: Any) -> None:
+    """The text that is read begins with the given ids, and the first is another one."""
+    model, ids = transformers_model("mamba"), torch.tensor([[7, 3, 5], [7, 11, 2]])
+    change = lambda x: with_bos(x.roll(shift, 1) if shift else x[:, 1:])  # noqa: E731
+    found = method(lambda x: model(change(x)).logits, model).attribute(ids, target=TARGET)
+    read = method(model).attribute(change(ids), target=TARGET)[:, 1:]
+    expected = read.roll(-shift, 1) if shift else torch.nn.functional.pad(read, (1, 0))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [llama, lambda: llama("sdpa"), gpt2])
 @each_method
 def test_packed_positions_are_explained_as_they_are_run(

@@ -58,6 +58,10 @@ CASES = {
         "blocks": (BLOCK, ("Turned",)), "prepared": ("slice", "front"), "floating": True,
         "batch": 1, "tokens": 3,
     },
+    "two tokens, turned before parts that the network itself calls": {
+        "blocks": (("Turned",), ("Parts", "rwkv", "none")), "floating": True, "batch": 1,
+        "tokens": 2,
+    },
     "a virtual token read by the head": {
         "blocks": (("Parts", "llama", "layer"),), "virtual": 2, "reads": 1,
     },

@@ -132,6 +132,11 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
         k.c[0, :, :5].addmm(x[0], k.weight.T),
     ),
     "addmv": lambda x, k: torch.addmv(k.c[0, :, 0], x[0], k.square[0], alpha=-1.5),
+    "lerp": lambda x, k: (
+        torch.lerp(x, k.c, 0.3),
+        k.c.lerp(x, weight=k.c[:1]),
+        x.clone().lerp_(2 * x, k.c),
+    ),
     "addcmul": lambda x, k: (
         torch.addcmul(k.c, x, k.c[:1], value=2),
         x.addcmul(k.c, tensor2=k.c[0]),

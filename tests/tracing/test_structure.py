@@ -139,14 +139,37 @@ def test_a_first_token_that_is_replaced_has_no_relevance() -> None:
         assert found[0, 0] == 0 < found[0, 1:].abs().min()
 
 
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("tokens", [3, 4, 5, 40])
-def test_a_constant_has_no_order(batch: int, tokens: int) -> None:
-    net, ids = Net(lambda x: x.flip(1)).eval(), torch.randint(11, (batch, tokens))
+def test_a_constant_tells_nothing(tokens: int, batch: int, pooled: bool) -> None:
+    net, ids = Net(lambda x: x).eval(), torch.randint(11, (batch, tokens))
     with torch.no_grad():
         net.head.weight.zero_()
-    with wrapped.never_rounded(), pytest.raises(InputError, match="in which order"):
-        ImplicitAttentionRollout(net).attribute(ids, query=0)
+    forward = lambda x: net(x).mean(1) if pooled else net(x)  # noqa: E731
+    with wrapped.never_rounded(), pytest.raises(InputError, match="tells whether it reads them"):
+        ImplicitAttentionRollout(forward, net).attribute(ids, query=0)
+
+
+def test_entries_that_are_banned_hide_no_order() -> None:
+    net, ids = Net(lambda x: x.flip(1)).eval(), torch.randint(11, (2, 5))
+    banned = torch.zeros(11).double()
+    banned[3] = -torch.inf
+    with wrapped.never_rounded():
+        found = ImplicitAttentionRollout(lambda x: net(x) + banned, net).attribute(ids, query=0)
+        expected = ImplicitAttentionRollout(net).attribute(ids, query=0)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reads", ["all", "mean"])
+def test_a_layer_that_is_silenced_is_no_part_of_the_last_stage(reads: str) -> None:
+    first = wrapped.Residual("mamba", "rms", False, "rms", "none", "behind")
+    last = wrapped.Beside(("mamba", "mamba"), "rms", True, True, True)
+    net = wrapped.Network([first, last], "rms", reads, False, 0).double().eval()
+    net.blocks[0].behind.register_forward_hook(lambda module, args, output: 0 * output)
+    refused = pytest.raises(InputError, match=r"does not read what layer 'blocks\.0\.mixer'")
+    with wrapped.never_rounded(), refused:
+        ImplicitAttentionRollout(net).attribute(torch.randint(11, (1, 5)))
 
 
 def test_tokens_that_are_there_twice_are_refused() -> None:
@@ -186,6 +209,24 @@ def test_the_first_stream_may_be_added_again() -> None:
     eye = torch.eye(6)
     expected = ((eye + other) @ (eye + one))[:, -1]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_one_token_that_is_silenced() -> None:
+    """A layer that writes nothing to one token is no branch beside the next one."""
+    blocks = [wrapped.Residual("mamba", "rms", False, "rms", "none", "behind") for _ in range(2)]
+    net, ids = wrapped.Network(blocks, "rms", "mean", False, 0).double().eval(), torch.arange(3)
+    method, ids, eye = ImplicitAttentionRollout(net), ids[None], torch.eye(3)
+    for token in range(3):
+        on = (torch.arange(3) != token).double()[:, None]
+        silence = lambda module, args, output, on=on: on * output  # noqa: E731
+        with blocks[0].behind.register_forward_hook(silence), wrapped.never_rounded():
+            first, second = ImplicitAttention(net).matrices(ids)
+            found = method.attribute(ids, query="mean", per_token=True)
+        expected = ((eye + second) @ (eye + first)).mean(1)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        refused = pytest.raises(InputError, match="all tokens that pass it by")
+        with blocks[0].norm.register_forward_hook(silence), refused:
+            method.attribute(ids)
 
 
 # --- kernels that write out of torch's sight ---------------------------------------------------
