@@ -90,16 +90,16 @@ def attend(
 
     decay = log_decay.exp()
     q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _least(decay))[:, :, None]))
-    aside = k if bonus is None else bonus[:, None, None, None] * k
-    own = (q[..., :, None, :] * aside[..., None, :, :]).sum(-1)
-    inner, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
+    weighed = k if bonus is None else bonus[:, None, None, None] * k
+    own = (q[..., :, None, :] * weighed[..., None, :, :]).sum(-1)
+    within, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
     v = v.flatten(3, 4)
     written, kept = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
     state, before = torch.zeros_like(written[:, :, 0]), []
     for keeps, adds in zip(kept.unbind(2), written.unbind(2), strict=True):
         before.append(state)
         state = torch.addcmul(adds, keeps, state)
-    out = inner @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
+    out = within @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
     out = torch.unflatten(out, 3, (length, rows)).flatten(2, 3)
     return out[:, :, :tokens].permute(0, 2, 3, 1, 4)
 
@@ -121,15 +121,15 @@ def _by_halves(
         see (..., T R, N), keys with all decays after theirs (..., T W, N), and the products of all
         decays (..., 1, N or 1).
     """
-    inner, reads, writes, total = own, query if late else query * decay, key, decay
+    within, reads, writes, total = own, query if late else query * decay, key, decay
     while total.shape[-3] > 1:  # runs
-        inner0, inner1 = _halves(inner)
+        within0, within1 = _halves(within)
         across, reads, writes, total = _Joined.apply(  # type: ignore[no-untyped-call]
             reads, writes, total
         )
-        above = torch.cat([inner0, torch.zeros_like(inner0)], -1)
-        inner = torch.cat([above, torch.cat([across, inner1], -1)], -2)
-    return inner.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
+        above = torch.cat([within0, torch.zeros_like(within0)], -1)
+        within = torch.cat([above, torch.cat([across, within1], -1)], -2)
+    return within.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 For the T tokens of a chunk, with the state S (N, P) of each head before them and S' after them,
 
-    y = inner v + reads S,      S' = carry S + transposed writes v
+    y = within v + reads S,      S' = carry S + transposed writes v
 
 so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
 at once: what they have to do with no state is done for all of them together.
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         tokens: which they are.
-        inner: the matrix within each chunk (B, H, C, T, T).
+        within: the matrix within each chunk (B, H, C, T, T).
         reads: what each token reads of the state before its chunk (B, H, C, T, N).
         writes: what each token's value adds to the state after its chunk (B, H, C, T, N).
         carry: what a chunk makes of the state before it: (B, H, C, N, N), or if that is diagonal
@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
     """
 
     tokens: slice
-    inner: Tensor
+    within: Tensor
     reads: Tensor
     writes: Tensor
     carry: Tensor
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
         """The adjoint, of which the last chunk comes first."""
         return Chunk(
             self.tokens,
-            self.inner.mT,
+            self.within.mT,
             self.writes,
             self.reads,
             self.carry,
@@ -125,7 +125,7 @@ class ChunkSteps:
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
         chunk = self.chunk_of(part, self.length)
         chunk = chunk.transposed() if self.transposed else chunk
-        length, groups = chunk.inner.shape[-1], chunk.writes.shape[1]
+        length, groups = chunk.within.shape[-1], chunk.writes.shape[1]
         x = _by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
         into = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
         reads_faded, writes_faded = (
@@ -134,7 +134,7 @@ class ChunkSteps:
         )
         before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
         earlier = torch.unflatten(matmul(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
-        own = _within(chunk.inner, x)
+        own = _within(chunk.within, x)
         if reads_faded is None:
             torch.add(own, earlier, out=into)
         else:
@@ -206,10 +206,10 @@ def _of_heads(x: Tensor, groups: int) -> Tensor:
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 
-def _within(inner: Tensor, x: Tensor) -> Tensor:
+def _within(within: Tensor, x: Tensor) -> Tensor:
     """Matrices of heads (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
     by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
-    out = matmul(inner, by_head.flatten(-2).contiguous())
+    out = matmul(within, by_head.flatten(-2).contiguous())
     out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
     return out.movedim(2, -2)
 

@@ -97,15 +97,15 @@ class Corrected(NamedTuple):
                 (self.f_after, self.until),
             )
         )
-        inner, writes = self.read @ self.solved, self.solved.mT @ f_after
-        reads = q_before - inner @ e_before
+        within, writes = self.read @ self.solved, self.solved.mT @ f_after
+        reads = q_before - within @ e_before
         carry = (writes.mT @ e_before).neg_()
         carry.diagonal(dim1=-2, dim2=-1).add_(self.total.squeeze(-1))
         if self.own is not None:
             asked, read, after = self.own
-            inner = read + inner @ asked
+            within = read + within @ asked
             writes = (after if self.until is None else after * self.until) + asked.mT @ writes
-        return Chunk(tokens, inner, reads, writes, carry)
+        return Chunk(tokens, within, reads, writes, carry)
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Values (B, H, C, T, P) and the state before them (B H, N, P) to y and the state after."""

@@ -162,11 +162,11 @@ class ScalarDecayHeads(ChunkedHeads):
         logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
         decay = Decays(exponential(logs))
         grouped = torch.unflatten(decay.between, 1, (-1, self._each))
-        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
+        within, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
         if self.scale is not None:
             scale = in_chunks(self.scale[:, part, :, None], length)
-            inner, until = inner.mul_(scale.mT), until * scale
-        return Chunk(part, inner, q, k, decay.total, (decay.since, until))
+            within, until = within.mul_(scale.mT), until * scale
+        return Chunk(part, within, q, k, decay.total, (decay.since, until))
 
     # --- the map and its adjoint -----------------------------------------------------------
 

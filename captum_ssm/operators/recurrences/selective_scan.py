@@ -201,8 +201,8 @@ class SelectiveScan(FadingRecurrence):
             in_chunks(vectors_of_heads(x[:, part], heads), length) for x in (self.b, self.c)
         )
         rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
-        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
-        return Chunk(part, inner, reads, writes, carry=total.mT)
+        (within,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
+        return Chunk(part, within, reads, writes, carry=total.mT)
 
     # --- the map and its adjoint -----------------------------------------------------------
 
@@ -275,7 +275,7 @@ class SelectiveScan(FadingRecurrence):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
             dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            above = gather_heads(row, part, scratch("above", batch, len(rows), width))
+            row_part = gather_heads(row, part, scratch("row", batch, len(rows), width))
             sent = {
                 lag: gather_heads(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
@@ -290,7 +290,7 @@ class SelectiveScan(FadingRecurrence):
                 u = scratch("u", batch, len(rows), count)
                 v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
                 _outer(dt, rate, decay).exp2_()
-                _outer(above, c[:, some, chosen], u)
+                _outer(row_part, c[:, some, chosen], u)
                 for lag, factor in zip(_lags(band), v, strict=True):
                     if lag in sent:
                         _outer(sent[lag], b[:, until, chosen], factor)

@@ -106,8 +106,8 @@ class VectorDecayHeads(ChunkedHeads):
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
-            (inner,), (reads,), writes, total = decayed(logs, [q], k)
-            return Chunk(part, inner, reads, writes, total.mT)
+            (within,), (reads,), writes, total = decayed(logs, [q], k)
+            return Chunk(part, within, reads, writes, total.mT)
         # a token reads what the next query would read in its place
         (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
         own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
@@ -185,13 +185,13 @@ class VectorDecayHeads(ChunkedHeads):
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         """Of all key channels alike, which fade independently of each other."""
-        above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
-        aside = (right[..., None] * self.key).flatten(2)[..., None]
+        row = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
+        column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
-            return states.strip(above, aside, rows).whole(rows.stop)
+            return states.strip(row, column, rows).whole(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
         late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
-        shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
+        shares = late.strip(row, column, rows), own.strip(left[..., None], right[..., None], rows)
         return sum_strips(shares, rows).whole(rows.stop)
