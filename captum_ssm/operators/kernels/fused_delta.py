@@ -77,17 +77,17 @@ def run(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not out.numel():
         return out
-    # in place of what there is not stands what is not read
-    logs, asked, steps = (key if x is None else x for x in (log_decay, erase, erase_step))
+    # the kernel does not read an option that is missing: any tensor may take its place
+    logs, erasing, steps = (key if x is None else x for x in (log_decay, erase, erase_step))
     if logs.dim() == 3:
         logs = logs[..., None].expand(key.shape)
-    given = query, key, beta, logs, asked, steps, v
+    inputs = query, key, beta, logs, erasing, steps, v
     columns, states = stack * channels, power_of_two(query.shape[3])
     block = min(_COLUMNS, max(1, _STATE // states), power_of_two(columns))
     with device_of(v):
         compiled()[(-(-columns // block), batch * heads)](
-            *(*given, out, tokens, heads, query.shape[3], columns, channels),
-            *(size for x in given for size in x.stride()),
+            *(*inputs, out, tokens, heads, query.shape[3], columns, channels),
+            *(size for x in inputs for size in x.stride()),
             TRANSPOSED=transposed,
             DECAYING=log_decay is not None,
             ERASING=erase is not None,

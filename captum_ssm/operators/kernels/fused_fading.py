@@ -39,7 +39,7 @@ def serves() -> bool:
 
 
 def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """The recurrence of S stacked vectors x (S, B, L, H), or its adjoint.
+    """Run the recurrence, or its adjoint, on S stacked vectors x (S, B, L, H).
 
     Args:
         decay: a (B, L, H).

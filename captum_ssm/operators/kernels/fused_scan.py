@@ -83,12 +83,12 @@ def by_vector(shared: Tensor, stack: int) -> Tensor:
 def gradients(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Those of dt, B, C (B, L, G, N) and x: the first three summed over the vectors.
+    """Gradients of dt, B, C (B, L, G, N) and x; the first three are sums over the vectors.
 
     Args:
-        dt, a, b, c: the scan, as above.
+        dt, a, b, c: the scan, as in the module's docstring.
         x: the vectors (S, B, L, H).
-        up: the gradients of what the scan makes of them.
+        up: gradients of the scan's outputs (S, B, L, H).
     """
     coefficients = dt, a, by_vector(b, len(x)), by_vector(c, len(x))
     of_x, of_dt, of_shared = pulled(*coefficients, x, up, kept(*coefficients, x))
@@ -97,10 +97,10 @@ def gradients(
 
 
 def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """The states before each few tokens, by program.
+    """The states before each _PULLED_TOKENS tokens, (programs, S B, runs of tokens, columns).
 
     Args:
-        dt, a: the scan, as above.
+        dt, a: the scan, as in the module's docstring.
         b, c: for each vector, (S, B, L, G, N).
         x: the vectors.
     """
@@ -115,12 +115,12 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of dt for each vector, and of B and C by some channels.
+    """Gradients of x, of dt for each vector, and of B and C, summed over blocks of channels.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
-        up: the gradients (S, B, L, H) of what the scan makes of the vectors.
-        states: what :func:`kept` returned.
+        up: gradients of the scan's outputs (S, B, L, H).
+        states: those that :func:`kept` returned.
 
     Returns:
         Two tensors (S, B, L, H), and one (2, blocks, S, B, L, G, N) in the dtype of dt.
@@ -139,7 +139,7 @@ def blocks_of(heads: int, states: int) -> tuple[int, int]:
 
 
 def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
-    """One way of :func:`_pull` over its tensors."""
+    """Launch :func:`_pull` on its tensors, for the way there or the way back."""
     dt, a, b, c, x, up, *_ = tensors
     stack, batch, tokens, heads = x.shape
     groups, states = b.shape[3:]

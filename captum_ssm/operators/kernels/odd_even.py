@@ -3,7 +3,7 @@
     y[t] = a[t] y[t-1] + x[t]
 
 Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so that every second token is
-reached by half as many steps, every fourth by half as many again, and what they left out by one
+reached by half as many steps, every fourth by half as many again, and the tokens left out by one
 step each from the token before.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
@@ -78,11 +78,8 @@ class _Ladder:
     Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
     to be reached in turn; on the way down each rung reaches the tokens that it left out.
 
-    Attributes:
-        out: the outputs (S, B, T, H), written to.
-
     Args:
-        out: as above.
+        out: the outputs (S, B, T, H), written to.
         scratch: holds products of decays.
         backwards: whether the last token comes first.
     """
@@ -179,7 +176,7 @@ class _Rung(NamedTuple):
         return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
 
     def in_turn(self, values: Tensor, decay: Tensor) -> list[_Product]:
-        """What leads from each pair's second token to the next one's, one after the other."""
+        """The steps from each pair's second token to the next pair's, one after the other."""
         each, between = values.unbind(-2), decay.unbind(-2)
         order = range(len(between))
         if self.backwards:
