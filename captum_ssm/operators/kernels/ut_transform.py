@@ -132,7 +132,7 @@ class Corrected(NamedTuple):
     def adjoint(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The adjoint of :meth:`forward`, from the last chunk to the first.
 
-        Here ``w`` is the adjoint of the right side of the system that forward solves for w.
+        Here ``w`` is the gradient of the right side of the system that forward solves.
         """
         of_w = matmul(self.read.mT, u)
         w = torch.empty_like(of_w, memory_format=torch.contiguous_format)

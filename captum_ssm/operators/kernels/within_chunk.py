@@ -197,7 +197,7 @@ def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
 
 
 def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
-    """View tiles of matrices (runs, T, R, T), one every ``step`` tokens, ``row`` below the diagonal.
+    """View tiles of matrices (runs, T, R, T): one each ``step`` tokens, ``row`` below the diagonal.
 
     Returns:
         A view (runs, tiles, side, R, side).
