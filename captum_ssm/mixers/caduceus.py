@@ -66,14 +66,14 @@ def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _out(module: Any, y: Tensor) -> Tensor:
-    """What both directions return together: the bias, if there is one, twice."""
+    """The output projection of the sum of both directions: its bias counts twice."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y.flatten(2))
     return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
 def _joined(one: Direction, other: Direction) -> Direction:
-    """Two directions that read side by side, as one of the heads of both."""
+    """Join two directions that read in the same order to one of twice the heads."""
 
     def cat(name: str, dim: int) -> Tensor:
         return torch.cat([getattr(one, name), getattr(other, name)], dim)

@@ -84,7 +84,7 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """The mixer of the windows as one of the map they were cut from, if they were."""
+    """Convert a mixer of windows to one of the map that they were cut from, if there is one."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # the mixer or a block by itself
         return linear

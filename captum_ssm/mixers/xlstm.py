@@ -105,19 +105,19 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def head_norm(norm: Any, x: Tensor) -> Tensor:
-    """The factors of the package's MultiHeadLayerNorm on ``x`` (B, L, H, P), centred before."""
+    """Frozen factors of the package's MultiHeadLayerNorm on centered ``x`` (B, L, H, P)."""
     scale = 1 / head_deviation(x, norm.eps)
     weight = norm.weight_proxy
     return scale.expand_as(x) if weight is None else scale * frozen(weight, x).view(x.shape[2:])
 
 
 def head_deviation(x: Tensor, eps: float) -> Tensor:
-    """What a LayerNorm divides the channels of each head by, (B, L, H, 1)."""
+    """The denominator of a LayerNorm of each head, (B, L, H, 1)."""
     return (x.var(-1, keepdim=True, correction=0) + eps).sqrt()
 
 
 def _first(heads: int, like: Tensor) -> Tensor:
-    """1 for so many heads and 0 for as many more."""
+    """A vector of 1 for so many heads and 0 for as many more, (2 H,)."""
     return torch.cat([like.new_ones(heads), like.new_zeros(heads)])
 
 
@@ -130,7 +130,15 @@ def _core(
     shape: Shape,
     start: float,
 ) -> Chain:
-    """The normalised recurrence, of queries and keys (B, L, H, N) and gates (B, L, H)."""
+    """The normalized recurrence.
+
+    Args:
+        query, key: (B, L, H, N).
+        write, forget: the inputs of the input and the forget gate (B, L, H).
+        eps: added to the normalizer.
+        shape: the sizes of the values.
+        start: the stabilizer before the first token.
+    """
     log_decay = F.logsigmoid(forget)
     before, after = _stabiliser(log_decay, write, start)
     decay, scale = log_decay + before - after, (write - after).exp()
@@ -145,7 +153,7 @@ def _core(
 
 
 def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
-    """Query, key, value and output gate (B, L, H, .), input and forget gate (B, L, H)."""
+    """Query, key, value and output gate (B, L, H, .), input and forget gate (B, L, H) of a layer."""
     heads = module.config.num_heads
     if module.config.weight_mode == "fused":
         sizes = [module.qk_dim, module.qk_dim, module.v_dim, module.v_dim]
@@ -162,7 +170,7 @@ def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 
 def _stabiliser(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
-    """m before and after every token, (B, L, H); before the first, where no state is, as after."""
+    """The stabilizer m before and after every token, (B, L, H) each; at the first both are m[0]."""
     after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):

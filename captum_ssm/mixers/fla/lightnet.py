@@ -60,5 +60,5 @@ def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
     more = k - before
-    # the first token finds no state that could fade
+    # before the first token there is no state that could fade
     return steps(torch.sigmoid(more), mask), steps(F.logsigmoid(-more), real.cumsum(1) > 1)

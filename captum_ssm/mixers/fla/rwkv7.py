@@ -49,7 +49,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:
-    """The keys to erase by; where norms are fused, the kernel adds to their square."""
+    """The keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
     x = keys * module.k_k.to(keys)
     if not module.fuse_norm:
         return unit(x, module.num_heads)
