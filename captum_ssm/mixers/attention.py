@@ -35,7 +35,7 @@ from .parts.softmax import read_pairs, seen_pairs, softmax_attention
 
 #: The name under which the attention function that records its arguments is registered.
 _RECORDING = "captum_ssm"
-#: What the classes call their output projection; a class that has none leaves it to its parent.
+#: Names of output projections; a class that has none leaves it to its parent.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
 #: Arguments of attention functions that change scores or probabilities in ways not covered here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")

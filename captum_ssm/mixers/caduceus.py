@@ -4,8 +4,8 @@ x, z = in_proj(h)           y = SiLU(z) (f + P r P) x           output = out_pro
 
 with f and r as in vim.py, of which r has weights of its own, and P the flip of tokens.  On two
 strands a and b, b being read as its reverse complement R b (tokens and channels flipped), the
-output is [m(a), R m(R b)]: a mixer of twice the heads.  In the order of the tokens what reads from
-the first one on is f of a and r of b, and the other way r of a and f of b.
+output is [m(a), R m(R b)]: a mixer of twice the heads.  From the first token to the last read f of
+strand a and r of strand b; from the last to the first read r of a and f of b.
 """
 
 from __future__ import annotations

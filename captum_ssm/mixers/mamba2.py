@@ -107,6 +107,7 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
 def _hf_linearize(
     module: Any, projected: Tensor, mask: Tensor | None, norm: OutputNorm | None
 ) -> LinearMixer:
+    """:func:`linearize` with the names and options of transformers' modules."""
     return linearize(
         module,
         projected,

@@ -9,7 +9,7 @@
     y = SiLU(z) (alpha + D) x                             output = out_proj(y)
 
 Every head has its own decay, D and biases; the heads of a group share B and C before their biases.
-R[i] turns each pair of neighbouring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
+R[i] turns each pair of neighboring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
 0..i; the channels behind the last pair stay as they are.  The scale is the trapezoidal rule: over
 each step the integrand is taken at the step's end with weight lambda and at its beginning, which
 is the token before, with weight 1 - lambda.  With ``is_outproj_norm`` an RMSNorm per head stands

@@ -70,7 +70,7 @@ _adapters: dict[str, Linearize | str] = {line.class_path: line.adapter for line 
 #: Families that an error names at most.
 _SHOWN = 12
 
-#: Class names that say "I mix tokens"; used only to refuse what has no adapter.
+#: Class names of token mixers; used only to refuse modules that have no adapter.
 _MIXER_NAME = re.compile(
     r"(Mixer|Attention|MHA|Mamba\d*|SSM|SSD|SS2D\w*|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
     r"|Retention|DeltaNet|LSTM(Layer|Cell)?|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"

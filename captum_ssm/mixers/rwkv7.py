@@ -7,8 +7,8 @@
     y = g (GroupNorm(o) + (r_h . (rho_h k'_h)) v')                       output = W_o y
 
 with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below exp(-0.61).  The
-norm is per head and subtracts its mean; its bias counts as bias.  What a token adds to its own
-output past the state, as much as r matches rho k', counts as part of the scan.
+norm is per head and subtracts its mean; its bias counts as bias.  The term by which a token's value
+reaches its own output past the state, r . (rho k'), counts as part of the scan.
 
 Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v', of which the
 first layer's share goes back to that layer's values, whatever the layers between have done; as in

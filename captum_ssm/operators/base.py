@@ -19,7 +19,7 @@ E     width of the residual stream
 ====  =============================================================
 
 A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
-some neighbouring rows of a matrix, of which only the columns that can differ from zero are held.
+some neighboring rows of a matrix, of which only the columns that can differ from zero are held.
 
 In a product of operators the *outer* one stands on the left and acts last; the *inner* one stands
 on the right and acts first.
@@ -49,7 +49,7 @@ from .kernels.portions import SMALL, Portion, Stream
 from .kernels.rows import Positions, Strip
 from .reduction import Reduce
 
-#: What a part of a mixer can stand for, and what users' choices of components are made of.
+#: Names of the parts of mixers, of which users choose components.
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
 #: Roles of a mixer's factors: the values that are moved, the vectors that they are matched by, the
 #: vectors that ask, how much is let through, and how far a state moves on.
@@ -304,7 +304,7 @@ class Operator:
         return None
 
     def affine(self, v: Tensor) -> Tensor:
-        """alpha v + offset: what the real module computes before its output projection."""
+        """alpha v + offset: the module's own output before its output projection."""
         offset = self.offset()
         out = self.apply(v)
         return out if offset is None else out + offset
@@ -365,7 +365,7 @@ class Operator:
         return generic.unit_rows(self, positions, weight)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
-        """The implicit attention matrices, entry (i, j) saying what token i takes from token j.
+        """The implicit attention matrices; entry (i, j) is the weight of token j in token i.
 
         Args:
             reduce: as in :meth:`rows`. Default: ``"mean"``.
@@ -396,7 +396,7 @@ class Operator:
 
         Args:
             left, right: as in :meth:`contract`.
-            rows: neighbouring rows, ascending; at least one.
+            rows: neighboring rows, ascending; at least one.
 
         Returns:
             Their entries (B, R, W), with the rows and the columns that they stand for.

@@ -26,9 +26,9 @@ class Diagonal(Operator):
         component: name of the part it stands for. Default: None, a structural part such as a mask.
         data_dependent: whether the factors follow from the input. Default: None, they do if
             ``weight`` has a factor for each example or each token.
-        at_rest: what a gate is where nothing enters it: 1/2 if it is a sigmoid. Rules that divide
-            what a mixer does compare the gate with it. One number, or one for each channel
-            (1, 1, H, P). Default: 0.0, as of SiLU.
+        at_rest: value of a gate where its own input is zero: 1/2 for a sigmoid. Rules that divide
+            relevance among a mixer's factors compare the gate with it. One number, or one for each
+            channel (1, 1, H, P). Default: 0.0, as of SiLU.
 
     Example:
         >>> import torch

@@ -32,8 +32,8 @@ class LongConv(Operator):
 
     Args:
         kernel: real (H, P, K), or (H, 1, K) where the channels of a head share theirs; entry k is
-            the weight of the token k steps back.  What reaches further than the sequence has no
-            effect; what is missing counts as zero.
+            the weight of the token k steps back.  Entries beyond the sequence have no effect;
+            missing ones count as zero.
         shape: the sizes acted on.
         component: name of the part it stands for. Default: ``"scan"``.
 

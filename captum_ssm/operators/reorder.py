@@ -22,13 +22,13 @@ class Permute(Operator):
         inverse: which position reads each token (L,).
 
     Args:
-        order: which token each position reads, a permutation (L,). On the host, a device need not
-            be asked what it is.
+        order: which token each position reads, a permutation (L,). If it is on the host, it need
+            not be read from a device.
         shape: the sizes acted on.
         component: name of the part it stands for. A reordering around a core that is one term of a
-            sum goes where the core goes, so it bears the core's name. Default: None, a structural
-            part.
-        device: of what it acts on. Default: None, that of ``order``.
+            sum has the core's name, so that both are kept or dropped together. Default: None, a
+            structural part.
+        device: of the values. Default: None, that of ``order``.
 
     Example:
         >>> import torch

@@ -2,7 +2,7 @@
 
     u[t] = b + sum over k of w[k] x[t - k]          act(u[t]) ~ sum over k of phi[k][t]
 
-where the share phi[k][t] is due to token t - k alone.  Linearised, phi[k][t] = s[t] w[k] x[t - k]
+where the share phi[k][t] is due to token t - k alone.  Linearized, phi[k][t] = s[t] w[k] x[t - k]
 with the frozen ratio s = act(u) / u, and the sum is exact but for s b, a constant.  The paper puts
 a function f that is taken to be additive in its place: phi[k][t] = f(w[k] x[t - k]), the bias b
 being part of the tap k = 0.
@@ -94,7 +94,7 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Pa
     A mixer whose recurrence has no activation inside is one path, whatever ``activation``.
 
     Args:
-        linear: the linearised mixer.
+        linear: the linearized mixer.
         module: the mixer itself, asked for its activation with ``"silu"``.
         activation: one of :data:`ACTIVATIONS`.
     """

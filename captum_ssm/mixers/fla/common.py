@@ -138,7 +138,7 @@ def frozen_rms_norm(o: Tensor, weight: Tensor | None, eps: float, *, whole: bool
 
 
 def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The output gate of RetNet or GLA, if there is one, and the RMSNorm per head frozen at ``o``."""
+    """The output gate of RetNet or GLA, if any, and the RMSNorm per head frozen at ``o``."""
     norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if getattr(module, "use_output_gate", True):
@@ -148,7 +148,7 @@ def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
 
 
 def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The output gate of a delta rule, if there is one, and the RMSNorm per head frozen at ``o``."""
+    """The output gate of a delta rule, if any, and the RMSNorm per head frozen at ``o``."""
     norm = module.o_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if getattr(module, "use_gate", True):

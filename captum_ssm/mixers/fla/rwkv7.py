@@ -17,7 +17,7 @@ from ..parts.common import as_heads, run
 from ..rwkv7 import Streams, entering, log_decay, time_mixing, unit, with_first
 from . import common
 
-#: What fused norms add to the squared length of keys.
+#: Added to the squared length of keys by fused norms.
 _FUSED_EPS = 1e-6
 #: Where the layer takes and returns the values of the first one.
 _TAKEN, _RETURNED = 5, 3

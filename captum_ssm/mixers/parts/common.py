@@ -29,7 +29,7 @@ def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
 
     Args:
         module: the mixer.
-        x: what enters it.
+        x: its input.
 
     Returns:
         The dtype that an adapter computes in.
@@ -231,7 +231,7 @@ def hf_entering(
     Args:
         module: the mixer.
         call: its recorded call, without a cache.
-        cache: what the class calls its cache. Default: ``"cache_params"``.
+        cache: name of the cache argument. Default: ``"cache_params"``.
         silent: whether padded tokens are set to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)

@@ -70,7 +70,7 @@ def matmul(matrices: Tensor, values: Tensor) -> Tensor:
     Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and
     by a few columns several times slower, up to twenty times where the matrices are transposed.
     """
-    # matmul ends in bmm, and what it does before that takes as long as products with few columns
+    # matmul ends in bmm; its preparations take as long as products with few columns
     alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
     product = torch.bmm if alike else torch.matmul
     if values.shape[-1] < _THIN:

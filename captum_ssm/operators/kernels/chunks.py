@@ -187,26 +187,26 @@ def _best_length(v: Tensor) -> int:
 
 
 def stack(v: Tensor, length: int) -> Tensor:
-    """Values (..., B, L, H, P) in chunks, the vectors of a stack side by side (B, H, C, T, S P)."""
+    """Cut values (..., B, L, H, P) into chunks, stacked vectors side by side (B, H, C, T, S P)."""
     vectors = v.flatten(0, -5) if v.dim() > 4 else v[None]
     return in_chunks(vectors, length).movedim(0, -2).flatten(-2)
 
 
 def unstack(x: Tensor, out: Tensor) -> None:
-    """Write what :func:`stack` made of values of the size of ``out`` to their places."""
+    """Undo :func:`stack`: write (B, H, C, T, S P) to ``out`` (..., B, L, H, P)."""
     x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
     vectors = x.permute(3, 0, 2, 1, 4)
     out.copy_(torch.unflatten(vectors, 0, out.shape[:-4]) if out.dim() > 4 else vectors[0])
 
 
 def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
-    """A stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P): a view."""
+    """View a stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P)."""
     x = torch.unflatten(torch.unflatten(x, 3, (groups, -1)), 2, (-1, length))
     return x.permute(1, 4, 2, 3, 0, 5, 6)
 
 
 def _of_heads(x: Tensor, groups: int) -> Tensor:
-    """Factors (B, H, C, T, 1) of heads as factors (B, G, C, T, 1, H / G, 1): a view."""
+    """View factors (B, H, C, T, 1) of heads by group, (B, G, C, T, 1, H / G, 1)."""
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 

@@ -7,7 +7,7 @@ reached by half as many steps, every fourth by half as many again, and the token
 step each from the token before.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
-:gives: y (S, B, T, H), or what the adjoint makes of x, which runs from the last token to the first.
+:gives: y (S, B, T, H), or the adjoint's output, which runs from the last token to the first.
 :cost: three multiplications with additions for each number, no more than runs of tokens would take
     side by side, in calls whose number grows with log T only.
 :literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
@@ -111,7 +111,7 @@ class _Ladder:
         Args:
             x: the vectors (S, B, T, H); they may be the outputs.
             decay: those of the steps between two tokens (B, T - 1, H).
-            arriving: what the first token has of the one before it; None for nothing.
+            arriving: the decayed output of the token before the first; None for zero.
         """
         if not x.stride(-1):  # loops are slow over two operands of one number for all channels
             x = self.out.copy_(x)

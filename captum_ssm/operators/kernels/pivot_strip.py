@@ -16,7 +16,7 @@ t = m - last + lag,
     Y[m] = sum over lags of (product of fade[s] over t < s <= m) writes[t] band_lag[t]
 
 :takes: a recurrence that gives its reads, writes and fades (:class:`Fading`), row factors
-    (B, L, H, 1), a band, and R neighbouring rows.
+    (B, L, H, 1), a band, and R neighboring rows.
 :gives: these rows of the sum over channels (B, R, W).
 :cost: (R + 1) L multiplications with additions for each of H N states, less what is forgotten, and
     the tree over R tokens.
@@ -202,6 +202,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
 
 
 def _join(into: Tensor, x: Tensor, product: bool) -> None:
+    """Multiply ``into`` by x, or add x to it, in place."""
     if product:
         into *= x
     else:

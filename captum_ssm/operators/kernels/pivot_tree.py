@@ -9,20 +9,20 @@ everything left of and below it into one matrix product of factors that only eve
 decays, each at most as large as the longest product inside the block: no quotient of decays, no
 exponential of a difference of cumulative sums, hence no overflow and no cancellation.
 
-The tree begins with blocks of one token and joins neighbours; the last block may be shorter than
-its neighbour or have none, so no length needs padding.  Once every block of some length has been
+The tree begins with blocks of one token and joins neighbors; the last block may be shorter than
+its neighbor or have none, so no length needs padding.  Once every block of some length has been
 forgotten by all of the channels at hand, that is, once its decays multiply to less than rounding,
 larger blocks meet in as many tokens on either side of their pivot and nowhere else.
 
 A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
-token t - lag, lags first .. last, what token j has written is complete once token j + last has
+token t - lag, lags first .. last, the writing of token j is complete once token j + last has
 passed, and from there on it fades like any state: column j of the product is column j + last of a
 semiseparable matrix, whose factors are a few steps of the recurrence itself, and the few entries
 before that are single products.
 
 :takes: blocks of K channels at a time: decays A (B, L, K) between 0 and 1, row factors U (B, R, K)
     and for each lag column factors V (B, L, K).
-:gives: R neighbouring rows of the sum over all channels (B, R, W).
+:gives: R neighboring rows of the sum over all channels (B, R, W).
 :cost: L^2 K / 2 multiplications with additions, as products of matrices, or w L K where channels
     forget within w tokens; L K log L for scaling the factors.
 :literature: Vandebril, Van Barel and Mastronardi, Matrix Computations and Semiseparable Matrices,
@@ -45,7 +45,7 @@ from .truths import are_noted
 
 #: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K of the channels.
 Factors = tuple[Tensor, Tensor, Tensor]
-#: The same with column factors for neighbouring lags, in ascending order.
+#: The same with column factors for neighboring lags, in ascending order.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
 #: Tokens of the blocks whose decays tell how far back channels remember.
 _PROBED = 64
@@ -74,7 +74,7 @@ def semiseparable_strip(
             factors of the rows; the tensors are overwritten.  All blocks have as many lags.
         batch: B.
         tokens: L.
-        rows: neighbouring rows, ascending; at least one.
+        rows: neighboring rows, ascending; at least one.
         first_lag: the lag of the first column factors. Default: 0.
         own: the sum over all blocks of products of row factors and first column factors, (B, R), if
             the caller has a cheaper way to it. Default: None, it is computed here.
@@ -298,7 +298,7 @@ class _Level:
 
 
 class _Pairs:
-    """Tokens in pairs of neighbouring blocks; the last pair's second block may be shorter.
+    """Tokens in pairs of neighboring blocks; the last pair's second block may be shorter.
 
     Attributes:
         span: tokens of a block.

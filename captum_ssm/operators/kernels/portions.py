@@ -57,7 +57,7 @@ def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
 
 # --- heads -------------------------------------------------------------------------------------
 
-#: Neighbouring heads, or the indices (h,) of any.
+#: Neighboring heads, or the indices (h,) of any.
 Heads: TypeAlias = slice | Tensor
 
 

@@ -4,10 +4,10 @@
 
 Each step multiplies the state by diag(decay) - f e^T.  A product of T such matrices is a diagonal
 one less a sum of T outer products (the WY representation), whose factors solve one triangular
-system.  E being the products of decays between tokens, and E' those of the tokens before, what a
-chunk finds is u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v), and what it
-writes k v - f u.  Where f is k that is k w with the corrected values w = v - u, for which the same
-system gives w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
+system.  E being the products of decays between tokens, and E' those of the tokens before, a chunk
+reads u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v) by e, and writes k v - f u.
+If f is k, it writes k w with the *corrected values* w = v - u, for which the same system gives
+w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
 
 :takes: q, k, e and f (B, H, C, T, N) and the decays' logarithms (B, H, C, T, 1 or N) of C chunks of
     T tokens; values (B, H, C, T, P).
@@ -267,9 +267,9 @@ _ROWS = 8
 
 
 def unit_lower_inverse(x: Tensor) -> Tensor:
-    """The inverses of matrices (..., T, T) of ones on the diagonal and zeros above it.
+    """Invert matrices (..., T, T) of ones on the diagonal and zeros above it, by halves.
 
-    What ``x`` holds there is not read.
+    The entries of ``x`` there are not read.
     """
     half, odd = divmod(x.shape[-1], 2)
     if odd or half * 2 <= _ROWS:

@@ -173,7 +173,7 @@ class Memory(NamedTuple):
         return each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _erased_by_decay(self, first: int, last: int) -> Tensor:
-        """What each step after ``first`` up to ``last`` erases of its key, (B, H, steps)."""
+        """The part of the key of step ``first`` that each later one up to ``last`` erases."""
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
         total = logs.sum(1, keepdim=True)
         share = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)

@@ -181,6 +181,7 @@ class SelectiveScan(FadingRecurrence):
         return self.dt * values
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
+        # products of fades are exponentials of the steps' sums
         elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
         elapsed = elapsed.to(self.dt)
         rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
@@ -211,6 +212,7 @@ class SelectiveScan(FadingRecurrence):
         return out.view(x.shape)
 
     def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
+        """As :meth:`_run`, by the fused kernel, or without Triton by reduction or chunks."""
         if fused_scan.serves(self):
             stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
             coefficients = self.dt, self.a, self.b, self.c
@@ -283,7 +285,7 @@ class SelectiveScan(FadingRecurrence):
             for chosen in groups:
                 rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
                 count = rate.numel()
-                decay = scratch("decay", batch, rows.stop, count)
+                decay = scratch("decay", batch, rows.stop, count)  # a column is a head and a state
                 u = scratch("u", batch, len(rows), count)
                 v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
                 _outer(dt, rate, decay).exp2_()
