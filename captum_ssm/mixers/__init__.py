@@ -1,6 +1,6 @@
 """Architectures: a module and one of its calls in, a linear mixer out.
 
-Beside what an adapter receives and returns there is what the built-in ones are written with.
+Call and LinearMixer are the input and output of an adapter; the functions are its building blocks.
 """
 
 from .base import Call, Linearize, LinearMixer

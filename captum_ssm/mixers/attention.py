@@ -2,12 +2,11 @@
 
     alpha = softmax(scaling q k^T + mask)      output = o_proj(gate alpha v)
 
-One adapter serves every class that hands its queries, keys and values to transformers' attention
+One adapter serves every class that passes its queries, keys and values to transformers' attention
 interface, or, as in transformers 4, to torch's own attention: the recorded call is run again on a
-shallow copy of the module, under an attention function that only notes what it receives.
-Rotations, norms of queries and keys, latent keys and values and adapters around the projections
-are thereby the module's own, whichever attention function (eager, sdpa, flash, flex) the model
-itself uses.
+shallow copy of the module, under an attention function that only records its arguments.  Rotations,
+norms of queries and keys, latent keys and values and adapters around the projections are thereby
+the module's own, whichever attention function (eager, sdpa, flash, flex) the model itself uses.
 
 Frozen: the probabilities, and the gate, a sigmoid, where a model has one.
 """
@@ -34,9 +33,9 @@ from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, padding_mask, run, widened, working_dtype
 from .parts.softmax import read_pairs, seen_pairs, softmax_attention
 
-#: The name under which the attention function that takes notes is registered.
-_NOTING = "captum_ssm"
-#: What the classes call their output projection; a class that has none leaves it to its parent.
+#: The name under which the attention function that records its arguments is registered.
+_RECORDING = "captum_ssm"
+#: Names of output projections; a class that has none leaves it to its parent.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
 #: Arguments of attention functions that change scores or probabilities in ways not covered here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
@@ -48,12 +47,13 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
     return _linearize(module, *_replay(module, call))
 
 
-def _linearize(module: Any, noted: _AttentionCall, factor: Tensor) -> LinearMixer:
-    query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
-    pairs, gated = _pairs(module, noted), ("gate", type(module))
+def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
+    """The mixer from the arguments of its attention function and the gate (B, L, H P) on it."""
+    query, key, values = received.query, received.key, received.value.transpose(1, 2)
+    pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
-    core, mask = softmax_attention(query, key, values, noted.scaling, pairs)
+    core, mask = softmax_attention(query, key, values, received.scaling, pairs)
     operator = core
     if not _is_one(factor, gated):
         gate = as_heads(in_batch(factor), values.shape[2])
@@ -63,13 +63,14 @@ def _linearize(module: Any, noted: _AttentionCall, factor: Tensor) -> LinearMixe
     def project(y: Tensor) -> Tensor:
         return y.flatten(2) if output is None else run(output, y.flatten(2))
 
-    return LinearMixer(values, operator, project, mask, end_to_end=noted.end_to_end)
+    return LinearMixer(values, operator, project, mask, end_to_end=received.end_to_end)
 
 
 def _is_one(factor: Tensor, kind: Hashable) -> bool:
-    """Whether no gate stands behind attention, which on a device is read of one module of a kind.
+    """Whether the gate is one everywhere: there is none.
 
-    Of others it is taken to hold as well if it held there; a gate of ones changes nothing.
+    On a device this is read for the first module of a kind; if it holds there, it is noted for the
+    others.  A gate of ones changes nothing.
     """
     ones = (factor == 1).all()
     if not are_noted(factor):
@@ -98,13 +99,13 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:
-    """FalconH1Attention, whose block scales what it returns."""
+    """FalconH1Attention, whose block scales its output."""
     scale = float(module.config.attention_out_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def granite_attention(module: Any, call: Call) -> LinearMixer:
-    """GraniteMoeHybridAttention, whose block scales what it returns."""
+    """GraniteMoeHybridAttention, whose block scales its output."""
     scale = float(module.config.residual_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
@@ -133,7 +134,7 @@ class _Picked(nn.Module):
 
 
 def _real(mask: Tensor | None, call: Call) -> Tensor | None:
-    """Which tokens (B, L) may be read, though an indexer may pick them for nobody."""
+    """The mask of real tokens (B, L): those that may be read, even if no indexer picks them."""
     if mask is None:
         return None
     if mask.dim() == 2:
@@ -143,7 +144,7 @@ def _real(mask: Tensor | None, call: Call) -> Tensor | None:
 
 
 def minimax_attention(module: Any, call: Call) -> LinearMixer:
-    """MiniMaxAttention, whose block adds beta times what it returns to alpha times the stream."""
+    """MiniMaxAttention, whose block adds beta times its output to alpha times the stream."""
     config = module.config
     scale = float(config.full_attn_beta_factor / config.full_attn_alpha_factor)
     return replace(hf_attention(module, call), branch_scale=scale)
@@ -157,12 +158,12 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
         call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picked})
         module = copy.copy(module)
         module._modules = {**module._modules, "indexer": None}
-    noted, factor = _replay(module, call)
+    received, factor = _replay(module, call)
     if module.config._attn_implementation == "sdpa":
-        # whose mask is boolean, so that padded tokens read nothing
-        noted = replace(noted, mask=noted.mask == 0)
+        # its mask is boolean, so that padded tokens read nothing
+        received = replace(received, mask=received.mask == 0)
     mask = _real(call.argument("attention_mask", 1), call)
-    return replace(_linearize(module, noted, factor), mask=mask)
+    return replace(_linearize(module, received, factor), mask=mask)
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def _refuse_cache(module: Any, call: Call) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _AttentionCall:
-    """What the attention function received, keys and values repeated to the query heads."""
+    """Arguments of the attention function; keys and values are repeated to the query heads."""
 
     query: Tensor  # (B, H, L, N)
     key: Tensor  # (B, H, L, N)
@@ -195,14 +196,14 @@ class _AttentionCall:
     scaling: float
     causal: bool
     window: int | None
-    by_torch: bool = False  # it is torch's own
-    end_to_end: bool = False  # of several images, each of which is an example here
+    by_torch: bool = False  # whether the function is torch's own
+    end_to_end: bool = False  # whether the module reads images end to end; here each is an example
 
 
 class _Settings:
-    """A model's configuration with the attention function exchanged; nothing is written to it."""
+    """A view of a model's configuration with another attention function."""
 
-    _attn_implementation = _NOTING
+    _attn_implementation = _RECORDING
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -212,10 +213,10 @@ class _Settings:
 
 
 def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
-    """What the attention function received, and the factor (B, L, H P) put on what it returns."""
+    """Run the call again; return its attention function's arguments and the gate (B, L, H P)."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_NOTING, _note)
+    AttentionInterface.register(_RECORDING, _record)
     dtype = working_dtype(module, call.hidden_states)
     twin = copy.copy(module)
     if hasattr(module, "config"):
@@ -223,49 +224,49 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     twin.training = False  # no dropout, and no random numbers drawn for it
     like = call.hidden_states.new_empty(0, dtype=dtype)
     twin._modules = {name: _prepared(name, sub, like) for name, sub in module._modules.items()}
-    with full_precision(call.hidden_states.device), _torchs_noted(twin):
+    with full_precision(call.hidden_states.device), _torchs_recorded(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
-    noted = twin.__dict__.get("noted")
-    if not noted:
+    received = twin.__dict__.get("received")
+    if not received:
         raise UnsupportedMixerError(
             f"{type(module).__name__} uses neither transformers' attention interface nor torch's "
             "attention. In transformers 4, load the model with attn_implementation='sdpa' and ask "
             "for no attentions; else use a newer version."
         )
-    return _end_to_end(module, noted, call.hidden_states.shape[1]), first_tensor(out)
+    return _end_to_end(module, received, call.hidden_states.shape[1]), first_tensor(out)
 
 
-def _end_to_end(module: Any, noted: list[_AttentionCall], tokens: int) -> _AttentionCall:
-    """What was received at once, or of one image after the other, each then as an example."""
-    if len(noted) == 1:
-        return noted[0]
-    sizes = [each.query.shape[2] for each in noted]
-    if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in noted):
+def _end_to_end(module: Any, received: list[_AttentionCall], tokens: int) -> _AttentionCall:
+    """Combine the calls of an attention function, one for each image, with images as examples."""
+    if len(received) == 1:
+        return received[0]
+    sizes = [each.query.shape[2] for each in received]
+    if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in received):
         raise UnsupportedMixerError(
-            f"{type(module).__name__} calls its attention function {len(noted)} times, and not of "
-            "one image after the other without a mask; that is not supported."
+            f"{type(module).__name__} calls its attention function {len(received)} times, and not "
+            "of one image after the other without a mask; that is not supported."
         )
-    count = torch.tensor(sizes, device=noted[0].query.device)
+    count = torch.tensor(sizes, device=received[0].query.device)
     step = torch.arange(max(sizes), device=count.device)
     real = step < count[:, None]
     place = torch.where(real, step + (count.cumsum(0) - count)[:, None], tokens)
 
-    def apart(parts: list[Tensor]) -> Tensor:
+    def padded(parts: list[Tensor]) -> Tensor:  # (images, H, longest, N)
         whole = torch.cat(parts, 2)[0].transpose(0, 1)  # (L, H, N)
         return F.pad(whole, (0, 0, 0, 0, 0, 1))[place].transpose(1, 2)
 
     return replace(
-        noted[0],
-        query=apart([each.query for each in noted]),
-        key=apart([each.key for each in noted]),
-        value=apart([each.value for each in noted]),
+        received[0],
+        query=padded([each.query for each in received]),
+        key=padded([each.key for each in received]),
+        value=padded([each.value for each in received]),
         mask=None if len(set(sizes)) == 1 else real[:, None, None],
         end_to_end=True,
     )
 
 
-def _note(
+def _record(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -274,7 +275,7 @@ def _note(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function that returns ones, so that a gate behind it shows."""
+    """Record the arguments of an attention function; return ones, so that a gate on it shows."""
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise _unknown(module, name)
@@ -286,7 +287,7 @@ def _note(
         )
     causal = kwargs.get("is_causal")
     groups = heads // key.shape[1]
-    noted = _AttentionCall(
+    call = _AttentionCall(
         query,
         key.repeat_interleave(groups, 1),
         value.repeat_interleave(groups, 1),
@@ -295,7 +296,7 @@ def _note(
         bool(getattr(module, "is_causal", True) if causal is None else causal),
         kwargs.get("sliding_window"),
     )
-    module.noted = [*vars(module).get("noted", ()), noted]
+    module.received = [*vars(module).get("received", ()), call]
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
 
 
@@ -304,15 +305,15 @@ def _unknown(module: Any, name: str) -> UnsupportedMixerError:
 
 
 @contextmanager
-def _torchs_noted(module: Any) -> Iterator[None]:
-    """Have :func:`_note` called in the place of torch's own attention, also where all is unseen."""
-    mode = _TorchsNoted(module, hidden=not torch._C._is_torch_function_enabled())
+def _torchs_recorded(module: Any) -> Iterator[None]:
+    """Call :func:`_record` in place of torch's own attention, also where torch's modes are off."""
+    mode = _TorchsRecorded(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield
 
 
-class _TorchsNoted(TorchFunctionMode):
-    """Sees torch's own attention."""
+class _TorchsRecorded(TorchFunctionMode):
+    """Replaces torch's own attention by :func:`_record`; ``hidden`` keeps other calls unseen."""
 
     def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()
@@ -338,26 +339,26 @@ class _TorchsNoted(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        ones, _ = _note(
+        ones, _ = _record(
             self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal
         )
-        self._module.noted[-1] = replace(self._module.noted[-1], by_torch=True)
+        self._module.received[-1] = replace(self._module.received[-1], by_torch=True)
         return ones.transpose(1, 2)
 
 
-def _pairs(module: Any, noted: _AttentionCall) -> Tensor | None:
+def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
     """The mask over pairs of tokens that the module's own attention function would have used.
 
-    Eager attention takes its mask as it is; the other functions apply causality themselves where
-    they are given none, and flash attention also the window and a mask of tokens.
+    Eager attention takes its mask as it is; the other functions apply causality themselves if they
+    get no mask, and flash attention also the window and a mask of tokens.
     """
-    mask, tokens = noted.mask, noted.query.shape[2]
+    mask, tokens = received.mask, received.query.shape[2]
     if hasattr(mask, "mask_mod"):  # flex attention's description of a mask
         from torch.nn.attention.flex_attention import create_mask
 
-        batch = noted.query.shape[0]
-        mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, noted.query.device.type)
-    implementation = "sdpa" if noted.by_torch else module.config._attn_implementation or "eager"
+        batch, kind = received.query.shape[0], received.query.device.type
+        mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, kind)
+    implementation = "sdpa" if received.by_torch else module.config._attn_implementation or "eager"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return mask[..., :tokens]
     if mask is None and implementation == "eager":
@@ -366,8 +367,8 @@ def _pairs(module: Any, noted: _AttentionCall) -> Tensor | None:
         raise UnsupportedMixerError(
             f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)}."
         )
-    window = noted.window if "flash" in implementation else None
-    device, causal = noted.query.device, noted.causal
+    window = received.window if "flash" in implementation else None
+    device, causal = received.query.device, received.causal
     pairs = seen_pairs(tokens, device, causal=causal, window=window)
     if mask is None:
         return pairs
@@ -382,14 +383,14 @@ def _pairs(module: Any, noted: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """A submodule for the shallow copy: no output projection and dropout, half precision wider."""
+    """The submodule for the shallow copy: the identity for output projections and dropout."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors inside tuples, lists and mappings in ``dtype``."""
+    """Cast floating tensors inside tuples, lists and mappings to ``dtype``."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

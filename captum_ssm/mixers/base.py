@@ -1,4 +1,4 @@
-"""What an adapter receives and what it returns."""
+"""The input and the output of an adapter: a recorded call, and a linear mixer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .parts.token_map import TokenMap
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One recorded call of a mixer module: what an adapter is given beside the module.
+    """One recorded call of a mixer module, which an adapter receives beside the module.
 
     Attributes:
         args: positional arguments.
         kwargs: keyword arguments.
-        output: what the module returned.
-        block: the module that holds the mixer and may scale what it returns. Default: None, the
-            mixer stands alone.
+        output: the module's output.
+        block: the module that holds the mixer and may scale its output. Default: None, the mixer
+            is used alone.
         around: the modules around the mixer that were called, innermost first, each with the shape
             of the first floating tensor it received. Default: empty.
 
@@ -48,8 +48,8 @@ class Call:
         """The argument called ``name``, also when it was passed by position; None if absent.
 
         Args:
-            name: what the argument is called.
-            position: where it stands if passed by position. Default: None, by keyword only.
+            name: name of the argument.
+            position: its place if it is passed by position. Default: None, by keyword only.
         """
         if name in self.kwargs:
             return self.kwargs[name]
@@ -61,8 +61,8 @@ class Call:
     def hidden_states(self) -> Tensor:
         """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor.
 
-        What comes without a batch, (L, E), such as the patches of all images end to end, is a batch
-        of one.
+        A sequence without a batch, (L, E), such as the patches of all images end to end, becomes a
+        batch of one.
         """
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
@@ -71,15 +71,15 @@ class Call:
 
     @property
     def output_tensor(self) -> Tensor:
-        """The sequence leaving the mixer, (B, L, E): the first tensor of what it returned."""
+        """The sequence leaving the mixer, (B, L, E): the first tensor of its output."""
         return in_batch(first_tensor(self.output))
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
         """Raise if the argument ``name`` carries a state from an earlier call.
 
         Args:
-            name: what the argument is called.
-            position: where it stands if passed by position. Default: None, by keyword only.
+            name: name of the argument.
+            position: its place if it is passed by position. Default: None, by keyword only.
 
         Raises:
             CachedStateError: when it does; the tokens read in that call cannot be explained.
@@ -95,7 +95,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class LinearMixer:
-    """A mixer at one input, as a frozen linear map over tokens: what an adapter returns.
+    """A mixer at one input, as a frozen linear map over tokens; an adapter returns it.
 
     ``project(operator.affine(values))`` equals the module's output; where a map is given, the
     output in the map's order.
@@ -109,17 +109,17 @@ class LinearMixer:
             graph, along which :class:`~captum_ssm.MambaLRP`, and :class:`~captum_ssm.LatimFlow` by
             the rules that ask for it, send relevance of their own; see :attr:`made_of`.
         project: the output projection, (B, L, H, P) to (B, L, E).
-        mask: True for real tokens (B, L), as an argument of the call tells it; calls that receive
-            the sequence alone are not asked. Default: None, no token is padding.
+        mask: True for real tokens (B, L), from an argument of the call. Default: None, no token is
+            padding, or the call has no such argument.
         branch_scale: constant with which the block multiplies the mixer's output before it joins
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on the tokens of a map or on windows
             of one. Default: None, they are one sequence.
-        passed_on: what else the module returns that later mixers read, by its place in the output,
-            with its graph: as the values are, it is linear in the stream that enters. Default:
-            nothing.
+        passed_on: other outputs of the module that later mixers read, by their place in the output,
+            with their graph; like the values they are linear in the stream that enters. Default:
+            none.
         end_to_end: whether the module was called on several sequences end to end and without a
-            batch, such as all images of one; here each is an example, and ``mask`` tells the
+            batch, such as all images of one; here each is an example, and ``mask`` marks the
             shorter ones' padding. Default: False.
 
     Example:
@@ -151,10 +151,10 @@ class LinearMixer:
         return torch.zeros_like(self.values) if offset is None else offset
 
     def restrict(self, components: Collection[str]) -> LinearMixer:
-        """The same mixer with only the named components left in its operator.
+        """Keep only the named components of its operator.
 
         Args:
-            components: the names of those to keep; the identity if none of them is left.
+            components: names of components; the identity is left if the operator has none of them.
         """
         kept = self.operator.restrict(components)
         if kept is None:
@@ -163,10 +163,10 @@ class LinearMixer:
 
     @property
     def made_of(self) -> dict[str, list[Tensor]]:
-        """What the mixer is made of, by role.
+        """The mixer's live tensors by role.
 
-        That is its values as ``"content"``, and of the coefficients that came with their graph
-        those that are a ``"key"``, ``"query"``, ``"gate"`` or ``"step"``.
+        Its values are the ``"content"``; coefficients that came with their graph are a ``"key"``,
+        ``"query"``, ``"gate"`` or ``"step"``.
         """
         found: dict[str, list[Tensor]] = {"content": [self.values]}
         for (holder, name), coefficient in live_coefficients(self.operator).items():
@@ -174,7 +174,7 @@ class LinearMixer:
         return found
 
     def output(self) -> Tensor:
-        """What the module returns, recomputed from the operator, (B, L, E)."""
+        """Recompute the module's output from the operator, (B, L, E)."""
         out = self.project(self.operator.affine(self.values))
         return joined_end_to_end(out, self.mask) if self.end_to_end else out
 
@@ -182,7 +182,7 @@ class LinearMixer:
         """Raise if a coefficient is NaN or infinite.
 
         Args:
-            layer: what to call the mixer in the error.
+            layer: name of the mixer, for the error.
 
         Raises:
             NonFiniteError: naming the layer and the component in which it began.
@@ -191,7 +191,7 @@ class LinearMixer:
         if are_noted(self.values):
             finite_together([self.values, *(x for _, found in named for x in found.values())])
             return
-        # in the order of computation, so that the first one found is where it began
+        # in the order of computation, so that the first one found is the origin
         for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
             for name, tensor in tensors.items():
                 if not all_finite(tensor):
@@ -207,12 +207,12 @@ Linearize = Callable[[nn.Module, Call], LinearMixer]
 
 
 def in_batch(sequence: Tensor) -> Tensor:
-    """A sequence (B, L, E), or one without a batch as a batch of one."""
+    """Make a sequence without a batch, (L, E), a batch of one; (B, L, E) stays as it is."""
     return sequence[None] if sequence.dim() == 2 else sequence
 
 
 def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
-    """Sequences (B, L, E) end to end as a batch of one, without their padding."""
+    """Join sequences (B, L, E) end to end, without their padding, to a batch of one."""
     return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 

@@ -4,8 +4,8 @@ x, z = in_proj(h)           y = SiLU(z) (f + P r P) x           output = out_pro
 
 with f and r as in vim.py, of which r has weights of its own, and P the flip of tokens.  On two
 strands a and b, b being read as its reverse complement R b (tokens and channels flipped), the
-output is [m(a), R m(R b)]: a mixer of twice the heads.  In the order of the tokens what reads from
-the first one on is f of a and r of b, and the other way r of a and f of b.
+output is [m(a), R m(R b)]: a mixer of twice the heads.  From the first token to the last read f of
+strand a and r of strand b; from the last to the first read r of a and f of b.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _out(module: Any, y: Tensor) -> Tensor:
-    """What both directions return together: the bias, if there is one, twice."""
+    """The output projection of the sum of both directions: its bias counts twice."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y.flatten(2))
     return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
 def _joined(one: Direction, other: Direction) -> Direction:
-    """Two directions that read side by side, as one of the heads of both."""
+    """Join two directions that read in the same order to one of twice the heads."""
 
     def cat(name: str, dim: int) -> Tensor:
         return torch.cat([getattr(one, name), getattr(other, name)], dim)

@@ -86,7 +86,7 @@ def kimi_delta(module: Any, call: Call) -> LinearMixer:
 
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
-    """One per head and key channel (B, L, H, N), between 0 and a bound where there is one."""
+    """Log decays per head and key channel (B, L, H, N), between 0 and a bound if there is one."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
@@ -102,7 +102,7 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
 
 
 def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """A projection, of low rank in some models: two in a row."""
+    """Run a projection of ``hidden``, which in some models is two of low rank in a row."""
     if hasattr(module, f"{name}_proj"):
         return run(getattr(module, f"{name}_proj"), hidden)
     first, second = (getattr(module, f"{name}_{part}_proj") for part in "ab")
@@ -126,7 +126,16 @@ def _linearize(
     norm: Any,
     out_proj: Any,
 ) -> LinearMixer:
-    """From what enters the convolution (queries, keys, values), (beta, log decay) and gate."""
+    """The mixer from its projections.
+
+    Args:
+        module: the mixer, for conv1d, num_k_heads and its activation.
+        mixed: queries, keys and values side by side, the convolution's input.
+        mask: True for real tokens (B, L), or None.
+        operands: beta and log decay, (B, L, H) each, or the latter (B, L, H, N).
+        z: the gate's input (B, L, H, P).
+        norm, out_proj: modules of the mixer.
+    """
     heads, per_head = z.shape[-2:]
     beta, log_decay = operands
     shape = Shape(mixed.shape[0], mixed.shape[1], heads, per_head)
@@ -165,7 +174,7 @@ def _units(x: Tensor, key_heads: int, heads: int) -> tuple[Tensor, ...]:
 
 
 def _after_convolution(module: Any) -> str:
-    """The activation's name; without its kernel transformers 4 knows but one."""
+    """The name of the convolution's activation; transformers 4 without its kernel has only SiLU."""
     of_version_4 = hasattr(module, "causal_conv1d_fn")
     if of_version_4 and module.causal_conv1d_fn is None:
         return "silu"

@@ -1,4 +1,4 @@
-"""Which class that is served an unknown mixer may be a copy of: one with the same parts."""
+"""Find the supported class that an unknown mixer may be a copy of: one with the same parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from .table import BUILT_IN
 
-#: Parts of mixers that hold parameters, and the classes that have just these, which tests compare
-#: with instances; a class whose configuration decides has several rows, and one whose name is
-#: that of others has its full one.
+#: Names of a mixer's parts that hold parameters, and the classes that have exactly these (tests
+#: compare them with instances).  A class has several rows if its parts depend on its configuration,
+#: and its full name if others have the same name.
 PARTS = {
     "A_log D conv1d dt_proj in_proj out_proj x_proj": (
         "MambaMixer FalconMambaMixer Mamba VimMixer mambapy.mamba.MambaBlock"
@@ -126,7 +126,7 @@ def _last(path: str) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """How much of two names is the same, less what half of all classes are called; 0 if little."""
+    """The similarity of two class names without their common endings, or 0 if it is at most 1/2."""
     one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
     ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -1,4 +1,4 @@
-"""What a line of the table of built-in mixers says."""
+"""The lines of the table of built-in mixers, and the versions that they are tested with."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .. import __version__
 #: mixer that runs next.
 Joins = Literal["residual", "parallel", "feeds"]
 
-#: What models of a mixer may be explained by: the decomposition; the methods that fold the layers'
-#: operators (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition
-#: of what a model generates.
+#: Ways to explain a model: the decomposition; the methods that fold the layers' operators
+#: (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition of
+#: generated text.
 Ability = Literal["LatimFlow", "fold methods", "generated text"]
 
 
@@ -24,14 +24,14 @@ class Line(NamedTuple):
 
     Attributes:
         family: the common name of the architecture.
-        path: the class; for transformers short, ``"mamba.MambaMixer"`` standing for
+        path: the class; short for transformers: ``"mamba.MambaMixer"`` means
             ``transformers.models.mamba.modeling_mamba.MambaMixer``.
         adapter: module of this package and function.
         joins: how the mixer's output joins the residual stream.
         tested: version of the package that the tests run against, where it is an older one.
             Default: None, that of :data:`VERSIONS`.
-        lacks: what models of the mixer are refused, by the reason why. Default: nothing.
-        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
+        lacks: the abilities that models of the mixer lack, each with the reason. Default: none.
+        alone: whether tests cover the mixer alone, without a model around it. Default: False.
     """
 
     family: str

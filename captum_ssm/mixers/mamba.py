@@ -4,10 +4,10 @@
     t, B, C = x_proj(v)                dt = softplus(W t + b_dt)  A = -exp(A_log)
     y = SiLU(z) (alpha + D) v          output = out_proj(y)
 
-Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalise t, B
+Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalize t, B
 and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.  In transformers 4 the
-mask silences x, not h, the gate has the activation of the convolution, and adapters (LoRA) around W
-take part wherever W is called.
+mask is applied to x, not to h, the gate has the activation of the convolution, and adapters (LoRA)
+around W take part wherever W is called.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 def _hf_projected(
     module: Any, call: Call, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x and the gate (B, L, D), and the mask."""
+    """Run in_proj; return x and the gate (B, L, D), and the mask."""
     of_version_4 = hasattr(module, "slow_forward")
     hidden, mask = hf_entering(module, call, silent=not of_version_4)
     projected = run(module.in_proj, hidden)
@@ -106,16 +106,16 @@ def linearize(
         module: the mixer, for conv1d, act, activation, A_log, D and out_proj.
         projected: x and the gate.
         mask: True for real tokens (B, L), or None.
-        select: how dt, B and C follow from v.
+        select: computes dt, B and C from v.
         run_out_proj: whether the module calls out_proj; else it reads the weight.
     """
     x, gating = projected
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
-    # first, while little else is held: of long inputs every tensor here takes much memory
+    # first, while little else is held: tensors of long inputs take much memory
     gate = Diagonal(as_heads(gating), shape, "gate")
     conv, ratio, activated = _activated(module, values, mask, shape)
-    dt, b, c = select(activated.pop())
+    dt, b, c = select(activated.pop())  # popped, so that select can free it
     a = -torch.exp(module.A_log.to(values)).flatten(0, -2)
     skip = frozen(module.D, values).view(1, 1, -1, 1)
     operator = Chain(
@@ -136,7 +136,7 @@ def linearize(
 def _activated(
     module: Any, values: Tensor, mask: Tensor | None, shape: Shape
 ) -> tuple[ShortConv, Tensor, list[Tensor]]:
-    """The convolution, the ratio SiLU(u) / u (B, L, D, 1), and v (B, L, D), to be taken out."""
+    """The convolution, the ratio SiLU(u) / u (B, L, D, 1), and v (B, L, D) in a list, to pop."""
     conv, u = causal_conv(module.conv1d, values, mask, shape)
     ratio = activation_ratio(module.act, module.activation, u)
     activated = (u * ratio).squeeze(-1)
@@ -144,11 +144,11 @@ def _activated(
 
 
 def selection(module: Any, as_module: bool) -> Callable[[Tensor], Selected]:
-    """How the selected parameters follow from v."""
+    """Make the function from v (B, L, D) to the selected parameters dt, B and C."""
 
     def select(activated: Tensor) -> Selected:
         selected = _call(module.x_proj, activated, as_module)
-        del activated  # what is made of it takes as much again
+        del activated  # the parameters need as much memory again
         return _selective_parameters(module, selected)
 
     return select
@@ -158,7 +158,7 @@ def _selective_parameters(module: Any, selected: Tensor) -> Selected:
     """dt (B, L, D), B and C (B, L, N) from the output of x_proj."""
     rank, state = module.dt_proj.weight.shape[1], module.A_log.shape[1]
     t, b, c = torch.split(selected, [rank, state, state], dim=-1)
-    if hasattr(module, "rms_eps"):  # falcon_mamba normalises all three
+    if hasattr(module, "rms_eps"):  # falcon_mamba normalizes all three
         t, b, c = (rms_norm(s, module.rms_eps) for s in (t, b, c))
     elif hasattr(module, "dt_layernorm"):  # so does jamba, with weights
         norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
@@ -170,7 +170,7 @@ def _selective_parameters(module: Any, selected: Tensor) -> Selected:
 
 
 def _calls_dt_proj(module: Any, t: Tensor) -> bool:
-    """Whether the model calls dt_proj; else it reads the weight, past an adapter around it."""
+    """Whether the model calls dt_proj; if not, it reads the weight, past an adapter around it."""
     if not hasattr(module, "slow_forward"):
         return False
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):

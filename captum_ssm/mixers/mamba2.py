@@ -45,7 +45,7 @@ class OutputNorm:
     Attributes:
         weight: its weight (D,).
         eps: added to the mean square.
-        groups: how many groups of channels are normalised each by itself.
+        groups: how many groups of channels are normalized separately.
         before_gate: whether it acts before the gate.
     """
 
@@ -56,15 +56,14 @@ class OutputNorm:
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """The Mamba-2 mixers of transformers that need nothing else."""
+    """The Mamba-2 mixers of transformers without options of their own."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    own = module.norm
-    channels = own.weight.shape[0]
-    # in transformers 4 most norms know no groups
-    norm = OutputNorm(
-        own.weight, own.variance_epsilon, channels // getattr(own, "group_size", channels)
-    )
+    norm = module.norm
+    channels = norm.weight.shape[0]
+    # in transformers 4 most norms have no groups
+    groups = channels // getattr(norm, "group_size", channels)
+    norm = OutputNorm(norm.weight, norm.variance_epsilon, groups)
     return _hf_linearize(module, run(module.in_proj, hidden), mask, norm)
 
 
@@ -85,7 +84,7 @@ def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def granite_mamba2(module: Any, call: Call) -> LinearMixer:
-    """GraniteMoeHybridMambaLayer, whose block scales what it returns."""
+    """GraniteMoeHybridMambaLayer, whose block scales its output."""
     scale = float(getattr(call.block, "residual_multiplier", 1.0))
     return replace(hf_mamba2(module, call), branch_scale=scale)
 
@@ -108,6 +107,7 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
 def _hf_linearize(
     module: Any, projected: Tensor, mask: Tensor | None, norm: OutputNorm | None
 ) -> LinearMixer:
+    """:func:`linearize` with the names and options of transformers' modules."""
     return linearize(
         module,
         projected,
@@ -131,7 +131,7 @@ def linearize(
     initial: Tensor | None = None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> LinearMixer:
-    """The mixer from what in_proj returns.
+    """The mixer from the output of in_proj.
 
     Args:
         module: the mixer, for conv1d, act, activation, dt_bias, A_log and D.
@@ -154,7 +154,7 @@ def linearize(
     activated = u * ratio if mask is None else u * ratio * mask[:, :, None, None]
     x, key, query = activated.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
-    if tuple(dt_limit) != (0.0, math.inf):  # which every dt keeps to
+    if tuple(dt_limit) != (0.0, math.inf):  # a limit that every dt keeps
         dt = dt.clamp(*dt_limit)
     rate = -torch.exp(module.A_log.to(dt))
     log_decay = rate * dt
@@ -163,7 +163,7 @@ def linearize(
     skip = frozen(module.D, dt).view(1, 1, heads, -1)
     core: Operator = Sum(scan, Diagonal(skip, shape, "skip"))
     if initial is not None:
-        core = Chain(_remembered(initial, query, log_decay, shape), core)
+        core = Chain(_initial_constant(initial, query, log_decay, shape), core)
     gate = Diagonal(as_heads(F.silu(z), heads), shape, "gate")
     operator = Chain(
         *_gate_and_norm(gate, norm, core.affine(x.view(shape))),
@@ -177,7 +177,7 @@ def linearize(
 
 
 def _first_channels(conv: ShortConv, shape: Shape) -> ShortConv:
-    """The convolution on its first channels only, cut into heads."""
+    """Restrict a convolution to its first channels, those of the values, and cut it into heads."""
     width = shape.heads * shape.per_head
     bias = conv.bias
     if bias is not None:
@@ -185,8 +185,8 @@ def _first_channels(conv: ShortConv, shape: Shape) -> ShortConv:
     return ShortConv(conv.weight[:width].view(*shape[2:], -1), shape, bias)
 
 
-def _remembered(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
-    """The constant that states from before the first token add to what the scan returns."""
+def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
+    """The identity plus a constant: the share of states before the first token in the output."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read
@@ -195,7 +195,7 @@ def _remembered(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape)
 
 
 def _gate_and_norm(gate: Diagonal, norm: OutputNorm | None, mixed: Tensor) -> list[Operator]:
-    """The gate and, with 1 / rms frozen, the norm of what the scan and the skip return."""
+    """The gate and the frozen norm of the scan's and skip's output ``mixed``, outermost first."""
     if norm is None:
         return [gate]
     entering = mixed if norm.before_gate else gate.apply(mixed)

@@ -9,7 +9,7 @@
     y = SiLU(z) (alpha + D) x                             output = out_proj(y)
 
 Every head has its own decay, D and biases; the heads of a group share B and C before their biases.
-R[i] turns each pair of neighbouring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
+R[i] turns each pair of neighboring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
 0..i; the channels behind the last pair stay as they are.  The scale is the trapezoidal rule: over
 each step the integrand is taken at the step's end with weight lambda and at its beginning, which
 is the token before, with weight 1 - lambda.  With ``is_outproj_norm`` an RMSNorm per head stands
@@ -58,7 +58,16 @@ def refuse_mimo(module: Any) -> None:
 def linearize(
     module: Any, projected: Tensor, mask: Tensor | None, *, heads: int, groups: int, state: int
 ) -> LinearMixer:
-    """The mixer from what in_proj returns."""
+    """The mixer from the output of in_proj (B, L, 2 D + 2 G N + 3 H + angles).
+
+    Args:
+        module: the mixer.
+        projected: that output.
+        mask: True for real tokens (B, L), or None.
+        heads: H.
+        groups: groups of heads that share B and C, G.
+        state: N.
+    """
     shared, angles = groups * state, module.num_rope_angles
     width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
     sizes = [width, width, shared, shared, heads, heads, heads, angles]
@@ -97,10 +106,10 @@ def _scan(
     groups: int,
     per_head: int,
 ) -> Operator:
-    """alpha, from the parts of in_proj's output that select it.
+    """The operator alpha, from the parts of in_proj's output that select it.
 
-    Off the diagonal a token's scale counts the step after it, on the diagonal it does not.  So
-    the scan is read one token late, by the next query, and the diagonal is a part of its own.
+    Off the diagonal a token's scale includes the step after it, on the diagonal it does not.  So
+    the scan is read one token late, by the next query, and the diagonal is a summand of its own.
     """
     dt = F.softplus(step + module.dt_bias.to(step))  # (B, L, H)
     if mask is not None:
@@ -124,18 +133,18 @@ def _scan(
 
 
 def _next(x: Tensor) -> Tensor:
-    """What x (B, L, ...) holds at the next token, zero after the last one."""
+    """Shift ``x`` (B, L, ...) so that each token has the next one's entries; the last has zeros."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)
 
 
 def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
-    """The queries or keys of all heads before they are turned, (B, L, G N) to (B, L, H, N)."""
+    """Queries or keys of all heads before their rotation, (B, L, H, N), from ``x`` (B, L, G N)."""
     x = rms_norm(as_heads(x, groups), norm.eps) * norm.weight.to(x)
     return x.repeat_interleave(len(bias) // groups, 2) + bias.squeeze(1).to(x)
 
 
 def _turned(x: Tensor, angle: Tensor) -> Tensor:
-    """x (B, L, H, N) with channels 2m and 2m+1 turned by angle m of (B, L, H, S), 2 S <= N."""
+    """Rotate channels 2m and 2m+1 of ``x`` (B, L, H, N) by angle m of (B, L, H, M), 2 M <= N."""
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     end = 2 * angle.shape[-1]
     even, odd = x[..., 0:end:2], x[..., 1:end:2]

@@ -145,7 +145,7 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
 
 
 class _Names(NamedTuple):
-    """What the parts of one direction are called."""
+    """Names of the parts of one direction."""
 
     conv: str
     x_proj: str
@@ -160,7 +160,7 @@ def _names(form: str = "{}") -> _Names:
 
 
 def _entering(in_proj: Any, module: Any, call: Call) -> tuple[Tensor, Tensor]:
-    """x and what the gate is made of, each (B, L, D, 1)."""
+    """Run in_proj; return x and the gate's input z, (B, L, D, 1) each."""
     hidden = call.hidden_states
     x, z = run(in_proj, hidden.to(working_dtype(module, hidden))).chunk(2, -1)
     return as_heads(x), as_heads(z)
@@ -169,7 +169,7 @@ def _entering(in_proj: Any, module: Any, call: Call) -> tuple[Tensor, Tensor]:
 def _direction(
     module: Any, names: _Names, x: Tensor, act: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Operator, ...]:
-    """The parts for x (B, L, D, 1) in the order in which this direction reads it."""
+    """The operators of one direction, outermost first, for x (B, L, D, 1) in its order."""
     conv, ratio, activated = _activated(module, names, x, act)
     return _scan(module, names, activated), ratio, conv
 
@@ -177,7 +177,7 @@ def _direction(
 def _activated(
     module: Any, names: _Names, x: Tensor, act: Callable[[Tensor], Tensor]
 ) -> tuple[ShortConv, Diagonal, Tensor]:
-    """The convolution, the activation's ratio, and what they make of x, (B, L, D)."""
+    """The convolution, the activation's ratio, and their output for x, (B, L, D)."""
     own, shape = getattr(module, names.conv), Shape(*x.shape)
     conv, u = causal_conv(own, x, None, shape)
     if own.dilation != (1,):
@@ -190,7 +190,7 @@ def _activated(
 
 
 def _scan(module: Any, names: _Names, activated: Tensor) -> Operator:
-    """The scan of what was activated (B, L, D), and the skip."""
+    """The sum of scan and skip, from the activation's output (B, L, D)."""
     dt_proj, a_log = getattr(module, names.dt_proj), getattr(module, names.a_log)
     rank, state = dt_proj.weight.shape[1], a_log.shape[1]
     selected = run(getattr(module, names.x_proj), activated)

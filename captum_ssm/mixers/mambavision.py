@@ -11,8 +11,8 @@ counts twice is the package's own doing.
 
 Modules of a MambaVisionLayer receive windows of its map in place of examples.  Their operators act
 on the map: one matrix for all tokens, with a block for each window.  The places that fill up
-windows at the map's lower and right edges hold no token of it.  What they contribute counts as a
-constant in every layer, also where an earlier layer told them something about the tokens.
+windows at the map's lower and right edges hold no token of it.  Their share counts as a constant in
+every layer, also where an earlier layer moved something of the tokens to them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """The mixer of the windows as one of the map they were cut from, if they were."""
+    """Convert a mixer of windows to one of the map that they were cut from, if there is one."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # the mixer or a block by itself
         return linear

@@ -7,7 +7,7 @@
 with a constant slope per head and the norm over all channels together.  Frozen: q, k, the mask,
 the ratio SiLU(u) / u, 1 / rms and the gate.
 
-The block normalises first and adds the output, times beta, to the normalised h, times alpha, so
+The block normalizes first and adds the output, times beta, to the normalized h, times alpha, so
 that its stream is alpha (h + beta / alpha output).  The norm that follows removes the common
 factor alpha; beta / alpha is therefore the scale of the branch.
 """

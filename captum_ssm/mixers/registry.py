@@ -1,4 +1,4 @@
-"""Which adapter serves which mixer class, by name: no architecture's package is imported."""
+"""The adapters of mixer classes, by class name: no architecture's package is imported."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Architecture:
             user's own.
         joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
             ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
-        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
-            ``"generated text"`` its models are refused, and why. Default: nothing.
-        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
+        lacks: those of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
+            ``"generated text"`` that refuse its models, with the reason. Default: none.
+        alone: whether tests cover the mixer alone, without a model around it. Default: False.
         like: the class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, it has
-            one of its own.
+            its own.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
@@ -70,7 +70,7 @@ _adapters: dict[str, Linearize | str] = {line.class_path: line.adapter for line 
 #: Families that an error names at most.
 _SHOWN = 12
 
-#: Class names that say "I mix tokens"; used only to refuse what has no adapter.
+#: Class names of token mixers; used only to refuse modules that have no adapter.
 _MIXER_NAME = re.compile(
     r"(Mixer|Attention|MHA|Mamba\d*|SSM|SSD|SS2D\w*|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
     r"|Retention|DeltaNet|LSTM(Layer|Cell)?|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"
@@ -146,7 +146,7 @@ def register_mixer(
 
 
 def _served_like(like: type[nn.Module] | str) -> str:
-    """The registered class that ``like`` names."""
+    """The path of the registered class that ``like`` names."""
     if not isinstance(like, str):
         found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
     elif like in _adapters:
@@ -183,8 +183,8 @@ def supported_architectures() -> list[Architecture]:
 def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     """The architecture and adapter of a module, or None if it is no registered mixer.
 
-    Code that a model of the hub brings along is often a copy of a class that is served: one of the
-    same name and parts is taken for it, and held to it like any other.
+    Code that a model of the hub brings along is often a copy of a supported class: one of the same
+    name and parts is taken for it, and its operator is verified like any other.
     """
     for cls in type(module).__mro__:
         path = class_path(cls)
@@ -215,7 +215,7 @@ def class_path(cls: type) -> str:
 
 
 def looks_like_a_mixer(module: nn.Module) -> bool:
-    """Whether a module's class name, or the package it comes from, says that it mixes tokens."""
+    """Whether a module mixes tokens by its class name, or by the package that it comes from."""
     if _MIXER_NAME.search(type(module).__name__) is not None:
         return True
     exported = sys.modules.get(_MIXERS)
@@ -223,7 +223,7 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
 
 
 def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
-    """The error for a module that looks like a mixer and has no adapter."""
+    """Make the error for a module that looks like a mixer and has no adapter."""
     kind = class_path(type(module))
     place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
     ran, way_out = "", ""
@@ -237,7 +237,7 @@ def refusal(name: str, module: nn.Module, *, others: bool = False) -> Unsupporte
 
 
 def proposal(module: nn.Module) -> str:
-    """The line that serves a module, or the first one in it, with the parts of a known mixer."""
+    """A sentence with the line that registers a module, or one in it, like a known mixer, or ""."""
     for part in module.modules():
         known = nearest(type(part).__name__, parts_of(part))
         if known and adapter_for(part) is None:
@@ -251,7 +251,7 @@ def proposal(module: nn.Module) -> str:
 
 
 def what_is_served() -> str:
-    """How an adapter is added, and some of the families that have one: two sentences."""
+    """Two sentences for errors: how to add an adapter, and some of the families that have one."""
     families = list(dict.fromkeys(a.family for a in supported_architectures()))
     more = len(families) - _SHOWN
     rest = f" and {more} more, which supported_architectures() lists" if more > 0 else ""
@@ -262,6 +262,7 @@ def what_is_served() -> str:
 
 
 def _load(adapter: Linearize | str) -> Linearize:
+    """Import an adapter that is named as ``"module:function"``."""
     if not isinstance(adapter, str):
         return adapter
     module, function = adapter.split(":")

@@ -11,7 +11,7 @@ in the unified paper, which leaves the shift over the values out.  The shift act
 of h and the value projection then mixes them: no convolution per value channel equals it.
 
 In evaluation the model halves its stream every few blocks and scales the output projections of
-later blocks to fit, in place at its first run; h is normalised, so this reaches W_o alone.  The
+later blocks to fit, in place at its first run; h is normalized, so this reaches W_o alone.  The
 model is told of no padding.
 """
 

@@ -1,14 +1,14 @@
-"""RWKV-7, as its layers have it in common.
+"""RWKV-7: the parts that its layers have in common.
 
-    r, k, v and what w, a, g and s follow from: maps of h mixed with the previous token's h
+    r, k, v and the inputs of w, a, g and s: maps of h mixed with the previous token's h
     e_h = (k xi)_h / |(k xi)_h|                     k' = k (1 + (a - 1) kappa)
     v' = v + s (v_first - v)                        v_first: the values of the first layer
     S[t] = exp(w[t]) S[t-1] - a[t] e[t] (e[t] . S[t-1]) + k'[t] v'[t],   o[t] = r[t] . S[t]
     y = g (GroupNorm(o) + (r_h . (rho_h k'_h)) v')                       output = W_o y
 
 with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below exp(-0.61).  The
-norm is per head and subtracts its mean; its bias counts as bias.  What a token adds to its own
-output past the state, as much as r matches rho k', counts as part of the scan.
+norm is per head and subtracts its mean; its bias counts as bias.  The term by which a token's value
+reaches its own output past the state, r . (rho k'), counts as part of the scan.
 
 Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v', of which the
 first layer's share goes back to that layer's values, whatever the layers between have done; as in
@@ -43,7 +43,7 @@ _LOG_DECAY = -math.exp(-0.5)
 
 
 class Streams(NamedTuple):
-    """What a layer makes of the sequence that enters it.
+    """The projections of a layer's input.
 
     Attributes:
         r: (B, L, H N).
@@ -67,15 +67,15 @@ class Streams(NamedTuple):
 
 
 def shifted(hidden: Tensor) -> Tensor:
-    """How much the token before each differs from it, (B, L, E)."""
+    """The difference of the previous token and each token, (B, L, E)."""
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
 def entering(module: Any, hidden: Tensor) -> list[Tensor]:
-    """What r, w, k, v, a and g follow from: each token mixed with the one before.
+    """Inputs of r, w, k, v, a and g: each token mixed with the previous one, (B, L, E) each.
 
     Args:
-        module: holds how much of it each takes, ``x_r`` and so on.
+        module: holds the shares of the previous token, ``x_r`` and so on.
         hidden: (B, L, E).
     """
     delta = shifted(hidden)
@@ -83,12 +83,12 @@ def entering(module: Any, hidden: Tensor) -> list[Tensor]:
 
 
 def log_decay(x: Tensor) -> Tensor:
-    """w of what it follows from."""
+    """The logarithm w of the decay, from its input."""
     return _LOG_DECAY * torch.sigmoid(x)
 
 
 def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
-    """v' of the values, those of the first layer, and what their share s follows from."""
+    """The values v', from the layer's own, the first layer's, and the input of the share s."""
     return v + torch.sigmoid(share).detach() * (first.to(v) - v)
 
 
@@ -119,7 +119,7 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
 def _low_rank(
     module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Two maps of x in a row, with a bias, by their name."""
+    """Apply the two maps of low rank of a name to x, with the bias after the second."""
     first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
     inner = linear(x, first.T)
     return linear(inner if act is None else act(inner), second.T, bias.flatten())
@@ -128,13 +128,13 @@ def _low_rank(
 def time_mixing(
     module: Any, norm: Any, output: Any, streams: Streams, mask: Tensor | None
 ) -> LinearMixer:
-    """A layer by what it made of its sequence.
+    """The mixer of a layer from its projections.
 
     Args:
         module: holds kappa and rho as ``k_a`` and ``r_k``.
         norm: its GroupNorm.
         output: W_o.
-        streams: what it made.
+        streams: the projections.
         mask: True for real tokens (B, L), or None.
     """
     heads = module.r_k.shape[0]
@@ -165,5 +165,5 @@ def time_mixing(
 
 
 def unit(x: Tensor, heads: int) -> Tensor:
-    """Vectors of length one per head, (B, L, H, N)."""
+    """Normalize ``x`` (B, L, H N) to vectors of length one per head, (B, L, H, N)."""
     return F.normalize(as_heads(x, heads), dim=-1)

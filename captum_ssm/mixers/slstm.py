@@ -5,11 +5,11 @@
     c[t] = sigmoid(f) c[t-1] + exp(i) tanh(z)        y[t] = sigmoid(o) c[t] / n[t]
     output = w (y - mean y) / sigma(y)
 
-with the LayerNorm per head.  Frozen: the gates, whatever of the outputs before enters them, the
-normaliser n, the ratio tanh(z) / z, and 1 / sigma.  What is moved is z, of which R y[t-1] is a
-part: the recurrence hears its own outputs.  The model is told of no padding.
+with the LayerNorm per head.  Frozen: the gates with the feedback that enters them, the normalizer
+n, the ratio tanh(z) / z, and 1 / sigma.  The values are z, to which R y[t-1] is added: the outputs
+are fed back.  The model gets no mask of padding.
 
-The state is kept relative to its normaliser: of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
+The state is kept relative to its normalizer: of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
 takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be that of an
 ordinary LSTM (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its
 state is kept relative to c / tanh(c).
@@ -52,14 +52,14 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
     kernel = frozen(cell._recurrent_kernel_int2ext(cell._recurrent_kernel_), hidden)
     i, f, z, o = (as_heads(x, heads) + b for x, b in zip(entering, bias.unbind(1), strict=True))
     ordinary = module.config.function == "lstm"
-    before, after, heard = _run(torch.stack([i, f, z, o], 2), kernel, ordinary)
-    heard_i, heard_f, heard_z, heard_o = heard.unbind(2)
-    ratio = activation_ratio(torch.tanh, "tanh", z + heard_z)
-    written = F.logsigmoid(i + heard_i) if ordinary else i + heard_i
+    before, after, fed = _run(torch.stack([i, f, z, o], 2), kernel, ordinary)
+    fed_i, fed_f, fed_z, fed_o = fed.unbind(2)
+    ratio = activation_ratio(torch.tanh, "tanh", z + fed_z)
+    log_write = F.logsigmoid(i + fed_i) if ordinary else i + fed_i
     core = FeedbackRecurrence(
-        torch.exp(F.logsigmoid(f + heard_f) + (after - before)),
-        torch.exp(written + after) * ratio,
-        torch.sigmoid(o + heard_o),
+        torch.exp(F.logsigmoid(f + fed_f) + (after - before)),
+        torch.exp(log_write + after) * ratio,
+        torch.sigmoid(o + fed_o),
         kernel[:, :, 2].mT,
         at_rest=0.5,
     )
@@ -74,25 +74,25 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
 
 @torch.no_grad()
 def _run(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The cell, token after token.
+    """Run the cell, token after token.
 
     Args:
-        entering: what enters i, f, z and o but for what is heard, (B, L, 4, H, P).
+        entering: inputs of i, f, z and o without the feedback, (B, L, 4, H, P).
         kernel: R, (H, P, 4, P).
-        ordinary: whether it is that of an ordinary LSTM.
+        ordinary: whether the cell is that of an ordinary LSTM.
 
     Returns:
-        The logarithm of the state's factor before and after each token, (B, L, H, P), and what each
-        token hears of the output before, (B, L, 4, H, P).
+        The logarithm of the state's scale before and after each token, (B, L, H, P), and the
+        feedback R y[t-1], (B, L, 4, H, P).
     """
-    heard = torch.zeros_like(entering)
+    fed = torch.zeros_like(entering)
     scales = torch.zeros_like(entering[:, :, 0])
     with unseen(), full_precision(entering.device):
         state = output = torch.zeros_like(entering[:, 0, 0])
         total = torch.full_like(state, -torch.inf)
         for t in range(entering.shape[1]):
-            heard[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
-            i, f, z, o = (entering[:, t] + heard[:, t]).unbind(1)
+            fed[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
+            i, f, z, o = (entering[:, t] + fed[:, t]).unbind(1)
             if ordinary:
                 state = torch.sigmoid(f) * state + torch.sigmoid(i) * torch.tanh(z)
                 ratio = activation_ratio(torch.tanh, "tanh", state)
@@ -102,5 +102,5 @@ def _run(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tens
                 total = torch.logaddexp(kept, i)
                 state = (kept - total).exp() * state + (i - total).exp() * torch.tanh(z)
                 output, scales[:, t] = torch.sigmoid(o) * state, -total
-    # the first token finds no state, whatever it would keep of one
-    return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, heard
+    # before the first token there is no state: any scale will do
+    return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, fed

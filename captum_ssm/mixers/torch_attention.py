@@ -2,8 +2,8 @@
 
     q, k, v = in_proj(x)      alpha = softmax(q k^T / sqrt(N) + mask)      y = out_proj(alpha v)
 
-Whether it runs its fast path, and whether it returns its weights, makes no difference: the
-operator is recomputed from what it was given.  Frozen: the probabilities.
+The operator is recomputed from the arguments, whether or not the module runs its fast path or
+returns its weights.  Frozen: the probabilities.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from .parts.softmax import softmax_attention
 
 def torch_attention(module: Any, call: Call) -> LinearMixer:
     """nn.MultiheadAttention, of a sequence that reads itself."""
-    given = [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))]
-    _refuse(module, given)
+    _refuse(module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))])
     hidden = call.hidden_states.to(working_dtype(module, call.hidden_states))
     batch, tokens, _ = hidden.shape
     if module._qkv_same_embed_dim:
@@ -45,9 +44,9 @@ def torch_attention(module: Any, call: Call) -> LinearMixer:
     return LinearMixer(values, operator, lambda y: run(module.out_proj, y.flatten(2)), read)
 
 
-def _refuse(module: Any, given: list[Tensor]) -> None:
-    """Raise for what is no attention of a sequence to itself, examples in front."""
-    query, *others = given
+def _refuse(module: Any, inputs: list[Tensor]) -> None:
+    """Raise unless a sequence reads itself, with examples in the first dimension."""
+    query, *others = inputs
     name = type(module).__name__
     if any(x is not query and not _same(x, query) for x in others):
         raise UnsupportedMixerError(
@@ -70,7 +69,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
-    """What is added to the scores, broadcastable to (B, H, L, L); None if everything is read."""
+    """The term added to the scores, broadcastable to (B, H, L, L); None if everything is read."""
     batch, tokens, _ = hidden.shape
     pairs, padding = call.argument("attn_mask", 5), call.argument("key_padding_mask", 3)
     added = []
@@ -86,7 +85,7 @@ def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
 
 
 def _added(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask, of which booleans say what is hidden, as what is added to scores."""
+    """Convert a mask, boolean with True for hidden tokens, to a term added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(hidden)
     return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(mask, -torch.inf)

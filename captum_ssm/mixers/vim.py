@@ -47,7 +47,7 @@ def published_fork(module: Any, call: Call) -> LinearMixer:
 
 
 def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> None:
-    """Some copies of the fork read one direction only on the slow path, without a word."""
+    """Raise if the module did not compute both directions, as some copies of the fork on a CPU."""
     with torch.no_grad():
         rebuilt = mixer.output()
         difference = (rebuilt - output.to(rebuilt)).abs().max()
@@ -61,6 +61,7 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
 
 
 def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> LinearMixer:
+    """The mixer from the output of in_proj, x and z (B, L, 2 D)."""
     x, z = projected.chunk(2, dim=-1)
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
@@ -90,7 +91,7 @@ def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> Line
 
 
 class Direction(NamedTuple):
-    """What one direction reads its tokens with, without the gate.
+    """The coefficients of one direction, without the gate.
 
     Attributes:
         dt, b, c: step sizes (B, L, D), input and output vectors (B, L, N) or (B, L, G, N), with
@@ -110,7 +111,7 @@ class Direction(NamedTuple):
     conv: ShortConv
 
     def operators(self) -> tuple[Operator, ...]:
-        """Scan and skip, activation, convolution: the last acts first."""
+        """Scan and skip, activation, convolution: outermost first."""
         shape = self.conv.shape
         scan = SelectiveScan(self.dt, self.a, self.b, self.c)
         return (
@@ -124,13 +125,13 @@ def both_ways(ahead: Direction, back: Direction, share: float = 1.0) -> Operator
     """The sum of two directions, share (f + P f_b P).
 
     Args:
-        ahead: that from the first token on.
-        back: that from the last token on, which has read them in this order.
+        ahead: the direction from the first token to the last.
+        back: the direction from the last token to the first, tokens in this order.
         share: a factor on each. Default: 1.0.
     """
     shape, like = ahead.conv.shape, ahead.ratio
     turn = flip(shape, like.device)
-    # structural, so that the share of each direction outlives every ablation
+    # without a component, so that no choice of components drops the factor
     part = Diagonal(like.new_full((1, 1, 1, 1), share), shape)
     return Sum(Chain(part, *ahead.operators()), Chain(turn, part, *back.operators(), turn))
 
@@ -138,12 +139,12 @@ def both_ways(ahead: Direction, back: Direction, share: float = 1.0) -> Operator
 def direction(
     module: Any, values: Tensor, suffix: str = "", *, run_projections: bool = True
 ) -> Direction:
-    """A Mamba's parts for values in the order in which it reads them.
+    """The coefficients of one direction of a Mamba.
 
     Args:
-        module: a Mamba, or one of two directions.
-        values: (B, L, D, 1).
-        suffix: behind the names of its parameters. Default: ``""``.
+        module: a Mamba, or the module of one direction.
+        values: (B, L, D, 1), in the order in which the direction reads them.
+        suffix: suffix of its parameters' names. Default: ``""``.
         run_projections: whether its projections are called, or their weights read. Default: True.
     """
     shape = Shape(*values.shape)

@@ -58,11 +58,12 @@ def ss2d(module: Any, call: Call) -> LinearMixer:
         Diagonal(ratio, shape, "activation"),
         *conv,
     )
+    # Each part is put outside all others, so that parts[0] acts last.  A norm or an activation is
+    # frozen at its own input: the parts inside it have to be evaluated first.
     parts: list[Operator] = [*_out_norm(module.out_norm, core, values), core]
     if module.form.out_act:
-        before = Chain(*parts).affine(values)
-        bent = activation_ratio(module.out_act, "gelu", before)
-        parts.insert(0, Diagonal(bent, shape, "activation"))
+        out_ratio = activation_ratio(module.out_act, "gelu", Chain(*parts).affine(values))
+        parts.insert(0, Diagonal(out_ratio, shape, "activation"))
     if z is not None:
         act = module.act if module.form.gate_act else nn.Identity()
         parts.insert(0, output_gate(act, as_heads(z)))
@@ -79,7 +80,7 @@ def _name(act: nn.Module) -> str:
 
 
 def _conv(conv: nn.Conv2d, values: Tensor, width: int) -> ShortConv:
-    """A depthwise convolution of a map, padded to its size."""
+    """A depthwise convolution of a map, padded to its size, as an operator."""
     weight = conv.weight.to(values).flatten(2)  # (D, 1, K)
     bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, -1, 1)
     (rows, columns), (above, left) = conv.kernel_size, (side // 2 for side in conv.kernel_size)
@@ -88,7 +89,7 @@ def _conv(conv: nn.Conv2d, values: Tensor, width: int) -> ShortConv:
 
 
 def _scans(module: Any, activated: Tensor, size: tuple[int, int]) -> Sum:
-    """All scans of act(u) (B, L, D), each in an order of its own, and what they skip."""
+    """The sum of all scans of act(u) (B, L, D), each in an order of its own, and of the skip."""
     shape = Shape(*activated[..., None].shape)
     count, _, rank = module.dt_projs_weight.shape
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)
@@ -106,7 +107,7 @@ def _scans(module: Any, activated: Tensor, size: tuple[int, int]) -> Sum:
 
 
 def _out_norm(norm: nn.Module, core: Operator, values: Tensor) -> list[Operator]:
-    """A LayerNorm over all channels behind the core, its deviation frozen; nothing for none."""
+    """The frozen LayerNorm over all channels of the core's output, outermost factor first."""
     if not isinstance(norm, nn.LayerNorm):
         return []
     shape = Shape(*values.shape)
@@ -121,7 +122,7 @@ def _out_norm(norm: nn.Module, core: Operator, values: Tensor) -> list[Operator]
 
 
 def _reduction(call: Call, size: tuple[int, int]) -> Reduction | None:
-    """What makes the next, coarser map, where the mixer is in a stage of a whole model."""
+    """The convolution to the next, coarser map; None unless the mixer is in a whole model."""
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None

@@ -5,7 +5,7 @@
     s = alpha v / (max(|alpha 1|, exp(-m)) + eps)
     y = sigmoid(o) (w (s - mean s) / sigma(s) + b)          output = W_o y
 
-with m[-1] = 0 and the LayerNorm per head.  Frozen: the gates, q, k, the normaliser, 1 / sigma; the
+with m[-1] = 0 and the LayerNorm per head.  Frozen: the gates, q, k, the normalizer, 1 / sigma; the
 centering of the LayerNorm is linear and stays.  The model is told of no padding.
 
 The blocks of xLSTMLMModel have a convolution, whose output a learnt skip hands on past the cell:
@@ -16,7 +16,7 @@ The blocks of xLSTMLMModel have a convolution, whose output a learnt skip hands 
 without a cap on gates, and m[0] = i[0].  Their values are v and x, each on heads of its own, which
 are added only behind the gate.
 
-The decay is kept relative to the stabiliser m: log sigmoid(f[t]) + m[t-1] - m[t] and i[t] - m[t]
+The decay is kept relative to the stabilizer m: log sigmoid(f[t]) + m[t-1] - m[t] and i[t] - m[t]
 are at most zero, so nothing overflows however large the input gate is.
 """
 
@@ -34,7 +34,7 @@ from ..operators.combine import DirectSum
 from .base import Call, LinearMixer
 from .parts.common import as_heads, causal_conv, frozen, run, working_dtype
 
-#: What the cell of xLSTMLMModel adds to its normaliser.
+#: Added to the normalizer by the cell of xLSTMLMModel.
 _EPS = 1e-6
 
 
@@ -105,19 +105,19 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def head_norm(norm: Any, x: Tensor) -> Tensor:
-    """The factors of the package's MultiHeadLayerNorm on ``x`` (B, L, H, P), centred before."""
+    """Frozen factors of the package's MultiHeadLayerNorm on centered ``x`` (B, L, H, P)."""
     scale = 1 / head_deviation(x, norm.eps)
     weight = norm.weight_proxy
     return scale.expand_as(x) if weight is None else scale * frozen(weight, x).view(x.shape[2:])
 
 
 def head_deviation(x: Tensor, eps: float) -> Tensor:
-    """What a LayerNorm divides the channels of each head by, (B, L, H, 1)."""
+    """The denominator of a LayerNorm of each head, (B, L, H, 1)."""
     return (x.var(-1, keepdim=True, correction=0) + eps).sqrt()
 
 
 def _first(heads: int, like: Tensor) -> Tensor:
-    """1 for so many heads and 0 for as many more."""
+    """A vector of 1 for so many heads and 0 for as many more, (2 H,)."""
     return torch.cat([like.new_ones(heads), like.new_zeros(heads)])
 
 
@@ -130,22 +130,30 @@ def _core(
     shape: Shape,
     start: float,
 ) -> Chain:
-    """The normalised recurrence, of queries and keys (B, L, H, N) and gates (B, L, H)."""
+    """The normalized recurrence.
+
+    Args:
+        query, key: (B, L, H, N).
+        write, forget: the inputs of the input and the forget gate (B, L, H).
+        eps: added to the normalizer.
+        shape: the sizes of the values.
+        start: the stabilizer before the first token.
+    """
     log_decay = F.logsigmoid(forget)
-    before, after = _stabiliser(log_decay, write, start)
+    before, after = _stabilizer(log_decay, write, start)
     decay, scale = log_decay + before - after, (write - after).exp()
     query = query * query.shape[-1] ** -0.5
     ones = torch.ones_like(query[..., :1])
     rows = ScalarDecayHeads(query, key, decay, scale, 1).apply(ones)
-    normaliser = torch.maximum(rows.abs(), torch.exp(-after)[..., None]) + eps
+    normalizer = torch.maximum(rows.abs(), torch.exp(-after)[..., None]) + eps
     return Chain(
-        Diagonal(1 / normaliser, shape, "scan"),
+        Diagonal(1 / normalizer, shape, "scan"),
         ScalarDecayHeads(query, key, decay, scale, shape.per_head),
     )
 
 
 def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
-    """Query, key, value and output gate (B, L, H, .), input and forget gate (B, L, H)."""
+    """Query, key, value, output gate (B, L, H, .), input and forget gate (B, L, H) of a layer."""
     heads = module.config.num_heads
     if module.config.weight_mode == "fused":
         sizes = [module.qk_dim, module.qk_dim, module.v_dim, module.v_dim]
@@ -161,8 +169,8 @@ def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def _stabiliser(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
-    """m before and after every token, (B, L, H); before the first, where no state is, as after."""
+def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
+    """The stabilizer m before and after every token, (B, L, H) each; at the first both are m[0]."""
     after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):

@@ -4,21 +4,25 @@ Shape glossary, used throughout the package:
 
 ====  =============================================================
 B     batch
+S     stack of vectors, mapped at once
 L     tokens
 H     heads (for Mamba-1 every channel is a head of its own)
 P     value channels per head
-C     channels, H * P; beside T, chunks of tokens
+C, D  channels, H * P; C beside T is chunks of tokens, D the channels of a model's mixer
 G     groups of heads that share vectors, H / G heads in a row each
 N     state size of a recurrence
 K     taps of a short convolution
 Q     query positions
-R, W  rows and columns of a strip
-T     some tokens in a row, such as those of a chunk
+R, W  rows and columns of a strip; W beside T is windows
+T     some tokens in a row, such as those of a chunk or a window
 E     width of the residual stream
 ====  =============================================================
 
 A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
-some neighbouring rows of a matrix, of which only the columns that can differ from zero are held.
+some neighboring rows of a matrix, of which only the columns that can differ from zero are held.
+
+In a product of operators the *outer* one stands on the left and acts last; the *inner* one stands
+on the right and acts first.
 
 An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
 channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
@@ -45,10 +49,10 @@ from .kernels.portions import SMALL, Portion, Stream
 from .kernels.rows import Positions, Strip
 from .reduction import Reduce
 
-#: What a part of a mixer can stand for, and what users' choices of components are made of.
+#: Names of the parts of mixers, of which users choose components.
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
-#: What a factor of a mixer does: what is moved, what it is matched by, what asks, how much is let
-#: through, and how far a state moves on.
+#: Roles of a mixer's factors: the values that are moved, the vectors that they are matched by, the
+#: vectors that ask, how much is let through, and how far a state moves on.
 Role = Literal["content", "key", "query", "gate", "step"]
 #: From the gradient of outputs to those of values and coefficients, by name.
 Pull = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -120,10 +124,10 @@ class Operator:
             tokens, but for a short convolution). Default: None, for structural parts, which
             :meth:`restrict` always keeps.
         shape: the sizes it acts on, a :class:`Shape`.
-        roles: what those of its coefficients do that may follow from the input, by their names in
-            :meth:`tensors`; see :mod:`.coefficients`. Default: none do.
-        live: those of them that came with their graph. Default: none did.
-        at_rest: what those that are gates are where what they follow from is nothing. Default: 0.
+        roles: role of each coefficient that may follow from the input, by its name in
+            :meth:`tensors`; see :mod:`.coefficients`. Default: none.
+        live: the coefficients with roles that came with their autograd graph. Default: none.
+        at_rest: value of its gates where their own input is zero. Default: 0.
 
     Example:
         >>> import torch
@@ -180,47 +184,48 @@ class Operator:
         raise NotImplementedError
 
     def select(self, heads: Sequence[int]) -> Operator:
-        """The same operator on some heads only.
+        """Restrict the operator to some heads.
 
         Args:
-            heads: which ones, counted from 0, in the order wanted.
+            heads: the heads, counted from 0, in the order wanted.
 
         Returns:
             An operator on (B, L, len(heads), P).
         """
         raise NotImplementedError
 
-    # --- what it is of its coefficients ----------------------------------------------------
+    # --- its dependence on its coefficients ------------------------------------------------
 
     def at(self, coefficients: Mapping[str, Tensor]) -> Operator:
-        """The same operator with other coefficients in place of some that have roles.
+        """Replace some of the coefficients that have roles.
 
         Args:
-            coefficients: by name.
+            coefficients: the new ones, by name.
         """
         raise NotImplementedError
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient of values, and those of the coefficients that have roles, by name.
+        """Gradients of the values, and of the coefficients that have roles, by name.
 
         Args:
-            values: what it acts on, (B, L, H, P).
-            gradient: that of what becomes of them, (B, L, H, P).
+            values: the input (B, L, H, P).
+            gradient: gradient of the output (B, L, H, P).
         """
         if self.roles:
             raise NotImplementedError
         return self.transpose(gradient), {}
 
     def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
-        """What becomes of a stack of values, and how the gradient of that goes back.
+        """Map S stacked values; return alpha v and its pullback (vector-Jacobian product).
 
         Args:
             values: (S, B, L, H, P).
-            coefficients: by name (S, B, ...), in place of some that have roles; no steps.
+            coefficients: replace its own keys, queries and gates, (S, B, ...) by name. Those of the
+                role "step" cannot be replaced: the stack shares them.
 
         Returns:
-            alpha v, and a function from its gradient to that of the values, and those of the
-            coefficients that have roles: the sums over the stack, by name.
+            alpha v, and a function from its gradient to that of the values, and to those of the
+            coefficients that have roles: sums over the stack, by name.
         """
         return generic.vjp(self, values, coefficients)
 
@@ -238,7 +243,7 @@ class Operator:
 
     @property
     def mixing(self) -> Mixing:
-        """How tokens are mixed, in one word."""
+        """The class of its token mixing."""
         if not self.mixes_tokens:
             return Mixing.NONE
         return Mixing.CONTROLLED if self.data_dependent else Mixing.FIXED
@@ -261,7 +266,7 @@ class Operator:
         return self if self.component is None or self.component in components else None
 
     def per_channel(self) -> Operator:
-        """This operator with what mixes channels reduced to each channel's own share.
+        """Reduce every part that mixes channels to each channel's own share.
 
         Implicit attention matrices belong to single channels, so methods read them from this.
         """
@@ -272,10 +277,10 @@ class Operator:
         return None
 
     def after_band(self, band: Band) -> Band | None:
-        """The product self . band if this operator is banded (a few lags), else None.
+        """Return the band self . band, or None if this operator is not banded (a few lags).
 
         Args:
-            band: factors (B, L, H, P), broadcastable, by lag.
+            band: the inner factor: (B, L, H, P), broadcastable, by lag.
         """
         return None
 
@@ -299,13 +304,13 @@ class Operator:
         return None
 
     def affine(self, v: Tensor) -> Tensor:
-        """alpha v + offset: what the real module computes before its output projection."""
+        """alpha v + offset: the module's own output before its output projection."""
         offset = self.offset()
         out = self.apply(v)
         return out if offset is None else out + offset
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        """This operator, or its adjoint, on a few tokens at a time.
+        """Return a form of this operator, or of its adjoint, that is fed a few tokens at a time.
 
         Args:
             transposed: whether it is the adjoint, which is fed from the last token to the first.
@@ -351,16 +356,16 @@ class Operator:
         return generic.rows(self, positions, reduce)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P).
+        """Rows of every channel's matrix at Q positions, (Q, B, L, H, P).
 
         Args:
-            positions: which rows.
+            positions: the rows, (Q,) or per example (Q, B).
             weight: factors on the rows (Q, B, 1, H, P), broadcastable. Default: None, no factors.
         """
         return generic.unit_rows(self, positions, weight)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
-        """The implicit attention matrices, entry (i, j) saying what token i takes from token j.
+        """The implicit attention matrices; entry (i, j) is the weight of token j in token i.
 
         Args:
             reduce: as in :meth:`rows`. Default: ``"mean"``.
@@ -391,7 +396,7 @@ class Operator:
 
         Args:
             left, right: as in :meth:`contract`.
-            rows: neighbouring rows, ascending; at least one.
+            rows: neighboring rows, ascending; at least one.
 
         Returns:
             Their entries (B, R, W), with the rows and the columns that they stand for.
@@ -403,7 +408,7 @@ class Operator:
 
         Args:
             left, rows: as in :meth:`strip`.
-            band: what acts before this operator, column factors included.
+            band: the inner factor, column factors included.
         """
         return generic.strip_of_product(self, left, band, rows)
 
@@ -448,6 +453,7 @@ class Operator:
         return generic.channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
+        """One coefficient, for its dtype and device."""
         for leaf in self.leaves():
             for coefficient in leaf.tensors().values():
                 return coefficient

@@ -1,7 +1,8 @@
 """Products of operators.
 
+``parts[0]`` is the outermost factor and acts last; see "outer" and "inner" in :mod:`.base`.
 Diagonals and short convolutions around a core become factors and shifts of its own fast versions;
-reorderings move to the ends.  Where heads have channels in common, means over channels are taken of
+reorderings move to the ends.  Where the channels of a head share a matrix, means over channels take
 one channel a head for as long as channels are alike.
 """
 
@@ -21,14 +22,14 @@ from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
 from .kernels.portions import Stream, at_a_time
 from .kernels.rows import Positions, Strip, clipped, sum_strips
-from .reorder import Permute, outermost
+from .reorder import Permute, permutes_outside
 
 #: Elements of one factor over all tokens (4 MiB in float32).
 _FACTOR_ELEMENTS = 2**20
 
 
 class Chain(Composite):
-    """A product of operators, written as in mathematics: the last one acts first.
+    """A product of operators, written as in mathematics: the last one is the inner, and acts first.
 
     alpha = parts[0] . parts[1] . ... , so that ``Chain(gate, scan, conv)`` convolves, scans, gates.
     Parts that are products themselves are taken apart.
@@ -60,16 +61,16 @@ class Chain(Composite):
         """Gated if the data scales single tokens only, before and after all mixing."""
         if not (self.mixes_tokens and self.data_dependent):
             return super().mixing
-        # a reordering only moves the factors of diagonals about, so it stands nowhere between
+        # a reordering does not count: it only moves the factors of diagonals to other tokens
         mixers = [
             i
             for i, part in enumerate(self.parts)
             if part.mixes_tokens and not isinstance(part, Permute)
         ]
-        inside = self.parts[mixers[0] : mixers[-1] + 1] if mixers else ()
-        if len(mixers) == 1 and inside[0].data_dependent:
-            return inside[0].mixing
-        return Mixing.CONTROLLED if any(p.data_dependent for p in inside) else Mixing.GATED
+        core = self.parts[mixers[0] : mixers[-1] + 1] if mixers else ()
+        if len(mixers) == 1 and core[0].data_dependent:
+            return core[0].mixing
+        return Mixing.CONTROLLED if any(p.data_dependent for p in core) else Mixing.GATED
 
     def apply(self, v: Tensor) -> Tensor:
         for part in reversed(self.parts):
@@ -82,15 +83,15 @@ class Chain(Composite):
         return u
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        first, *others = self.parts
-        while others and isinstance(first, Diagonal | Permute):
-            # what acts last on single tokens is done to the rows asked for, and not to vectors
-            positions, weight = first.asked(positions, weight)
-            first = others.pop(0)
-        u = first.unit_rows(positions, weight)
-        for part in others:
+        outer, *inner = self.parts
+        while inner and isinstance(outer, Diagonal | Permute):
+            # its rows are scaled rows of its inner factor: cheaper than to scale vectors
+            positions, weight = outer.rows_within(positions, weight)
+            outer = inner.pop(0)
+        u = outer.unit_rows(positions, weight)
+        for part in inner:
             if isinstance(part, Diagonal) and u.is_contiguous() and u.dtype == part.dtype:
-                u *= part.weight  # nobody else's memory
+                u *= part.weight  # in place: unit_rows made this memory
             else:
                 u = part.transpose(u)
         return u
@@ -115,9 +116,12 @@ class Chain(Composite):
         return self._mean(r, transposed=True)
 
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
-        """Reorders vectors rather than channels, so that what is left can be a stream."""
+        """The mean over channels of the product, or of its adjoint, times ``x`` (B, L).
+
+        Reorderings act on the vector, not on the channels, so that the core can be a stream.
+        """
         if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
-            if _tells_heads_apart(self.parts) and self.stream(transposed, 1) is not None:
+            if _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None:
                 return self._mean_in_turn(x, transposed)
             return _mean_at_once(self.parts, x, transposed)
         if not any(isinstance(leaf, Permute) for leaf in self.leaves()):
@@ -125,17 +129,17 @@ class Chain(Composite):
         summands = self._summands()
         if len(summands) > 1:
             return sum_tensors(summand._mean(x, transposed) for summand in summands)
-        ahead, inside, after = outermost(self.parts)
-        first, last = (ahead, after) if transposed else (after[::-1], ahead[::-1])
+        outer, core, inner = permutes_outside(self.parts)
+        first, last = (outer, inner) if transposed else (inner[::-1], outer[::-1])
         x = _reorder(first, x, transposed)
-        x = Chain(*inside)._mean_in_turn(x, transposed) if inside else x
+        x = Chain(*core)._mean_in_turn(x, transposed) if core else x
         return _reorder(last, x, transposed)
 
     def _mean_in_turn(self, x: Tensor, transposed: bool) -> Tensor:
-        """From a few tokens at a time; what a convolution at the end does is done to sums.
+        """As :meth:`_mean`, a few tokens at a time.
 
-        It then mixes one number for each of its taps and tokens in place of all channels, which on
-        a GPU would take more launches than it saves work.
+        If a convolution acts last, it acts on sums over channels, one for each tap: one number in
+        place of all channels.  On a GPU that takes more launches than it saves work.
         """
         *others, last = self.parts if transposed else self.parts[::-1]
         taps = last.taps()
@@ -144,20 +148,20 @@ class Chain(Composite):
         rest = Chain(*(others if transposed else others[::-1]))
         weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)
         sums = channel_sums(rest, x, transposed, weights / weights.shape[1])
-        moved = (-lag if transposed else lag for lag in taps)
+        shifts = (-lag if transposed else lag for lag in taps)
         return sum_tensors(
-            shift_tokens(of_tap[..., None, None], lag)[..., 0, 0]
-            for lag, of_tap in zip(moved, sums.unbind(-1), strict=True)
+            shift_tokens(of_tap[..., None, None], shift)[..., 0, 0]
+            for shift, of_tap in zip(shifts, sums.unbind(-1), strict=True)
         )
 
     def _summands(self) -> list[Chain]:
-        """This product as a sum, if all but one sum in it are diagonals."""
+        """The product as a sum of products, if it is a sum between diagonals; else itself."""
         others = [i for i, part in enumerate(self.parts) if not isinstance(part, Diagonal)]
         only = self.parts[others[0]] if len(others) == 1 else None
         if not isinstance(only, Sum):
             return [self]
-        before, after = self.parts[: others[0]], self.parts[others[0] + 1 :]
-        return [Chain(*before, summand, *after) for summand in only.parts]
+        outer, inner = self.parts[: others[0]], self.parts[others[0] + 1 :]
+        return [Chain(*outer, summand, *inner) for summand in only.parts]
 
     def offset(self) -> Tensor | None:
         total: Tensor | None = None
@@ -183,28 +187,29 @@ class Chain(Composite):
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Some rows; folds diagonals and short convolutions at both ends into factors and shifts.
 
-        What is left in the middle is usually one recurrence, whose own fast version then serves;
-        a chain of any other form falls back to the generic rows.
+        The core is usually one recurrence, whose own fast version then serves; a chain of any other
+        form falls back to the generic rows.
 
         Args:
             left, right, rows: as of any operator; see :meth:`.Operator.strip`.
         """
-        first, last = self.parts[0], self.parts[-1]
-        if isinstance(first, Permute):
-            asked = first.read_by(rows)
-            if asked is None:
+        outer, inner = self.parts[0], self.parts[-1]
+        if isinstance(outer, Permute):
+            read = outer.read_by(rows)
+            if read is None:
                 return super().strip(left, right, rows)
-            left = first.transpose(left.expand(self.shape))
-            return first.rows_of_strip(self._of(self.parts[1:]).strip(left, right, asked), rows)
-        if isinstance(last, Permute):
-            right = last.apply(right.expand(self.shape))
-            return last.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
+            left = outer.transpose(left.expand(self.shape))
+            return outer.rows_of_strip(self._of(self.parts[1:]).strip(left, right, read), rows)
+        if isinstance(inner, Permute):
+            right = inner.apply(right.expand(self.shape))
+            return inner.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
         return sum_strips(self._by_blocks(left, right, rows), rows)
 
     def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
-        """The shares of blocks of channels, whose factors over all tokens are small.
+        """Yield strips that add up to the whole, each of a block of heads with small factors.
 
-        No smaller than half the shares, though: each of them is a matrix to be made and added.
+        A block has at least half as many heads as there are rows: each strip is a matrix to be
+        made and added.
         """
         batch, tokens, heads, per_head = self.shape
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
@@ -220,18 +225,19 @@ class Chain(Composite):
             yield of_part._folded(left_part, right_part, rows)
 
     def _folded(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        before, core, band = self._bands(right)
-        if len(core) > 1:
+        """The strip of a product outer band . core . inner band, by the core's own strip."""
+        outer, middle, inner = self._bands(right)
+        if len(middle) > 1:
             return super().strip(left, right, rows)
         tokens = self.shape.tokens
-        inner = core[0] if core else self._of(())
+        core = middle[0] if middle else self._of(())
         strips = []
-        for ahead, weight in before.items():
-            # alpha[i] += weight[i] core[i - ahead]
-            asked = clipped(rows, -ahead, tokens)
-            if asked:
-                factors = shift_tokens((left * weight).expand(self.shape), -ahead)
-                strips.append(inner.strip_of_product(factors, band, asked).moved(ahead, 0, tokens))
+        for lag, weight in outer.items():
+            # alpha[i] += weight[i] core[i - lag]
+            read = clipped(rows, -lag, tokens)
+            if read:
+                factors = shift_tokens((left * weight).expand(self.shape), -lag)
+                strips.append(core.strip_of_product(factors, inner, read).moved(lag, 0, tokens))
         if not strips:  # all that the rows read lies beyond the ends
             return Strip(self._zeros(self.shape.batch, len(rows), 0), rows, range(0))
         return sum_strips(strips, rows)
@@ -244,34 +250,33 @@ class Chain(Composite):
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
             return last.columns_of(self._of(self.parts[:-1]).contract_heads(left, right))
-        before, core, band = self._bands(right)
-        if len(core) > 1:
+        outer, middle, inner = self._bands(right)
+        if len(middle) > 1:
             return super().contract_heads(left, right)
-        inner = core[0] if core else self._of(())
-        return _folded_heads(inner, left, before, band)
+        return _folded_heads(middle[0] if middle else self._of(()), left, outer, inner)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
         """The product of some of the parts; of none, the identity."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, right: Tensor) -> tuple[Band, list[Operator], Band]:
-        """The banded operators in front as one band, what is between, and those at the end.
+        """Split into the outer parts as one band, the parts between, and the inner as one band.
 
-        Those at the end act on columns with factors ``right``.
+        The inner band holds the column factors ``right``, too.
         """
-        core = list(self.parts)
-        after: Band = {0: right}
-        while core and (combined := core[-1].after_band(after)) is not None:
-            after = combined
-            core.pop()
-        front: list[Operator] = []
-        before: Band = {0: self._ones(1, 1, 1, 1)}
-        while core and core[0].after_band(before) is not None:
-            front.append(core.pop(0))
-        for part in reversed(front):
-            combined = part.after_band(before)
-            before = before if combined is None else combined
-        return before, core, {lag: factor.expand(self.shape) for lag, factor in after.items()}
+        middle = list(self.parts)
+        inner: Band = {0: right}
+        while middle and (combined := middle[-1].after_band(inner)) is not None:
+            inner = combined
+            middle.pop()
+        banded: list[Operator] = []
+        outer: Band = {0: self._ones(1, 1, 1, 1)}
+        while middle and middle[0].after_band(outer) is not None:
+            banded.append(middle.pop(0))
+        for part in reversed(banded):
+            combined = part.after_band(outer)
+            outer = outer if combined is None else combined
+        return outer, middle, {lag: factor.expand(self.shape) for lag, factor in inner.items()}
 
 
 def _flat(part: Operator) -> tuple[Operator, ...]:
@@ -279,22 +284,22 @@ def _flat(part: Operator) -> tuple[Operator, ...]:
 
 
 def _mixes_heads(part: Operator) -> bool:
-    """Whether no head can be told apart from the others."""
+    """Whether a part mixes the channels of different heads."""
     return any(isinstance(leaf, HeadCentering) and leaf.across for leaf in part.leaves())
 
 
-def _tells_heads_apart(parts: Sequence[Operator]) -> bool:
-    """Whether channels of a head differ both before and after what they have in common."""
+def _channels_differ_around(parts: Sequence[Operator]) -> bool:
+    """Whether parts on both sides of a matrix of heads treat a head's channels differently."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
-    inside = parts[apart[0] : apart[-1] + 1] if apart else ()
-    return any(isinstance(leaf, HeadOperator) for part in inside for leaf in part.leaves())
+    core = parts[apart[0] : apart[-1] + 1] if apart else ()
+    return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())
 
 
 def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """The mean over channels of a product, or of its adjoint, times ``x`` (B, L).
+    """The mean over channels of a product, or of its adjoint, times ``x`` (B, L), at once.
 
-    From all tokens at once, and of each head one channel as long as its channels are alike: they
-    are before the first part that tells them apart, and their mean is after the last.
+    A head needs one channel until the first part that treats its channels differently, and the mean
+    of its channels after the last such part.
 
     Args:
         parts: the factors; the last one acts first.
@@ -315,13 +320,7 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
 
 
 def _reorder(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """Vectors (B, L) reordered by one permutation after the other, or by their adjoints.
-
-    Args:
-        permutes: those that act first come first.
-        x: the vectors.
-        transposed: whether it is the adjoints.
-    """
+    """Apply permutations to vectors (B, L), the first of the sequence first, or their adjoints."""
     x = x[..., None, None]
     for permute in permutes:
         x = permute.transpose(x) if transposed else permute.apply(x)
@@ -329,7 +328,7 @@ def _reorder(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tenso
 
 
 def _alike(part: Operator) -> bool:
-    """Whether an operator acts alike on all value channels of a head, however many there are."""
+    """Whether an operator does the same to all value channels of a head."""
     if isinstance(part, Composite):
         return all(map(_alike, part.parts))
     if isinstance(part, Diagonal):
@@ -337,24 +336,21 @@ def _alike(part: Operator) -> bool:
     return isinstance(part, HeadOperator | Permute)
 
 
-def _folded_heads(core: Operator, left: Tensor, before: Band, columns: Band) -> Tensor:
-    """By head, the sum over channels of left[i, c] (before_c core_c columns_c)[i, j].
+def _folded_heads(core: Operator, left: Tensor, outer: Band, inner: Band) -> Tensor:
+    """By head, the sum over channels of left[i, c] (outer_c core_c inner_c)[i, j], (B, H, L, L).
 
     Args:
-        core: what stands between the bands.
+        core: the operator between the bands.
         left: row factors (B, L, H, P), broadcastable.
-        before: what acts after the core.
-        columns: what acts before it, column factors included.
-
-    Returns:
-        (B, H, L, L).
+        outer: the band that acts after the core.
+        inner: the band that acts before it, column factors included.
     """
-    if len(before) == 1 and 0 in before:
-        return core.heads_of_product(left * before[0], columns)
+    if len(outer) == 1 and 0 in outer:
+        return core.heads_of_product(left * outer[0], inner)
     batch, tokens, heads, _ = core.shape
     out = torch.zeros(batch, heads, tokens, tokens, dtype=core.dtype, device=core.device)
-    for ahead, weight in before.items():
-        # row i of the product holds row i - ahead of the core, weighed at i
-        rows = shift_tokens((left * weight).expand(core.shape), -ahead)
-        add_shifted(out, core.heads_of_product(rows, columns), ahead, 0)
+    for lag, weight in outer.items():
+        # row i of the product holds row i - lag of the core, weighed at i
+        rows = shift_tokens((left * weight).expand(core.shape), -lag)
+        add_shifted(out, core.heads_of_product(rows, inner), lag, 0)
     return out

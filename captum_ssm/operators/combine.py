@@ -1,4 +1,4 @@
-"""Operators made of other operators: sums of them, and parts side by side on heads of their own."""
+"""Operators made of other operators: sums, and direct sums of parts on heads of their own."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Sum(Composite):
         if not others:
             return super().unit_rows(positions, weight)
         out = sum_tensors(part.unit_rows(positions, weight) for part in others)
-        out = out.contiguous()  # heads may have said it once for all their channels
+        out = out.contiguous()  # heads may have expanded one row to all their channels
         index = by_query(positions, out.device)
         query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
-        for scaling in scalings:  # each token's own share, and nothing of others
-            _, factors = scaling.asked(positions, weight)
+        for scaling in scalings:  # row i of a diagonal has one entry, at token i
+            _, factors = scaling.rows_within(positions, weight)
             out[query[:, None], example, index] += factors.squeeze(2)
         return out
 
@@ -101,14 +101,14 @@ class Sum(Composite):
 
         def summed(x: Tensor, part: slice) -> Tensor:
             out = sum_tensors(stream(x, part) for stream in streams)
-            for scaling in scalings:  # without a tensor of what each of them adds
+            for scaling in scalings:  # addcmul needs no tensor for each term
                 out = torch.addcmul(out, scaling.factors(part), x)
             return out
 
         return summed
 
     def _by_kind(self) -> tuple[list[Diagonal], list[Operator]]:
-        """The summands that scale single tokens, and all others."""
+        """Split the summands into those that scale single tokens, and all others."""
         scalings = [part for part in self.parts if isinstance(part, Diagonal)]
         return scalings, [part for part in self.parts if not isinstance(part, Diagonal)]
 
@@ -145,10 +145,7 @@ class Sum(Composite):
 
 
 def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Tensor:
-    """The sum of some terms and of x scaled by each of some diagonals, of which none is a tensor.
-
-    One of the terms is there, or one of the diagonals.
-    """
+    """Add x, scaled by each of some diagonals, to the sum of terms; at least one of either."""
     if not terms:
         first, *scalings = scalings
         terms = [first.apply(x)]
@@ -161,7 +158,7 @@ def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Te
 class DirectSum(Composite):
     """Operators each on heads of its own: the first one on the first heads, and so on.
 
-    Restricted, a part of which nothing is left passes its values on.
+    :meth:`restrict` replaces a part of which nothing is left by the identity.
 
     Args:
         parts: alike in batch, tokens and channels per head.
@@ -182,7 +179,7 @@ class DirectSum(Composite):
 
     @property
     def mixing(self) -> Mixing:
-        """That of the part whose matrices the data forms most freely."""
+        """The mixing of the part that depends most on the data, the last in :class:`Mixing`."""
         return max((part.mixing for part in self.parts), key=list(Mixing).index)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -205,10 +202,11 @@ class DirectSum(Composite):
         if all(part is None for part in kept):
             return None
         shares = zip(kept, self.parts, strict=True)
-        return DirectSum(*(_identity(part) if left is None else left for left, part in shares))
+        return DirectSum(*(_identity(part) if rest is None else rest for rest, part in shares))
 
     def select(self, heads: Sequence[int]) -> Operator:
         places = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
+        # neighbors of one part stay one part; one that is chosen again later is split
         runs = groupby((places[head] for head in heads), key=itemgetter(0))
         return DirectSum(*(self.parts[i].select([head for _, head in run]) for i, run in runs))
 
@@ -218,19 +216,19 @@ class DirectSum(Composite):
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
         shares = zip(self.parts, *factors, strict=True)
-        return sum_strips((part.strip(above, aside, rows) for part, above, aside in shares), rows)
+        return sum_strips((part.strip(row, column, rows) for part, row, column in shares), rows)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
         shares = zip(self.parts, *factors, strict=True)
-        return torch.cat([part.contract_heads(above, aside) for part, above, aside in shares], 1)
+        return torch.cat([part.contract_heads(row, column) for part, row, column in shares], 1)
 
     def _shares(self, v: Tensor) -> Sequence[Tensor]:
-        """The heads of each part."""
+        """Split ``v`` (..., H, P) into the heads of each part."""
         return torch.split(v, self._heads, -2)
 
 
 def _identity(part: Operator) -> Operator:
-    """What passes the part's values on."""
+    """The identity, on the sizes of a part."""
     one = torch.ones(1, 1, 1, 1, dtype=part.dtype, device=part.device)
     return Diagonal(one, part.shape)

@@ -111,21 +111,18 @@ class ShortConv(Operator):
         return fused_taps.run(weight, rows, transposed=transposed).view(x.shape)
 
     def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
-        """What the tap that reads a token itself makes of x, in memory of its own, and the others.
-
-        Zeros where there is none.
-        """
+        """Apply the tap of lag 0 to ``x``, in new memory (zeros without one); return other taps."""
         others = dict(self._weights())
-        own = others.pop((0, 0) if self.width is not None else 0, None)
+        weight = others.pop((0, 0) if self.width is not None else 0, None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return (out.zero_() if own is None else torch.mul(x, own, out=out)), others
+        return (out.zero_() if weight is None else torch.mul(x, weight, out=out)), others
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """(..., L, H, P), or by rows and columns of the map (..., L / width, width, H, P)."""
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
     def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """What a tap reads of what is laid out, and where that counts."""
+        """Indices into :meth:`_laid_out` of the tokens that a tap reads, and of their readers."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
@@ -167,7 +164,7 @@ class ShortConv(Operator):
         return self.by_lag() if self.width is None else None
 
     def by_lag(self) -> dict[int, Tensor]:
-        """The weights by how many tokens back they read, (H, P), or in a map (L, H, P).
+        """Weights by how many tokens back they read, (H, P), or in a map (L, H, P).
 
         In a map a tap reads nothing for the tokens at an end of their row.
         """
@@ -187,14 +184,14 @@ class ShortConv(Operator):
     def _weights(self) -> dict[Lag, Tensor]:
         """The weights (H, P) of every lag."""
         taps: dict[Lag, Tensor] = {}
-        # side by side in memory, as what they multiply
+        # channels side by side in memory, as those of the values are
         for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):
             taps[lag] = taps[lag] + weight if lag in taps else weight
         return taps
 
 
 class _Stream:
-    """A causal convolution, or its adjoint, which keeps as many tokens as it looks back."""
+    """A causal convolution, or its adjoint, as a stream: it keeps tokens that later calls read."""
 
     def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
         self.transposed = transposed

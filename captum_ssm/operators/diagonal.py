@@ -13,7 +13,7 @@ from .kernels.bands import Band
 from .kernels.portions import LARGE, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
-#: What factors of single tokens do that follow from the input; others are frozen.
+#: Role of the factors by component, where they follow from the input; others are frozen.
 _ROLES: dict[str | None, Role] = {"gate": "gate", "scan": "key"}
 
 
@@ -26,9 +26,9 @@ class Diagonal(Operator):
         component: name of the part it stands for. Default: None, a structural part such as a mask.
         data_dependent: whether the factors follow from the input. Default: None, they do if
             ``weight`` has a factor for each example or each token.
-        at_rest: what a gate is where nothing enters it: 1/2 if it is a sigmoid. Rules that divide
-            what a mixer does compare the gate with it. One number, or one for each channel
-            (1, 1, H, P). Default: 0.0, as of SiLU.
+        at_rest: value of a gate where its own input is zero: 1/2 for a sigmoid. Rules that divide
+            relevance among a mixer's factors compare the gate with it. One number, or one for each
+            channel (1, 1, H, P). Default: 0.0, as of SiLU.
 
     Example:
         >>> import torch
@@ -89,11 +89,7 @@ class Diagonal(Operator):
         return scaled
 
     def factors(self, tokens: slice) -> Tensor:
-        """Those of some tokens, broadcastable to (B, T, H, P).
-
-        Args:
-            tokens: which ones.
-        """
+        """The factors of some tokens, broadcastable to (B, T, H, P)."""
         return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
 
     def _mean_forward(self, x: Tensor) -> Tensor:
@@ -122,18 +118,21 @@ class Diagonal(Operator):
             return self
         return self._with(self.weight.index_select(1, order))
 
-    def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
-        """What is asked of an operator, if its rows times this diagonal's factors are wanted.
+    def rows_within(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
+        """Rows of this diagonal . another operator, as rows of the other with factors.
 
         Args:
             positions: of the rows.
             weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
+
+        Returns:
+            The positions and factors to ask the inner operator for.
         """
         own = at_positions(self.weight, positions)
         return positions, own if weight is None else own * weight
 
     def mean_of_channels(self) -> Diagonal:
-        """The diagonal of the mean over the value channels of each head, alike for them all."""
+        """Replace the factors of each head by their mean over its value channels."""
         mean = self._with(self.weight.mean(-1, keepdim=True))
         if isinstance(mean.at_rest, Tensor):
             mean.at_rest = mean.at_rest.mean(-1, keepdim=True)
@@ -175,10 +174,10 @@ class Diagonal(Operator):
         out = self._zeros(self.shape.batch, len(rows), len(columns), factor=left)
         for lag, factor in band.items():
             # row i holds the factor of token i at column i - lag
-            asked = clipped(clipped(rows, -lag, tokens), lag, tokens)
-            here = slice(asked.start, asked.stop)
+            held = clipped(clipped(rows, -lag, tokens), lag, tokens)
+            here = slice(held.start, held.stop)
             entries = (weight[:, here] * factor.expand(self.shape)[:, here]).sum((-1, -2))
-            top, side = asked.start - rows.start, asked.start - lag - columns.start
-            into = out[:, top : top + len(asked), side : side + len(asked)]
+            top, side = held.start - rows.start, held.start - lag - columns.start
+            into = out[:, top : top + len(held), side : side + len(held)]
             into.diagonal(0, 1, 2).add_(entries)
         return Strip(out, rows, columns)

@@ -1,4 +1,4 @@
-"""What follows from an operator's map and its adjoint, the slow and obvious way.
+"""Everything about an operator that follows from its map and adjoint, the slow and obvious way.
 
 These are the methods of :class:`~captum_ssm.operators.Operator` where no subclass knows a faster
 way, and each is documented there.  They take any operator, so that tests can hold its fast versions
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def transpose(operator: Operator, u: Tensor) -> Tensor:
-    """The adjoint of ``operator.apply`` times ``u``, by automatic differentiation."""
+    """Apply the adjoint of ``operator.apply`` to ``u``, by automatic differentiation."""
     with torch.inference_mode(False), torch.enable_grad():
         v = torch.zeros_like(u, requires_grad=True)
         out = operator.apply(v)
@@ -54,7 +54,7 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
 def vjp(
     operator: Operator, values: Tensor, coefficients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Pull]:
-    """The map of a stack of values and coefficients, and its gradients, one after the other."""
+    """:meth:`.Operator.vjp`, one vector of the stack after the other."""
     each = [operator] * len(values)
     if coefficients:
         stack = range(len(values))
@@ -72,14 +72,14 @@ def vjp(
 
 
 def unit_rows(operator: Operator, positions: Positions, weight: Tensor | None = None) -> Tensor:
-    """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P)."""
+    """Rows of every channel's matrix at Q positions ((Q,) or (Q, B)), (Q, B, L, H, P)."""
     unit = unit_vectors(positions, operator.shape.tokens, operator._example())
     unit = unit.expand(len(positions), *operator.shape)
     return operator.transpose(unit if weight is None else unit * weight)
 
 
 def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> Tensor:
-    """Rows of the matrices, reduced: (B, Q, L), or (B, C or H, Q, L)."""
+    """Reduced rows of the matrices, (B, Q, L), or (B, C or H, Q, L)."""
     batch, tokens, *_ = operator.shape
     index = per_example(positions, batch, tokens, operator.device)  # (B, Q)
     queries, out = index.shape[1], None
@@ -149,7 +149,7 @@ def heads_of_product(operator: Operator, left: Tensor, band: Band) -> Tensor:
 def dense(
     operator: Operator, reduce: Reduce = "mean", heads: Sequence[int] | None = None
 ) -> Tensor:
-    """The matrices, reduced: (B, L, L), or (B, C or H, L, L)."""
+    """The reduced matrices, (B, L, L), or (B, C or H, L, L)."""
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
@@ -175,9 +175,8 @@ _FEWEST = 4
 def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
     """The mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
 
-    What all channels of a long sequence make of one vector over tokens needs no more memory than a
-    few tokens do, which stay in the processor's cache, if the operator has a stream; if not, all
-    tokens are mapped at once.
+    If the operator has a stream, a few tokens of all channels are held at a time, which stay in the
+    processor's cache; if not, all tokens are mapped at once.
     """
     return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
 
@@ -190,7 +189,7 @@ def channel_sums(operator: Operator, x: Tensor, transposed: bool, weights: Tenso
 def _reduced(
     operator: Operator, x: Tensor, transposed: bool, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What becomes of the outputs (B, T, H, P) for ``x`` (B, L), over all tokens."""
+    """Concatenate ``reduce`` of the outputs (B, T, H, P) for ``x`` (B, L) over all tokens."""
     batch, tokens, heads, per_head = operator.shape
     elements, most, multiple = operator.portion
     size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
@@ -201,8 +200,8 @@ def _reduced(
         return reduce(mapped(x[..., None, None].expand(operator.shape)))
     found = []
     for part in parts(tokens, size, transposed):
-        same = x[:, part, None, None].expand(-1, -1, heads, per_head)
-        found.append(reduce(stream(same, part)))
+        every_channel = x[:, part, None, None].expand(-1, -1, heads, per_head)
+        found.append(reduce(stream(every_channel, part)))
     return torch.cat(found[::-1] if transposed else found, 1)
 
 
@@ -220,5 +219,5 @@ def all_streams(
 
 
 def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:
-    """The rows in parts, as many at a time as a stack of vectors holds."""
+    """Yield the rows in parts, as many at a time as a stack of vectors holds."""
     return in_stacks(rows, torch.Size(operator.shape).numel(), operator.device)

@@ -23,7 +23,7 @@ class HeadOperator(Operator):
     """Base of operators that act alike on all value channels of a head, however many there are."""
 
     def head_matrices(self) -> Tensor:
-        """One matrix per head, (B, H, L, L)."""
+        """The matrix of each head, (B, H, L, L)."""
         raise NotImplementedError
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
@@ -133,7 +133,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """All heads' rows times one vector: a single product, and several times as fast as many."""
+        """One product of all heads' rows with ``x``: several times as fast as one by one."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
@@ -153,9 +153,9 @@ class DenseHeads(HeadOperator):
         return self.matrices
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        above, aside = _unexpanded(left), _unexpanded(right)
-        if above.shape[1] == aside.shape[1] == 1:  # a mean with weights: nothing else is formed
-            weight = (above * aside).expand(self.shape.batch, 1, self.shape.heads)
+        row, column = _unexpanded(left), _unexpanded(right)
+        if row.shape[1] == column.shape[1] == 1:  # a weighted mean of matrices: one product
+            weight = (row * column).expand(self.shape.batch, 1, self.shape.heads)
             matrices = self.matrices[..., rows.start : rows.stop, :].flatten(2)
             return (weight @ matrices).view(-1, len(rows), self.shape.tokens)
         return self._sum_of_channels(left[..., None], right[..., None], rows)
@@ -165,6 +165,7 @@ class DenseHeads(HeadOperator):
         out = self._zeros(batch, len(rows), tokens)
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
         height = max(1, at_a_time(_STRIP_ELEMENTS, self.device) // (batch * tokens))
+        # head by head and a few rows at a time, which stay in the cache
         for into, at in zip(torch.split(out, height, 1), slices(rows, height), strict=True):
             factors = left[:, at].permute(2, 0, 1, 3), columns, self.matrices[..., at, :].unbind(1)
             for row, column, matrix in zip(*factors, strict=True):
@@ -182,7 +183,8 @@ class SoftmaxHeads(DenseHeads):
             may be zero.
         scaling: factor of the scores.
         per_head: value channels of a head, P.
-        matrices: those of these queries and keys. Default: None, ``probabilities`` is asked.
+        matrices: the matrices of these queries and keys. Default: None, ``probabilities`` is
+            called.
 
     Example:
         >>> import torch
@@ -224,10 +226,10 @@ class SoftmaxHeads(DenseHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
-            scores = _of_scores(self.matrices, values, gradient)
-            scores *= self._scaling
+            of_scores = _of_scores(self.matrices, values, gradient)
+            of_scores *= self._scaling
             query, key = (x.transpose(1, 2) for x in (self.query, self.key))
-            found = {"query": scores @ key, "key": scores.mT @ query}
+            found = {"query": of_scores @ key, "key": of_scores.mT @ query}
         of_values = self.transpose(gradient)
         return of_values, {name: x.transpose(1, 2) for name, x in found.items()}
 
@@ -236,11 +238,11 @@ class ScoredHeads(DenseHeads):
     """Causal softmax attention whose scores are the matrices of another operator.
 
     alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i): a token is
-    read less the more is forgotten since (Forgetting Attention), and what its key is by the time it
-    is asked is told by the operator (PaTH).
+    read less the more is forgotten since (Forgetting Attention), and the operator turns its key on
+    the way to the query (PaTH).
 
     Args:
-        reads: the operator.
+        reads: the operator; its matrices are the scores.
         forget: logarithms of decays (B, L, H), at most 0; None for none.
         per_head: value channels of a head, P.
         mask: True for real tokens (B, L), which alone read and are read. Default: None, all are.
@@ -249,7 +251,7 @@ class ScoredHeads(DenseHeads):
         >>> import torch
         >>> from captum_ssm.operators import ScalarDecayHeads
         >>> from captum_ssm.operators.heads import ScoredHeads
-        >>> none = torch.zeros(1, 3, 1, 1)  # no query asks for anything, and no key answers
+        >>> none = torch.zeros(1, 3, 1, 1)  # queries and keys of zeros: all scores are alike
         >>> reads = ScalarDecayHeads(none, none, none[..., 0], None, per_head=4)
         >>> forget = torch.full((1, 3, 1), 0.5).log()
         >>> ScoredHeads(reads, forget, per_head=4).dense()[0, 1]  # half as likely a token before
@@ -270,6 +272,7 @@ class ScoredHeads(DenseHeads):
         super().__init__(self._probabilities(), per_head)
 
     def _probabilities(self) -> Tensor:
+        """The softmax of the scores, (B, H, L, L)."""
         scores = self.reads.head_matrices()
         if self.forget is not None:
             gone = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
@@ -293,28 +296,29 @@ class ScoredHeads(DenseHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
-            scores = _of_scores(self.matrices, values, gradient)
-        # the scores are what the operator makes of the identity, a channel for each token
-        eye = torch.eye(self.shape.tokens, dtype=scores.dtype, device=scores.device)
+            of_scores = _of_scores(self.matrices, values, gradient)
+        # the scores are the operator's outputs for the identity, a channel for each token
+        eye = torch.eye(self.shape.tokens, dtype=of_scores.dtype, device=of_scores.device)
         identity = eye[:, None].expand(*self.shape[:3], -1)
-        _, found = self.reads.backward(identity, scores.transpose(1, 2).contiguous())
+        _, found = self.reads.backward(identity, of_scores.transpose(1, 2).contiguous())
         if self.forget is not None:
-            gone = (scores.sum(-1) - scores.sum(-2)).transpose(1, 2)  # (B, L, H)
-            found = {**found, "forget": gone.flip(1).cumsum(1).flip(1)}
+            # score (i, j) holds gone[i] - gone[j], the sums of forget up to these tokens
+            of_gone = (of_scores.sum(-1) - of_scores.sum(-2)).transpose(1, 2)  # (B, L, H)
+            found = {**found, "forget": of_gone.flip(1).cumsum(1).flip(1)}
         return self.transpose(gradient), found
 
 
 def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of what a softmax makes probabilities of, (B, H, L, L).
+    """The gradient of a softmax's scores, (B, H, L, L).
 
     Args:
-        matrices: the probabilities.
-        values: what they act on (B, L, H, P).
-        gradient: of what becomes of these.
+        matrices: its probabilities.
+        values: their input (B, L, H, P).
+        gradient: of their output (B, L, H, P).
     """
-    found = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # that of the probabilities
-    found *= matrices
-    return found - matrices * found.sum(-1, keepdim=True)
+    weighed = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # gradient of probabilities
+    weighed *= matrices
+    return weighed - matrices * weighed.sum(-1, keepdim=True)
 
 
 class HeadCentering(Operator):
@@ -328,7 +332,7 @@ class HeadCentering(Operator):
         component: name of the part it stands for. Default: ``"norm"``.
         across: whether the mean is that of all channels, of all heads; the share is then 1 - 1/C.
             Default: False.
-        centred: 1 for the heads that are centred (H,), 0 for those that pass as they are. Default:
+        centred: 1 for the heads that are centered (H,), 0 for those that pass as they are. Default:
             None, all of them are.
 
     Example:
@@ -382,7 +386,7 @@ class HeadCentering(Operator):
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-    """Factors (B, L, H) that stand for left and right summed over the channels of a head.
+    """Factors (B, L, H) whose product is that of left and right, summed over a head's channels.
 
     None if both differ between channels: a sum of products is then no product.
     """

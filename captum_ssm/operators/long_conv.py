@@ -32,8 +32,8 @@ class LongConv(Operator):
 
     Args:
         kernel: real (H, P, K), or (H, 1, K) where the channels of a head share theirs; entry k is
-            the weight of the token k steps back.  What reaches further than the sequence has no
-            effect; what is missing counts as zero.
+            the weight of the token k steps back.  Entries beyond the sequence have no effect;
+            missing ones count as zero.
         shape: the sizes acted on.
         component: name of the part it stands for. Default: ``"scan"``.
 
@@ -96,7 +96,7 @@ class LongConv(Operator):
         tokens = self.shape.tokens
         position = torch.arange(tokens, device=self.device)
         lag = position[:, None] - position  # (L, L)
-        # what reaches further than the kernel, or ahead, finds the zero at its end
+        # lags beyond the kernel's end, and negative ones, index the zero that is padded to it
         kernel = torch.nn.functional.pad(self.kernel, (0, 1))
         lag = torch.where(lag < 0, -1, lag).clamp_max(self.kernel.shape[-1])
         if kernel.shape[1] == 1:
@@ -116,7 +116,7 @@ class LongConv(Operator):
         return _silence_beyond(out, u, before=self.kernel.shape[-1] - 1, after=0)
 
     def _filter(self, x: Tensor, conjugate: bool) -> Tensor:
-        """The product of the spectra of the kernel and of x, some heads at a time."""
+        """Multiply the spectra of the kernel and of ``x``, some heads at a time."""
         x = x.to(torch.promote_types(x.dtype, self.kernel.dtype))
         tokens, heads, per_head = x.shape[-3:]
         # padded so that nothing wraps around, to a length that transforms fast
@@ -141,8 +141,8 @@ class LongConv(Operator):
             weight = weight[:, along.start : along.stop]
         by_lag = self._weigh(weight.expand(-1, -1, heads, per_head))  # (B or 1, R or W or 1, K)
         by_lag = by_lag.expand(batch, len(along), -1)
-        above, aside = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
-        lag = above - aside[:, None] if by_column else above[:, None] - aside
+        row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
+        lag = row - column[:, None] if by_column else row[:, None] - column
         length = by_lag.shape[-1]
         index = lag.clamp(0, length - 1).expand(batch, -1, -1)
         out = by_lag.gather(-1, index).masked_fill((lag < 0) | (lag >= length), 0)
@@ -155,6 +155,7 @@ class LongConv(Operator):
         return weight.flatten(-2) @ self.kernel.flatten(0, 1)
 
     def _lag_by_lag(self, left: Tensor, right: Tensor, rows: range, columns: range) -> Tensor:
+        """The entries (B, R, W) of a strip, diagonal after diagonal."""
         batch, _, heads, per_head = self.shape
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)
@@ -164,8 +165,8 @@ class LongConv(Operator):
             first = max(rows.start, lag)
             size = (batch, rows.stop - first, heads, per_head)
             products = space[: torch.Size(size).numel()].view(size)
-            above, aside = left[:, first : rows.stop], right[:, first - lag : rows.stop - lag]
-            torch.mul(above, aside, out=products)
+            row, column = left[:, first : rows.stop], right[:, first - lag : rows.stop - lag]
+            torch.mul(row, column, out=products)
             into = out[:, first - rows.start :, first - lag - columns.start :]
             into.diagonal(0, 1, 2)[:, : size[1]].copy_(products.flatten(2) @ weight)
         return out
@@ -189,12 +190,12 @@ def _check(kernel: Tensor, shape: Shape) -> None:
 
 
 def _once(x: Tensor) -> Tensor:
-    """Factors (B, L, H, P) expanded over the tokens as (B, 1, H, P) again, others unchanged."""
+    """Undo an expansion over tokens: factors (B, L, H, P) as (B, 1, H, P); others unchanged."""
     return x[:, :1] if x.stride(1) == 0 else x
 
 
 def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
-    """Zeros in ``out`` wherever the nonzero tokens of x do not reach, channel by channel.
+    """Set ``out`` to zero wherever the nonzero tokens of ``x`` do not reach, channel by channel.
 
     Transforms smear rounding errors over all tokens; a row of a causal matrix is to be zero after
     its query.

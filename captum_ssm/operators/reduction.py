@@ -1,4 +1,4 @@
-"""How the matrices of many channels become one (hidden-attention paper, table 5)."""
+"""Reduction of the matrices of many channels to one (hidden-attention paper, table 5)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reduce_channels(values: Tensor, reduce: Reduce) -> Tensor:
 
 
 def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
-    """A reduction: the mean over channels after dropping the smallest fraction ``ratio``.
+    """Make a reduction: the mean over channels after dropping the smallest fraction ``ratio``.
 
     To be passed as ``reduce`` (hidden-attention paper, table 5).
 
@@ -71,8 +71,8 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
         >>> discard_smallest(0.5)(torch.tensor([1.0, 2.0, 3.0, 5.0]))
         tensor(4.)
     """
-    given: Any = ratio
-    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= ratio < 1:
+    number: Any = ratio
+    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= ratio < 1:
         raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got {ratio!r}.")
 
     def mean_of_largest(values: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
 
 # --- matrices channel by channel, where heads are quicker made whole ---------------------------
 
-#: Elements of the matrices formed at a time (8 MiB in float32).  The memory of more would be given
-#: back to the system, which maps it anew, page by page, for the next ones.
+#: Elements of the matrices formed at a time (8 MiB in float32).  Larger memory goes back to the
+#: system, which maps it anew, page by page, for the next ones.
 _ELEMENTS = 2**21
 
 #: Reductions that go pair by pair: over a dimension, and of two tensors.
@@ -98,13 +98,13 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
-    """Whether channel after channel is a way to the reduced matrix, and the quicker one."""
+    """Whether the reduced matrix can be computed channel by channel, and quicker so."""
     known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 
 
 def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
-    """The matrices of all channels (B, C, L, L), or what they reduce to (B, L, L)."""
+    """The matrices of all channels (B, C, L, L), or their reduction (B, L, L)."""
     batch, tokens, heads, per_head = operator.shape
     if reduce is None:
         every = torch.empty(
@@ -123,7 +123,7 @@ def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
 
 
 def by_head(operator: Operator) -> Tensor:
-    """The means over the channels of each head (B, H, L, L), formed where they are to stay."""
+    """The means over the channels of each head (B, H, L, L), a few heads at a time."""
     batch, tokens, heads, per_head = operator.shape
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     out = one.new_empty(batch, heads, tokens, tokens)
@@ -133,7 +133,7 @@ def by_head(operator: Operator) -> Tensor:
 
 
 def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
-    """Neighbouring heads, a channel of each, and the matrices of these, (B, heads, L, L)."""
+    """Yield neighboring heads, a channel p, and the matrices of p in these, (B, heads, L, L)."""
     per_head = operator.shape.per_head
     units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
     one = units.new_ones(1, 1, 1, 1)
@@ -143,7 +143,7 @@ def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
 
 
 def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
-    """Neighbouring heads whose matrices are formed at a time, and the operator on them."""
+    """Yield neighboring heads whose matrices are formed at a time, and the operator on them."""
     batch, tokens, heads, _ = operator.shape
     size = max(1, at_a_time(_ELEMENTS, operator.device) // (batch * tokens**2))
     for start in range(0, heads, size):

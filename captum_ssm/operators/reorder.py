@@ -22,13 +22,13 @@ class Permute(Operator):
         inverse: which position reads each token (L,).
 
     Args:
-        order: which token each position reads, a permutation (L,). On the host, a device need not
-            be asked what it is.
+        order: which token each position reads, a permutation (L,). If it is on the host, it need
+            not be read from a device.
         shape: the sizes acted on.
         component: name of the part it stands for. A reordering around a core that is one term of a
-            sum goes where the core goes, so it bears the core's name. Default: None, a structural
-            part.
-        device: of what it acts on. Default: None, that of ``order``.
+            sum has the core's name, so that both are kept or dropped together. Default: None, a
+            structural part.
+        device: of the values. Default: None, that of ``order``.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class Permute(Operator):
         *,
         device: torch.device | None = None,
     ) -> None:
-        self._given = order
+        self._order = order  # where it came from, which may be the host
         self.order = order if device is None else order.to(device)
         self.shape = shape
         self.component = component
@@ -56,12 +56,12 @@ class Permute(Operator):
 
     @functools.cached_property
     def on_host(self) -> Tensor:
-        """The order, where asking for it does not wait for a device."""
-        return self._given.cpu()
+        """The order on the host, read without waiting for a device if it was given there."""
+        return self._order.cpu()
 
     def inverted(self) -> Permute:
         """The reordering that undoes it."""
-        back = torch.argsort(self._given)
+        back = torch.argsort(self._order)
         return Permute(back, self.shape, self.component, device=self.order.device)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -78,40 +78,25 @@ class Permute(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
-        return Permute(self._given, shape, self.component, device=self.order.device)
+        return Permute(self._order, shape, self.component, device=self.order.device)
 
-    def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor | None]:
-        """What is asked of an operator, if its rows are wanted in this order.
-
-        Args:
-            positions: of the rows, in this order.
-            weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
-        """
+    def rows_within(
+        self, positions: Positions, weight: Tensor | None
+    ) -> tuple[Positions, Tensor | None]:
+        """Rows of Permute . another operator, as rows of the other; see :class:`.Diagonal`."""
         return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:
-        """Permute . matrix.
-
-        Args:
-            matrix: (..., L, L).
-        """
+        """Permute . matrix, for a matrix (..., L, L)."""
         return matrix.index_select(-2, self.order)
 
     def columns_of(self, matrix: Tensor) -> Tensor:
-        """matrix . Permute.
-
-        Args:
-            matrix: (..., L, L).
-        """
+        """matrix . Permute, for a matrix (..., L, L)."""
         return matrix.index_select(-1, self.inverse)
 
     def read_by(self, rows: range) -> range | None:
-        """The tokens that some positions read, if they stand next to each other; else None.
-
-        Args:
-            rows: the positions.
-        """
-        return _neighbours(self.on_host[rows.start : rows.stop])
+        """The tokens that positions ``rows`` read, if they are neighbors; else None."""
+        return _as_range(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
         """Some rows of Permute . matrix, from the rows of the matrix that they read.
@@ -129,7 +114,7 @@ class Permute(Operator):
         Args:
             strip: the same rows of the matrix.
         """
-        columns = _neighbours(self.on_host[strip.columns.start : strip.columns.stop])
+        columns = _as_range(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
             tokens = self.shape.tokens
             return Strip(self.columns_of(strip.whole(tokens)), strip.rows, range(tokens))
@@ -143,23 +128,28 @@ def flip(shape: Shape, device: torch.device, component: str | None = None) -> Pe
     return Permute(order, shape, component, device=device)
 
 
-def outermost(
+def permutes_outside(
     parts: Sequence[Operator],
 ) -> tuple[list[Permute], list[Operator], list[Permute]]:
-    """A product whose reorderings at either end are moved past diagonals to the very end.
+    """Move the reorderings at either end of a product past diagonals to the very end.
 
     Returns:
-        The reorderings that act last, what is between, and the reorderings that act first.
+        The outer reorderings, the factors between, and the inner reorderings.
     """
-    ahead, inside = _moved_ahead(parts, lambda permute: permute.inverse)
-    after, inside = _moved_ahead(inside[::-1], lambda permute: permute.order)
-    return ahead, inside[::-1], after[::-1]
+    outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
+    inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
+    return outer, core[::-1], inner[::-1]
 
 
-def _moved_ahead(
+def _split_off_permutes(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
 ) -> tuple[list[Permute], list[Operator]]:
-    """The reorderings among the leading diagonals, and all else; ``order`` is the diagonals'."""
+    """The reorderings among the leading diagonals, and all other parts.
+
+    Args:
+        parts: the parts, from one end of a product.
+        order: the order that diagonals take as a reordering is moved past them.
+    """
     moved: list[Permute] = []
     diagonals: list[Diagonal] = []
     for i, part in enumerate(parts):
@@ -173,8 +163,8 @@ def _moved_ahead(
     return moved, [*diagonals]
 
 
-def _neighbours(positions: Tensor) -> range | None:
-    """Different positions as a range; None if others lie between them."""
+def _as_range(positions: Tensor) -> range | None:
+    """Different positions (Q,) as a range; None if others lie between them."""
     if not len(positions):
         return range(0)
     first, last = int(positions.min()), int(positions.max())
@@ -212,15 +202,16 @@ class Windows:
         return self._in_a_row(x).index_select(-3, self._place_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """Which places hold a real token, (B W, T); None if all do.
+        """True for the places that hold a real token, (B W, T); None if all do.
 
         Args:
             mask: True for real tokens (B, L), or None if all are.
             batch: how many examples there are.
         """
         if mask is None:
-            every = ~self._padding.expand(batch, -1)
-            return None if bool(every.all()) else every.reshape(-1, self.places.shape[1])
+            holds_token = ~self._padding.expand(batch, -1)
+            all_do = bool(holds_token.all())
+            return None if all_do else holds_token.reshape(-1, self.places.shape[1])
         return self.cut(mask[..., None, None].int())[..., 0, 0].bool()
 
     def padding(self, x: Tensor) -> Tensor | None:
@@ -254,78 +245,78 @@ class Windowed(Operator):
     """An operator within windows, as one over the tokens that were cut into them.
 
     Args:
-        inner: the operator, on windows in place of examples: (B W, T, H, P).
+        within: the operator, on windows in place of examples: (B W, T, H, P).
         windows: the partition of the tokens.
-        padding: what the places that hold no token pass to ``inner``, zero elsewhere; it adds a
-            constant term to the output. Default: None, nothing.
+        padding: input of ``within`` at the places that hold no token, zero elsewhere; it adds a
+            constant term to the output. Default: None, no input.
     """
 
-    def __init__(self, inner: Operator, windows: Windows, padding: Tensor | None = None) -> None:
-        self.inner = inner
+    def __init__(self, within: Operator, windows: Windows, padding: Tensor | None = None) -> None:
+        self.within = within
         self.windows = windows
         self._padding = None if padding is None else padding.detach()
-        batch = inner.shape.batch // len(windows.places)
-        self.shape = inner.shape._replace(batch=batch, tokens=windows.tokens)
+        batch = within.shape.batch // len(windows.places)
+        self.shape = within.shape._replace(batch=batch, tokens=windows.tokens)
 
     @property
     def mixes_tokens(self) -> bool:
-        return self.inner.mixes_tokens
+        return self.within.mixes_tokens
 
     @property
     def data_dependent(self) -> bool:
-        return self.inner.data_dependent
+        return self.within.data_dependent
 
     @property
     def mixing(self) -> Mixing:
-        return self.inner.mixing
+        return self.within.mixing
 
     def apply(self, v: Tensor) -> Tensor:
-        return self.windows.merge(self.inner.apply(self.windows.cut(v)))
+        return self.windows.merge(self.within.apply(self.windows.cut(v)))
 
     def entering(self, v: Tensor, factor: Tensor) -> Tensor:
-        """What ``inner`` is given.
+        """The input of ``within`` (S, B W, T, H, P).
 
         Args:
             v: values (S, B, L, H, P).
-            factor: on what is in places that hold no token, (S, 1, 1, 1, 1).
+            factor: of the input at places that hold no token, (S, 1, 1, 1, 1).
         """
         cut = self.windows.cut(v)
         return cut if self._padding is None else cut + factor * self._padding
 
     def transpose(self, u: Tensor) -> Tensor:
-        return self.windows.merge(self.inner.transpose(self.windows.cut(u)))
+        return self.windows.merge(self.within.transpose(self.windows.cut(u)))
 
     def offset(self) -> Tensor | None:
         padding = self._padding
-        constant = self.inner.offset() if padding is None else self.inner.affine(padding)
+        constant = self.within.offset() if padding is None else self.within.affine(padding)
         return None if constant is None else self.windows.merge(constant)
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        inner = self.inner.restrict(components)
-        return None if inner is None else Windowed(inner, self.windows, self._padding)
+        within = self.within.restrict(components)
+        return None if within is None else Windowed(within, self.windows, self._padding)
 
     def select(self, heads: Sequence[int]) -> Operator:
         padding = None if self._padding is None else self._padding[:, :, list(heads)]
-        return Windowed(self.inner.select(heads), self.windows, padding)
+        return Windowed(self.within.select(heads), self.windows, padding)
 
     def leaves(self) -> Iterator[Operator]:
-        yield from self.inner.leaves()
+        yield from self.within.leaves()
 
     def per_channel(self) -> Operator:
-        return Windowed(self.inner.per_channel(), self.windows, self._padding)
+        return Windowed(self.within.per_channel(), self.windows, self._padding)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.inner.tensors()
+        return self.within.tensors()
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        above, aside = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
-        blocks = self.inner.contract_heads(above, aside)  # (B W, H, T, T)
+        row, column = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
+        blocks = self.within.contract_heads(row, column)  # (B W, H, T, T)
         by_head = torch.unflatten(blocks, 0, (self.shape.batch, -1)).transpose(1, 2).flatten(0, 2)
         whole = self.windows.assemble(by_head, range(self.shape.tokens))  # (B H, L, L)
         return torch.unflatten(whole, 0, (self.shape.batch, -1))
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """All windows' matrices, which together are small, and of these the rows wanted."""
-        above, aside = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
-        blocks = self.inner.contract(above, aside)
+        """Some rows, from the matrices of all windows, which together are small."""
+        row, column = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
+        blocks = self.within.contract(row, column)
         return Strip(self.windows.assemble(blocks, rows), rows, range(self.shape.tokens))

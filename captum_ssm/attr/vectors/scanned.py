@@ -1,4 +1,4 @@
-"""Paths that hold one selective scan each, and the fast rows of such paths."""
+"""Rows of paths that hold one selective scan each, from the states of these scans."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from ...operators import Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ...operators.kernels.bands import Band, shift_tokens
 from ...operators.readings.scan_tiles import ScanRows
-from ...operators.reorder import outermost
+from ...operators.reorder import permutes_outside
 from .taps import Path, TapShares, products
 
 
 class Scanned(NamedTuple):
-    """The rows of scans whose outputs add up.
+    """Rows of one scan, or of two in opposite directions whose outputs add up.
 
     Attributes:
-        ahead: of the one from the first token to the last.
-        back: of the one in the opposite direction, in reverse order; None if there is none.
+        ahead: of the scan from the first token to the last.
+        back: of the scan in the opposite direction, tokens in reverse order; None for none.
     """
 
     ahead: ScanRows
@@ -27,10 +27,10 @@ class Scanned(NamedTuple):
 
 
 def scanned(paths: Sequence[Path]) -> Scanned | None:
-    """The rows of all paths from their scans' states, or None if one has another form.
+    """The rows of all paths, or None unless each has the form of Mamba-1.
 
-    The form is that of Mamba-1, in one direction or in both: diagonals after a scan with its skip,
-    diagonals and causal convolutions before it.
+    The form is outer . (scan + skip) . inner, in one direction or in both, where outer is a product
+    of diagonals, inner of diagonals and causal convolutions.
     """
     found: dict[bool, ScanRows] = {}
     for path in paths:
@@ -44,7 +44,7 @@ def scanned(paths: Sequence[Path]) -> Scanned | None:
 
 
 class _Turned(NamedTuple):
-    """A product and what is sent into it, in the order in which its scan runs."""
+    """A product without reorderings, and its input, in the order in which its scan runs."""
 
     backwards: bool
     parts: Sequence[Operator]
@@ -52,41 +52,41 @@ class _Turned(NamedTuple):
 
 
 def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
-    """Without reorderings, or with those that reverse the tokens and then restore them."""
-    last, inside, first = outermost(parts)
-    orders = [permute.on_host for permute in (*last, *first)]
+    """Take out reorderings that reverse the tokens and restore them; None if there are others."""
+    outer, core, inner = permutes_outside(parts)
+    orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
     if not orders:
-        return _Turned(False, inside, path.shares)
+        return _Turned(False, core, path.shares)
     reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
-    if len(last) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
+    if len(outer) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
-    if not first:  # the path says it in this order
-        return _Turned(True, inside, path.shares)
+    if not inner:  # path.token is the inner reordering: the shares are in this order already
+        return _Turned(True, core, path.shares)
     if any(lag for lag, _ in path.shares):
         return None
-    return _Turned(True, inside, [(0, first[0].apply(phi)) for _, phi in path.shares])
+    return _Turned(True, core, [(0, inner[0].apply(phi)) for _, phi in path.shares])
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """Those of one product, or None if it has another form."""
+    """The rows of a product without reorderings, or None if it has another form."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None
     at, scan = places[0]
-    front, core, behind = parts[:at], parts[at], parts[at + 1 :]
-    diagonal = all(isinstance(part, Diagonal) for part in front)
-    banded = all(isinstance(part, Diagonal | ShortConv) for part in behind)
+    outer, core, inner = parts[:at], parts[at], parts[at + 1 :]
+    diagonal = all(isinstance(part, Diagonal) for part in outer)
+    banded = all(isinstance(part, Diagonal | ShortConv) for part in inner)
     if not (diagonal and banded and scan.b.dim() == 3):
         return None
-    sent = _sent(shares, behind)
+    sent = _sent(shares, inner)
     if min(sent) < 0:
         return None
     one = scan.dt.new_ones(1, 1, 1, 1)
-    beside = core.parts if isinstance(core, Sum) else ()
-    skip = sum((p.weight for p in beside if isinstance(p, Diagonal)), torch.zeros_like(one))
+    summands = core.parts if isinstance(core, Sum) else ()
+    skip = sum((p.weight for p in summands if isinstance(p, Diagonal)), torch.zeros_like(one))
     factor = one
-    for part in front:
+    for part in outer:
         factor = factor * part.tensors()["weight"]
     whole = scan.shape
     return ScanRows(
@@ -98,7 +98,7 @@ def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
 
 
 def _scan_in(part: Operator) -> SelectiveScan | None:
-    """The scan that a part is, or that it is with diagonals beside it."""
+    """The scan of a part: itself, or the only one in a sum with diagonals; else None."""
     if isinstance(part, SelectiveScan):
         return part
     if not isinstance(part, Sum):
@@ -108,16 +108,16 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
     return scans[0] if len(scans) == 1 and len(others) + 1 == len(part.parts) else None
 
 
-def _sent(shares: TapShares, behind: Sequence[Operator]) -> Band:
-    """What reaches the scan at each token from the token some lags before."""
+def _sent(shares: TapShares, inner: Sequence[Operator]) -> Band:
+    """The scan's input at token t that is due to token t - k, (B, L, H, P) by lag k."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
-    for part in reversed(behind):
+    for part in reversed(inner):
         following = part.after_band(band)
         assert following is not None
         band = following
     found: Band = {}
-    for inner, phi in shares:
+    for tap, phi in shares:
         for lag, factor in band.items():
             share = factor * shift_tokens(phi, lag)
-            found[inner + lag] = found[inner + lag] + share if inner + lag in found else share
+            found[tap + lag] = found[tap + lag] + share if tap + lag in found else share
     return found

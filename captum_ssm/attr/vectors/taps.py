@@ -1,8 +1,8 @@
-"""What each token contributes to the activation behind a short convolution (LATIM, eqs. 16-21).
+"""Shares of tokens in the activation that follows a short convolution (LATIM, eqs. 16-21).
 
     u[t] = b + sum over k of w[k] x[t - k]          act(u[t]) ~ sum over k of phi[k][t]
 
-where the share phi[k][t] is due to token t - k alone.  Linearised, phi[k][t] = s[t] w[k] x[t - k]
+where the share phi[k][t] is due to token t - k alone.  Linearized, phi[k][t] = s[t] w[k] x[t - k]
 with the frozen ratio s = act(u) / u, and the sum is exact but for s b, a constant.  The paper puts
 a function f that is taken to be additive in its place: phi[k][t] = f(w[k] x[t - k]), the bias b
 being part of the tap k = 0.
@@ -29,7 +29,7 @@ Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
 TapShares = Sequence[tuple[int, Tensor]]
 
-#: What stands for the activation, tap by tap; ``"silu"`` is the model's own, found from the model.
+#: Functions in the activation's place, by tap; ``"silu"`` means the model's own, see _own_function.
 FUNCTIONS: dict[str, Function] = {
     "silu": F.silu,
     "taylor1": lambda x: x / 2,
@@ -41,17 +41,17 @@ ACTIVATIONS = ("linearized", *FUNCTIONS)
 
 #: Where modules keep their activation.
 _ACTIVATION_NAMES = ("act", "act_fn", "activation_fn", "activation")
-#: Largest relative difference between a module's activation and the frozen one it stands behind.
+#: Largest relative difference between a module's activation and the frozen one of its operator.
 _SAME_FUNCTION = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """A linear map over tokens, and what every token sends into it.
+    """A linear map over positions, and the share of each position in its input.
 
     Attributes:
         operator: the map.
-        shares: what positions send, by lag.
+        shares: the shares, by lag.
         token: the token at each position (L,), on the host; None if positions are the tokens
             themselves.
     """
@@ -61,11 +61,15 @@ class Path:
     token: Tensor | None = None
 
     def total(self) -> Tensor:
-        """What all tokens together make of it, (B, L, H, P)."""
+        """The map's output for all tokens together, (B, L, H, P)."""
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
-        """What each token adds to the output's product with ``direction`` (..., B, L, H, P)."""
+        """Each token's share in the output's product with ``direction``, (..., B, L).
+
+        Args:
+            direction: (..., B, L, H, P).
+        """
         weight = self.operator.transpose(direction)
         added = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:
@@ -85,12 +89,12 @@ def check_activation(activation: str) -> None:
 
 
 def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Path]:
-    """A mixer's operator as a sum of paths on which each token's share is known.
+    """Expand a mixer's operator into paths whose input's shares are known, and which add up to it.
 
-    A mixer without an activation in front of its recurrence is one path, whatever ``activation``.
+    A mixer whose recurrence has no activation inside is one path, whatever ``activation``.
 
     Args:
-        linear: the linearised mixer.
+        linear: the linearized mixer.
         module: the mixer itself, asked for its activation with ``"silu"``.
         activation: one of :data:`ACTIVATIONS`.
     """
@@ -101,10 +105,10 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Pa
 
 
 def products(operator: Operator) -> list[list[Operator]]:
-    """An operator as a sum of products, sums without an activation being left whole.
+    """Expand an operator into a sum of products; sums without an activation are left whole.
 
     Returns:
-        The factors of each product, of which the last acts first.
+        The factors of each product, the outermost first.
     """
     if isinstance(operator, Chain):
         choices = product(*(products(part) for part in operator.parts))
@@ -115,7 +119,7 @@ def products(operator: Operator) -> list[list[Operator]]:
 
 
 def silenced(operator: Operator) -> Operator:
-    """The operator with nothing passing its activations, so that it keeps later constants only."""
+    """Set the operator's activations to zero, so that only constants added after them are left."""
     if isinstance(operator, Chain):
         return Chain(*(silenced(part) for part in operator.parts))
     if isinstance(operator, Sum):
@@ -126,20 +130,20 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> Path:
-    """One product of operators, cut at its activation."""
+    """The path of one product: the factors outside its activation, and shares from those inside."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
         return Path(Chain(*parts), [(0, values)])
     at = places[0] if len(places) == 1 else -1
-    conv, before = _entering(parts[at + 1 :])
-    if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in before):
+    conv, inner = _split_conv(parts[at + 1 :])
+    if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in inner):
         raise UnsupportedMixerError(
             f"{type(module).__name__}: activation={activation!r} needs an activation with at most "
             "a short convolution in front of it, which this mixer does not have. Use "
             "activation='linearized', which serves every mixer."
         )
     token: Tensor | None = None
-    for part in reversed(before):
+    for part in reversed(inner):
         values = part.apply(values)
         if isinstance(part, Permute):
             token = part.on_host if token is None else token[part.on_host]
@@ -148,12 +152,12 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
     if activation == "silu":
         function = _own_function(module, sum(taps.values()), parts[at].tensors()["weight"])
     one = values.new_ones(1, 1, 1, 1)
-    after = parts[:at] or [Diagonal(one, parts[at].shape)]
-    return Path(Chain(*after), [(lag, function(tap)) for lag, tap in taps.items()], token)
+    outer = parts[:at] or [Diagonal(one, parts[at].shape)]
+    return Path(Chain(*outer), [(lag, function(tap)) for lag, tap in taps.items()], token)
 
 
 def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
-    """What each lag contributes to the convolution, its bias being part of lag 0."""
+    """Terms of the convolution's output, (B, L, H, P) by lag; its bias is part of lag 0."""
     if conv is None:
         return {0: values}
     taps = {0: torch.zeros_like(values)}
@@ -166,7 +170,7 @@ def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
 
 
 def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
-    """The activation whose frozen ratio act(u) / u the operator holds."""
+    """Find the module's activation: the function whose frozen ratio act(u) / u is ``ratio``."""
     candidates = [F.silu, *(getattr(module, name, None) for name in _ACTIVATION_NAMES)]
     frozen = ratio * u
     for function in candidates:
@@ -180,8 +184,8 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
     )
 
 
-def _entering(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
-    """The convolution right behind an activation, if any, and what acts before it."""
+def _split_conv(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
+    """Split off a convolution that is the outermost part; None if it is no convolution."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
 

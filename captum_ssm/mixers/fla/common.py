@@ -1,7 +1,7 @@
-"""What the layers of flash-linear-attention (fla) have in common.
+"""The parts that layers of flash-linear-attention (fla) have in common.
 
 Most of them drop padding before they compute and put zeros back in its place.  Here the tokens
-stay where they are: padded values are silenced, and the state does not decay over them.
+stay where they are: padded values are set to zero, and the state does not decay over them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
 def entering_unpadded(
     module: Any, call: Call, skips: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for a layer that drops padded tokens, with zeros in their place.
+    """As :func:`entering`, for a layer that drops padded tokens: they are zeros.
 
     Args:
         module: the layer.
         call: its recorded call.
-        skips: what of the layer would skip padding between tokens. Default: None, its short
+        skips: name of the part that would skip padding between tokens. Default: None, its short
             convolution if it has one.
     """
     hidden, mask = entering(module, call)
@@ -64,7 +64,7 @@ def entering_unpadded(
 
 
 def convolved(conv: Any, x: Tensor) -> Tensor:
-    """A ShortConvolution of (B, L, C), its activation included; x itself without one."""
+    """Apply a ShortConvolution with its activation to ``x`` (B, L, C); None changes nothing."""
     if conv is None:
         return x
     heads = as_heads(x)
@@ -83,7 +83,10 @@ def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def short_conv(conv: Any, values: Tensor, repeat: int = 1) -> ShortConv:
-    """A ShortConvolution as an operator; ``repeat`` heads of the values in a row share filters."""
+    """Convert a ShortConvolution to an operator.
+
+    Groups of ``repeat`` neighboring heads of the values (B, L, H, P) share filters.
+    """
     heads, per_head = values.shape[2] // repeat, values.shape[3]
     weight = conv.weight.flip(-1).to(values).view(heads, per_head, -1)  # by lag
     weight = weight.repeat_interleave(repeat, 0)
@@ -102,15 +105,15 @@ def value_stream(
     repeat: int = 1,
     silu: bool = False,
 ) -> tuple[Tensor, list[Operator]]:
-    """The values (B, L, H, P), and what happens to them before the recurrence.
+    """The values (B, L, H, P), and the operators between them and the recurrence, outermost first.
 
     Args:
         x: projected values (B, L, C).
         conv: a ShortConvolution, or None.
         mask: True for real tokens (B, L), or None.
         per_head: value channels of a head, P.
-        repeat: heads of the recurrence in a row that share the values of one.
-        silu: whether SiLU follows, also where it is not the convolution that applies it.
+        repeat: neighboring heads of the recurrence that share the values of one head.
+        silu: whether SiLU follows although the convolution does not apply it, or is missing.
     """
     values = as_heads(x, x.shape[-1] // per_head).repeat_interleave(repeat, 2)
     shape = Shape(*values.shape)
@@ -122,13 +125,13 @@ def value_stream(
         parts = [operator, *parts]
     if silu:
         parts = [Diagonal(torch.sigmoid(u), shape, "activation"), *parts]
-    if conv is not None:  # its bias reaches padded tokens
+    if conv is not None:  # the convolution's bias reaches padded tokens
         parts = [*masked(mask, shape, values), *parts]
     return values, parts
 
 
 def frozen_rms_norm(o: Tensor, weight: Tensor | None, eps: float, *, whole: bool) -> Diagonal:
-    """An RMSNorm of (B, L, H, P) with its statistics frozen: per head, or over all channels."""
+    """An RMSNorm frozen at its input ``o`` (B, L, H, P): per head, or over all channels."""
     over = (-2, -1) if whole else (-1,)
     factor = torch.rsqrt(o.square().mean(over, keepdim=True) + eps)
     if weight is not None:
@@ -137,7 +140,7 @@ def frozen_rms_norm(o: Tensor, weight: Tensor | None, eps: float, *, whole: bool
 
 
 def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The per-head RMSNorm and the output gate, if there is one, of RetNet and of GLA."""
+    """The output gate of RetNet or GLA, if any, and the RMSNorm per head frozen at ``o``."""
     norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if getattr(module, "use_output_gate", True):
@@ -147,7 +150,7 @@ def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
 
 
 def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The per-head RMSNorm and the output gate, if there is one, of the delta rule layers."""
+    """The output gate of a delta rule, if any, and the RMSNorm per head frozen at ``o``."""
     norm = module.o_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if getattr(module, "use_gate", True):
@@ -170,14 +173,15 @@ def closing(
 
     Args:
         module: the layer, whose values are those of v_proj.
-        hidden: what enters it (B, L, E).
+        hidden: its input (B, L, E).
         mask: True for real tokens (B, L), or None.
         scan: the recurrence.
-        after: what follows it, from the layer, what enters it and what the recurrence returns.
+        after: makes the operators after it, outermost first, from the layer, its input and the
+            recurrence's output.
         repeat: as in :func:`value_stream`. Default: 1.
         silu: as in :func:`value_stream`. Default: False.
     """
-    values, before = value_stream(
+    values, inner = value_stream(
         run(module.v_proj, hidden),
         getattr(module, "v_conv1d", None),
         mask,
@@ -185,7 +189,7 @@ def closing(
         repeat=repeat,
         silu=silu,
     )
-    core = Chain(scan, *before)
+    core = Chain(scan, *inner)
     operator = Chain(
         *masked(mask, scan.shape, values), *after(module, hidden, core.affine(values)), core
     )
@@ -212,5 +216,5 @@ def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def steps(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Numbers per token (B, L, ...) with zeros at padded tokens."""
+    """Set numbers per token (B, L, ...) to zero at padded tokens."""
     return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -81,6 +81,7 @@ def _delta_rule(
     beta: Tensor,
     log_decay: Tensor | None,
 ) -> LinearMixer:
+    """The mixer from queries and keys (B, L, H, N), beta and log decay (B, L, H)."""
     scan = DeltaRule(
         q * module.head_k_dim**-0.5,
         k,

@@ -93,7 +93,7 @@ def fla_comba(module: Any, call: Call) -> LinearMixer:
 
 
 def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor, count: int = 1) -> list[Operator]:
-    """The per-head RMSNorm of the sum over steps, and the output gate if there is one."""
+    """The output gate, if there is one, and the RMSNorm per head of the sum over steps."""
     norm, shape = module.o_norm, Shape(*o.shape)
     scaling = frozen_rms_norm(_added(o, count), norm.weight, norm.eps, whole=False)
     parts: list[Operator] = [Diagonal(scaling.weight.repeat(1, 1, count, 1), shape, "norm")]
@@ -104,7 +104,7 @@ def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor, count: int = 1) -> li
 
 
 def _added(y: Tensor, count: int) -> Tensor:
-    """The sum (B, L, H, P) of what the heads of each step give (B, L, M H, P)."""
+    """Sum the outputs of the heads of all steps, (B, L, M H, P) to (B, L, H, P)."""
     return torch.unflatten(y, 2, (count, -1)).sum(2)
 
 

@@ -70,9 +70,7 @@ def _key(module: Any, name: str, hidden: Tensor) -> Tensor:
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
-    """K[t] q[t], how well each slot matches, (B, L, H, M).
-
-    Chunk by chunk, of which autograd takes all gradients.
+    """The matches of each slot, K[t] q[t] (B, L, H, M), chunk by chunk, differentiable.
 
     Args:
         q: (B, L, H, N).

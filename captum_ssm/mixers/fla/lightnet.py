@@ -5,7 +5,7 @@
     alpha_h[i, j] = SiLU(q_h[i]) . (product of decays j+1..i) key_h[j] / sqrt(N),   j <= i
     y = SiLU(g) RMSNorm(alpha v)                          output = o_proj(y)
 
-so that what is read of a key channel is a mean of values, weighted by exp(k).  q, k and v each pass
+so that each key channel reads a mean of values, weighted by exp(k).  q, k and v each pass
 a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, z,
 the decays, the norm's statistics and the gate.
 """
@@ -60,5 +60,5 @@ def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
     more = k - before
-    # the first token finds no state that could fade
+    # before the first token there is no state that could fade
     return steps(torch.sigmoid(more), mask), steps(F.logsigmoid(-more), real.cumsum(1) > 1)

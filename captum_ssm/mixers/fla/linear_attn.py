@@ -96,7 +96,7 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def _features(feature_map: Any, x: Tensor) -> Tensor:
-    """A feature map; what is no module is ELU plus 1."""
+    """Apply a feature map, a module or the function ELU plus 1."""
     return run(feature_map, x) if isinstance(feature_map, nn.Module) else F.elu(x) + 1
 
 
@@ -109,7 +109,7 @@ def _taylor(x: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, per_head: int, eps: float | None) -> Operator:
-    """Attention without decay, its rows divided by their sums plus eps unless that is None."""
+    """Attention without decay; its rows are divided by their sums plus eps unless that is None."""
     no_decay = torch.zeros_like(q[..., 0])
     scan = ScalarDecayHeads(q, k, no_decay, None, per_head)
     if eps is None:

@@ -69,20 +69,19 @@ def _levels(
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
     at, terms = torch.arange(tokens, device=query.device), []
     for level in range((tokens - 1).bit_length() + 1):
-        asked = query * weights[..., level, None]
-        held = key
-        if level > 0:
+        queries, keys = query * weights[..., level, None], key
+        if level > 0:  # the later half of each window reads the earlier
             late = (at >> (level - 1) & 1).to(key)[:, None, None]
-            asked, held = late * asked, (1 - late) * key
+            queries, keys = late * queries, (1 - late) * key
         windows = _windows(tokens, 2**level, query.device)
         decays, sizes = (windows.cut(x[..., None])[..., 0] for x in (log_decay, scale))
-        vectors = windows.cut(asked), windows.cut(held)
-        inner = ScalarDecayHeads(*vectors, decays, sizes, per_head, rate=rate)
-        terms.append(Windowed(inner, windows))
+        vectors = windows.cut(queries), windows.cut(keys)
+        within = ScalarDecayHeads(*vectors, decays, sizes, per_head, rate=rate)
+        terms.append(Windowed(within, windows))
     return Sum(*terms)
 
 
 def _windows(tokens: int, size: int, device: torch.device) -> Windows:
-    """Windows of ``size`` tokens in a row, the last of which may be padded."""
+    """Cut tokens into windows of ``size`` neighbors, the last of which may be padded."""
     places = torch.arange(-(-tokens // size) * size, device=device)
     return Windows(torch.where(places < tokens, places, -1).view(-1, size))

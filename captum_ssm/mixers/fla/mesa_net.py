@@ -41,8 +41,8 @@ def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
     log_decay = steps(F.logsigmoid(run(module.a_proj, hidden)), mask)
     keys = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
     ridge = F.softplus(module.lambda_params.to(q)) + module.lambda_lower_bound
-    asked = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)
-    scan = ScalarDecayHeads(asked, k, log_decay, beta, module.head_v_dim)
+    solved = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)
+    scan = ScalarDecayHeads(solved, k, log_decay, beta, module.head_v_dim)
     return closing(module, hidden, mask, scan, _norm_and_gate)
 
 
@@ -62,19 +62,19 @@ def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -
         """A[t] x[t]; A is symmetric."""
         return keys.at({"query": x}).apply(keys.key)
 
-    found, left = torch.zeros_like(q), q
-    along, size = q, _squared(q)
+    solution, residual = torch.zeros_like(q), q
+    direction, size = q, _squared(q)
     for _ in range(iterations):
-        turned = linear_map(along, gram, gram) + ridge * along
+        product = linear_map(direction, gram, gram) + ridge * direction
         with torch.no_grad(), unseen():
-            step = size / ((along * turned).sum(-1, keepdim=True) + _EPS)
-        found = found + step * along
-        left = left - step * turned
+            step = size / ((direction * product).sum(-1, keepdim=True) + _EPS)
+        solution = solution + step * direction
+        residual = residual - step * product
         with torch.no_grad(), unseen():
-            new = _squared(left)
+            new = _squared(residual)
             share = new / (size + _EPS)
-        along, size = left + share * along, new
-    return found
+        direction, size = residual + share * direction, new
+    return solution
 
 
 def _squared(x: Tensor) -> Tensor:
@@ -86,6 +86,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
+    """The output gate, if there is one, and the RMSNorm per head, frozen at ``o``."""
     parts: list[Operator] = [
         frozen_rms_norm(o, module.o_norm.weight, module.o_norm.eps, whole=False)
     ]

@@ -17,7 +17,7 @@ from ..parts.common import as_heads, run
 from ..rwkv7 import Streams, entering, log_decay, time_mixing, unit, with_first
 from . import common
 
-#: What fused norms add to the squared length of keys.
+#: Added to the squared length of keys by fused norms.
 _FUSED_EPS = 1e-6
 #: Where the layer takes and returns the values of the first one.
 _TAKEN, _RETURNED = 5, 3
@@ -49,7 +49,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:
-    """The keys to erase by; where norms are fused, the kernel adds to their square."""
+    """The keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
     x = keys * module.k_k.to(keys)
     if not module.fuse_norm:
         return unit(x, module.num_heads)

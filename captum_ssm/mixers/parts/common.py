@@ -29,10 +29,10 @@ def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
 
     Args:
         module: the mixer.
-        x: what enters it.
+        x: its input.
 
     Returns:
-        What an adapter computes in.
+        The dtype that an adapter computes in.
 
     Example:
         >>> import torch
@@ -48,8 +48,8 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     """``submodule(x)`` computed in x's dtype.
 
     The submodule itself is called where its dtype allows, so that adapters wrapped around it
-    (LoRA), hooks that move weights and steering hooks take part as they do in the model.  Where
-    the run has just called it with ``x``, what it returned then is returned.
+    (LoRA), hooks that move weights and steering hooks take part as they do in the model.  If the
+    run has just called it with ``x``, its output from then is returned.
 
     Args:
         submodule: a projection or a norm of the mixer.
@@ -73,9 +73,9 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
 
 
 def widened(module: nn.Module, like: Tensor) -> nn.Module:
-    """A module whose weights are in half precision, as a copy that computes in another dtype.
+    """Copy a module with weights in half precision to one that computes in another dtype.
 
-    A weight that a GPU multiplies as it is belongs to both.
+    Weights that a GPU can multiply as they are, are shared, not copied.
 
     Args:
         module: the module; one without such weights is returned itself.
@@ -89,7 +89,8 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
         for part in module.modules()
         if type(part) is nn.Linear and wide_products.serves(like, part.weight)
     ]
-    copies: dict[int, Any] = {id(part.weight): None for part in shared}  # nothing in their place
+    # deepcopy takes what is registered here for copied already: no copies of shared weights
+    copies: dict[int, Any] = {id(part.weight): None for part in shared}
     twin = copy.deepcopy(module, copies).to(like.dtype)
     for part in shared:
         copies[id(part)].weight = part.weight
@@ -105,12 +106,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """An affine map by raw weights, in x's dtype: for modules that read a weight past its module.
 
     Args:
-        x: what is mapped (..., E).
+        x: the input (..., E).
         weight: (D, E).
         bias: (D,). Default: None, no constant.
 
     Returns:
-        What it is mapped to (..., D).
+        The output (..., D).
 
     Example:
         >>> import torch
@@ -126,12 +127,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """RMS normalisation without a weight."""
+    """RMS normalization without a weight, in the shape of ``x``."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
-    """act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
+    """The ratio act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
 
     Args:
         act: the activation.
@@ -190,11 +191,11 @@ def frozen_group_norm(norm: Any, o: Tensor, shape: Shape) -> list[Operator]:
 
 
 def refuse_packed(call: Call, **positions: int) -> None:
-    """Raise if the call says where packed sequences begin, which only some kernels heed.
+    """Raise if the call packs several sequences into one.
 
     Args:
         call: the recorded call.
-        positions: where an argument stands if passed by position.
+        positions: place of an argument if it is passed by position.
     """
     for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
         if call.argument(name, positions.get(name)) is not None:
@@ -205,20 +206,20 @@ def refuse_packed(call: Call, **positions: int) -> None:
 
 
 def padding_mask(
-    mask: Tensor | None, x: Tensor, kind: type | None = None, given: Tensor | None = None
+    mask: Tensor | None, x: Tensor, kind: type | None = None, original: Tensor | None = None
 ) -> Tensor | None:
-    """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing.
+    """Convert a 2-D 0/1 mask to a boolean (B, L), or to None if it hides nothing.
 
     Args:
-        mask: it.
+        mask: the mask.
         x: the sequence (B, L, E).
-        kind: of what made the mask of another. Default: None, nothing did.
-        given: the other. Default: None, the mask.
+        kind: class of the module that derived the mask from ``original``. Default: None, none did.
+        original: the mask of the call, by whose memory results are cached. Default: None, ``mask``.
     """
     if mask is None:
         return None
     keep = mask.to(x.device).bool().expand(x.shape[:2])
-    of = mask if given is None else given
+    of = mask if original is None else original
     return None if read_once(("padding", kind), lambda: bool(keep.all()), of) else keep
 
 
@@ -230,43 +231,44 @@ def hf_entering(
     Args:
         module: the mixer.
         call: its recorded call, without a cache.
-        cache: what the class calls its cache. Default: ``"cache_params"``.
-        silent: whether padding is silenced. Default: True.
+        cache: name of the cache argument. Default: ``"cache_params"``.
+        silent: whether padded tokens are set to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
-    given, heeded = _heeded_mask(module, call)
-    mask = padding_mask(heeded, hidden, type(module), given)
+    original, heeded = _heeded_mask(module, call)
+    mask = padding_mask(heeded, hidden, type(module), original)
     return hidden if mask is None or not silent else hidden * mask[:, :, None], mask
 
 
 def _heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of a call, and that mask as far as the module's own code heeds it.
+    """The mask of a call, and the mask that the module's own code applies.
 
-    That of transformers 4 passes over the mask of a single example, and over one of pairs.
+    Transformers 4 ignores the mask of a single example, and a mask of pairs.
     """
     names = list(inspect.signature(type(module).forward).parameters)
-    # a subclass may hand on whatever it is given
+    # a subclass may pass its arguments on without naming them
     place = names.index("attention_mask") - 1 if "attention_mask" in names else _MASK
     mask: Tensor | None = call.argument("attention_mask", place)
     code = sys.modules[type(module).__module__]
     silence = getattr(code, "apply_mask_to_padding_states", None)
     if mask is None or silence is None:
         return mask, mask
+    # applied to ones, the module's function returns the mask that it applies
     ones = torch.ones(*call.hidden_states.shape[:2], 1, device=mask.device)
     return mask, silence(ones, mask)[..., 0]
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
-    """(B, L, C) to (B, L, H, P).
+    """View (B, L, C) as heads (B, L, H, P).
 
     Args:
-        x: what is cut into heads.
+        x: the tensor.
         heads: how many, H. Default: None, every channel is a head of its own.
 
     Returns:
-        The same numbers.
+        The view.
 
     Example:
         >>> import torch
@@ -280,19 +282,14 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 
 def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
-    """The structural operator that silences padding, or nothing."""
+    """The structural operator that sets padded tokens to zero, in a list; empty without a mask."""
     if mask is None:
         return []
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]
 
 
 def output_gate(act: Callable[[Tensor], Tensor], z: Tensor) -> Diagonal:
-    """The gate act(z), for an activation that a model may choose.
-
-    Args:
-        act: the activation.
-        z: its input (B, L, H, P).
-    """
+    """The gate act(z) of an input z (B, L, H, P), for an activation that a model may choose."""
     at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
     return Diagonal(act(z), Shape(*z.shape), "gate", at_rest=at_rest)
 
@@ -302,9 +299,9 @@ def causal_conv(
 ) -> tuple[ShortConv, Tensor]:
     """A depthwise causal ``nn.Conv1d`` as an operator, and its output (B, L, H, P).
 
-    A model whose input projection has a bias lets padding leak through the convolution.  What
-    padded tokens contribute is a constant of the input, so it is counted as bias and padded
-    tokens themselves get exactly nothing.
+    A model whose input projection has a bias lets padding leak through the convolution.  The share
+    of padded tokens does not depend on the input, so it is counted as bias, and padded tokens
+    themselves get exactly nothing.
 
     Args:
         conv: the module, whose padding is cut off at the end.
@@ -313,7 +310,7 @@ def causal_conv(
         shape: the sizes of ``values``.
 
     Returns:
-        The operator, with the module's bias, and the output, of which an activation is frozen.
+        The operator, with the module's bias, and the output, at which an activation is frozen.
 
     Example:
         >>> import torch

@@ -1,4 +1,7 @@
-"""What the modules of a mixer returned in its call, so that an adapter need not run them again."""
+"""Outputs of the submodules of a mixer in its call, so that an adapter need not run them again.
+
+Hooks at both ends of a submodule fill a :class:`Heard`; :func:`told` gives its output to adapters.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from ...operators.kernels.truths import are_noted
 
 
 class Heard:
-    """A module's call, as hooks at both its ends tell it.
+    """A submodule's call, as hooks at both its ends record it.
 
     Args:
-        given: what the module is given, before any other hook.
-        verified: whether operators are held to what the mixer returns. Default: False.
+        given: the module's input, before any other hook.
+        verified: whether operators are checked against the mixer's output. Default: False.
 
     Attributes:
-        given: that.
-        output: what it returned, after all other hooks. None where that is not to be told: on other
-            devices than the CPU kernels write to tensors without a word, so that it is told only
-            where operators are verified, and not when all is done once more because one was wrong;
-            and under autocast something else is computed than adapters ask for. Default: None.
-        is_its_own: whether no other hook changed either of them. Default: False.
+        given: the input.
+        output: the module's output, after all other hooks; None if it must not be used. On a GPU
+            kernels may write to tensors without a change of their version, so that it is used only
+            where operators are verified, and not when a call is repeated because one was wrong.
+            Under autocast the module computes in another dtype than adapters. Default: None.
+        is_its_own: whether no other hook changed the input or the output. Default: False.
     """
 
     def __init__(self, given: Tensor, verified: bool = False) -> None:
@@ -40,20 +43,20 @@ class Heard:
         self._left: tuple[Any, int] = None, 0
 
     def ran(self, entered: Any, left: Any) -> None:
-        """The module has run; other hooks follow.
+        """Record that the module has run; other hooks follow.
 
         Args:
-            entered: what hooks before it have made of what it was given.
-            left: what it returned.
+            entered: the module's input, after hooks before it.
+            left: the module's output, before hooks after it.
         """
         untouched = entered is self._entered and _version(self.given) == self._versions[0]
-        told = untouched and self._is_told(left)
-        self._left = (left, _version(left)) if told else (None, 0)
+        reusable = untouched and self._is_reusable(left)
+        self._left = (left, _version(left)) if reusable else (None, 0)
 
     def returned(self, output: Any) -> None:
-        """The call ends."""
-        own = self._is_told(self.given) and self._is_told(output)
-        if own and autocast_dtype(self.given.device) is None:
+        """Record the end of the call, after all hooks."""
+        reusable = self._is_reusable(self.given) and self._is_reusable(output)
+        if reusable and autocast_dtype(self.given.device) is None:
             self.output = output.detach()
             self._versions = self._versions[0], _version(output)
             self.is_its_own = output is self._left[0] and _version(output) == self._left[1]
@@ -61,13 +64,14 @@ class Heard:
 
     @property
     def unchanged(self) -> Tensor | None:
-        """What was returned; None if somebody has written to it since, or to what was given."""
+        """The output; None if it, or the input, has been written to since."""
         output = self.output
         if output is None or (_version(self.given), _version(output)) != self._versions:
             return None
         return output
 
-    def _is_told(self, x: Any) -> bool:
+    def _is_reusable(self, x: Any) -> bool:
+        """Whether a later change of a tensor would be noticed, or the operator is verified."""
         if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
             return False
         return x.device.type == "cpu" or (self._verified and are_noted(x))
@@ -82,10 +86,10 @@ _heard: ContextVar[dict[nn.Module, Heard] | None] = ContextVar("heard", default=
 
 @contextmanager
 def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
-    """Let adapters be told what modules returned.
+    """Let adapters use the outputs of submodules.
 
     Args:
-        heard: the calls of those that ran once, until they are forgotten.
+        heard: the calls of submodules that ran once, until :func:`forget`.
     """
     token = _heard.set(heard)
     try:
@@ -95,14 +99,14 @@ def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Let go of what modules returned: of long inputs it takes much, and nobody asks any more."""
+    """Release the outputs of submodules, which take much memory, when no adapter needs them."""
     heard = _heard.get()
     if heard is not None:
         heard.clear()
 
 
 def told(module: nn.Module, x: Tensor) -> Tensor | None:
-    """``module(x)`` as it was in the run; None where that has to be computed."""
+    """Return ``module(x)`` from the run, with a graph if ``x`` has one; None if unknown."""
     heard = (_heard.get() or {}).get(module)
     output = None if heard is None else heard.unchanged
     if heard is None or output is None or type(x) is not Tensor:
@@ -122,14 +126,14 @@ def told(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _are_equal(x: Tensor, given: Tensor) -> bool:
-    """Whether two tensors of a shape hold the same; on a device, which is not asked, by memory."""
+    """Whether two tensors of one shape are equal; on a GPU, which is not read, the same memory."""
     if x.data_ptr() == given.data_ptr() and x.stride() == given.stride():
         return True
     return x.device.type == "cpu" and torch.equal(x, given)
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether a module multiplies with its weight and adds nothing, which is all of its graph."""
+    """Whether a module's graph is one product with its weight: no bias, and no hooks."""
     return (
         type(module) is nn.Linear
         and module._parameters["bias"] is None
@@ -140,7 +144,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 class _KnownProduct(torch.autograd.Function):
-    """x times a transposed weight, where the result is known."""
+    """The product of x and a transposed weight, whose result is known; only its backward runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: list[Tensor]) -> Tensor:

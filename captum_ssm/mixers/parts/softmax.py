@@ -18,9 +18,9 @@ _HIDDEN = -6e4
 def softmax_attention(
     query: Tensor, key: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Operator, Tensor | None]:
-    """softmax(scaling q k^T + mask) v, and which tokens are read by any other.
+    """The operator softmax(scaling q k^T + mask), and the mask of tokens that any token reads.
 
-    A token that may read nothing is padding: it has a row of zeros, and what the model computes
+    A token that may read nothing is padding: it has a row of zeros, and the model's own output
     there (for a mask of large negative numbers the mean of all tokens) counts as bias.
 
     Args:
@@ -47,7 +47,7 @@ def softmax_attention(
     hidden = None if mask is None else _hidden(mask)
 
     def computed(query: Tensor, key: Tensor) -> Tensor:
-        # in place, for each tensor of this size takes longer to come by than to fill
+        # in place: to allocate a tensor of this size takes longer than to fill it
         scores = (query @ key.mT).mul_(scaling)
         if mask is None:
             return scores.softmax(-1)
@@ -64,13 +64,13 @@ def softmax_attention(
     def heads(matrices: Tensor) -> DenseHeads:
         if not (query.requires_grad or key.requires_grad):
             return DenseHeads(matrices, shape.per_head)
-        given = query.transpose(1, 2), key.transpose(1, 2)
-        return SoftmaxHeads(*given, probabilities, scaling, shape.per_head, matrices)
+        rows = query.transpose(1, 2), key.transpose(1, 2)
+        return SoftmaxHeads(*rows, probabilities, scaling, shape.per_head, matrices)
 
     matrices = computed(query, key)
     if hidden is None:
         return heads(matrices), None
-    blind = hidden.all(-1, keepdim=True)
+    blind = hidden.all(-1, keepdim=True)  # rows that read nothing
     read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
     are_blind, all_read = read_once("pairs", lambda: _read(blind.any(), read.all()), of=mask)
     idle = matrices.masked_fill(~blind, 0) if are_blind else None
@@ -85,16 +85,16 @@ def softmax_attention(
 def seen_pairs(
     tokens: int, device: torch.device, *, causal: bool = True, window: int | None = None
 ) -> Tensor | None:
-    """Which pairs of a query and a key attention takes in by itself, without a mask.
+    """The pairs of a query and a key that attention sees without a mask.
 
-    All mixers of a call on a device are given one tensor, of which nothing has to be read to know
-    that each token sees itself.
+    All mixers of a call on a device share one tensor.  It is known without reading it that each
+    token sees itself.
 
     Args:
         tokens: how many there are, L.
         device: of the result.
         causal: whether queries see no later keys. Default: True.
-        window: keys nearer than this are seen. Default: None, all are.
+        window: queries see only keys nearer than this. Default: None, all.
 
     Returns:
         A boolean (1, 1, L, L), or None if every pair is seen.
@@ -118,12 +118,12 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> None:
-    """Let a device tell what it has to of a mask, and at the same time something else.
+    """Read from a device, by one wait, what :func:`softmax_attention` needs of a mask, and a check.
 
     Args:
         mask: see :func:`softmax_attention`.
-        about: what the other is about; see :func:`read_once`.
-        truth: makes it.
+        about: key of the check; see :func:`read_once`.
+        truth: makes the check.
     """
 
     def read() -> list[bool]:
@@ -136,6 +136,6 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
 
 
 def _read(*truths: Tensor) -> list[bool]:
-    """Several truths, by one wait for a device."""
+    """Read several checks, by one wait for a device."""
     found: list[bool] = torch.stack(truths).tolist()
     return found

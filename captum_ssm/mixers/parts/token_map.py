@@ -15,7 +15,7 @@ from ...operators.reorder import Windows
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A convolution that makes the tokens of a coarser map from those of a finer one.
+    """A convolution from the tokens of a map to those of a coarser one.
 
     It mixes channels, so that no channel has a matrix of its own; relevance passes it by its
     receptive field alone.
@@ -35,11 +35,11 @@ class Reduction:
         return height, width
 
     def spread(self, row: Tensor) -> Tensor:
-        """A row over the coarser tokens (B, L') as one over the finer (B, L).
+        """Spread a row over the coarser tokens (B, L') to the finer ones (B, L).
 
-        The tokens that the convolution reads for a coarser one share its relevance equally, so
-        that none is lost: what the identity of the residual stream becomes where the stream itself
-        is made anew.
+        The tokens that the convolution reads for a coarser one share its relevance equally, so that
+        none is lost.  It takes the place of the residual stream's identity where the convolution
+        replaces the stream.
         """
         shares = row.reshape(-1, 1, *self.reduced) / self._tokens_read(row)
         size, ones = (len(row), 1, *self.size), self._ones(row)
@@ -65,7 +65,7 @@ class TokenMap:
     Attributes:
         size: height and width of the map.
         windows: the windows that the mixer sees in place of the map; None if it sees the map.
-        reduction: what makes the next, coarser map from this one; None for the last.
+        reduction: the convolution to the next, coarser map; None for the last.
     """
 
     size: tuple[int, int]
@@ -73,18 +73,18 @@ class TokenMap:
     reduction: Reduction | None = None
 
     def in_order(self, x: Tensor) -> Tensor:
-        """(B W, T, E), laid out as what the mixer returned, as (B, L, E) without padding."""
+        """Convert the mixer's layout, (B W, T, E) in windows, to tokens (B, L, E)."""
         if self.windows is not None:
             return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
-        return x if x.dim() == 3 else x.flatten(1, 2)  # a stream around it may hold the map
+        return x if x.dim() == 3 else x.flatten(1, 2)  # blocks may hold maps (B, height, width, E)
 
     def as_returned(self, x: Tensor) -> Tensor:
-        """(B, L, E) of the map's tokens, laid out as what the mixer returned."""
+        """Convert tokens (B, L, E) to the mixer's layout, the adjoint of :meth:`in_order`."""
         return x if self.windows is None else self.windows.cut(x.unsqueeze(-1)).squeeze(-1)
 
 
 def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:
-    """A map's windows of ``side`` x ``side`` tokens, row by row, padded below and to the right."""
+    """Cut a map into windows of ``side`` x ``side`` tokens, padded below and to the right."""
     height, width = size
     number = torch.arange(height * width, device=device).view(height, width)
     padded = F.pad(number, (0, -width % side, 0, -height % side), value=-1)

@@ -34,8 +34,7 @@ attention_backward in place of within_chunk.  Other operators need none of these
 short convolutions are bands, long convolutions fast Fourier transforms, and given matrices
 products.  The mixers' projections by weights in bfloat16 are wide_products there.
 
-What their algorithms are called; each module says more, with a reference and its naive version in
-tests/oracles:
+Names of their algorithms; each module has a reference, and its naive version in tests/oracles:
 
 =====================  ====================================================================
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
@@ -57,6 +56,6 @@ attention_backward     gradients of linear attention whose decays differ by chan
 =====================  ====================================================================
 
 They share :mod:`.arithmetic`, :mod:`.truths` (checks that are read from a device together),
-:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions), :mod:`.portions` (how work is
-cut into parts) and :mod:`.gpu` (what kernels written for Triton need).
+:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions), :mod:`.portions` (sizes of the
+parts of work) and :mod:`.gpu` (helpers for Triton).
 """

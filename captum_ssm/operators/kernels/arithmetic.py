@@ -1,7 +1,7 @@
 """Arithmetic that torch has only slower, and the contexts in which linear maps run.
 
-What all kernels share: exponentials, products with few columns, sums, memory that is used again,
-linear maps that bring their own adjoint, and one scan of logarithms.
+All kernels share it: exponentials, products with few columns, sums, memory that is used again,
+linear maps with their own adjoint, and one scan of logarithms.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ WITHOUT_DOUBLE = frozenset({"mps"})
 
 
 def where_double_is(x: Tensor) -> Tensor:
-    """A tensor where it is, or on a processor if its device has no float64."""
+    """Move a tensor to a processor if its device has no float64."""
     return x.cpu() if x.device.type in WITHOUT_DOUBLE else x
 
 
 def doubled(x: Tensor) -> Tensor:
-    """A tensor in float64, for sums over tokens of which differences are taken.
+    """Convert a tensor to float64, for sums over tokens whose differences are taken.
 
-    On a processor if its device has none; what is made of it is to be brought back.
+    If its device has no float64, it is moved to a processor; the caller moves the result back.
     """
     return where_double_is(x).double()
 
@@ -65,12 +65,12 @@ _THIN = 16
 
 
 def matmul(matrices: Tensor, values: Tensor) -> Tensor:
-    """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns.
+    """Multiply matrices (..., T, N) and values (..., N, P), taking few columns as rows.
 
     Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and
     by a few columns several times slower, up to twenty times where the matrices are transposed.
     """
-    # matmul ends in bmm, and what it does before that takes as long as products with few columns
+    # matmul ends in bmm; its preparations take as long as products with few columns
     alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
     product = torch.bmm if alike else torch.matmul
     if values.shape[-1] < _THIN:
@@ -87,7 +87,7 @@ def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
 
 
 class Scratch:
-    """Tensors by name: asked for again, the same memory is handed out again.
+    """Tensors by name that use the same memory again at each call.
 
     Fresh memory comes from the system page by page, which takes longer than to fill it with the
     results of simple arithmetic.
@@ -101,7 +101,7 @@ class Scratch:
         self._held: dict[Hashable, Tensor] = {}
 
     def __call__(self, name: Hashable, *size: int) -> Tensor:
-        """A contiguous tensor whose content is arbitrary, valid until the name is asked for again.
+        """Return a contiguous tensor of arbitrary content, valid until the next call by this name.
 
         The same name and size yield the same tensor.
         """
@@ -118,8 +118,8 @@ class Scratch:
 def underflow_flushed() -> Iterator[None]:
     """Let the calling thread's processor flush denormal numbers to zero.
 
-    What decays token by token soon underflows, and processors take some hundred cycles for each
-    operation on a denormal number: whole scans would be several times slower for the sake of
+    States that decay token by token soon underflow, and processors take some hundred cycles for
+    each operation on a denormal number: whole scans would be several times slower for the sake of
     numbers below 1e-38.
     """
     if _is_flushed():
@@ -133,28 +133,27 @@ def underflow_flushed() -> Iterator[None]:
 
 
 def _is_flushed() -> bool:
-    """Whether the thread flushes already; torch can set the mode but not tell it."""
+    """Whether the thread flushes already; torch can set the mode but not read it."""
     tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return not tiny.mul_(0.5).item()
 
 
 def unseen() -> Any:
-    """A context in which no mode of torch looks on, for loops over many small steps.
+    """A context in which torch calls no ``__torch_function__``, for loops over many small steps.
 
-    Nor do the classes of tensors of their own, such as quantised weights.
+    Neither modes nor tensor subclasses, such as quantized weights, see the calls.
     """
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def unseen_by(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """A context in which one mode of torch does not look on, wherever it is among others.
+    """A context in which one mode of torch sees no calls, wherever it is in the stack of modes.
 
-    One that is asked of every function, and does nothing, can take a third of the time of a scan
-    over tokens.
+    A mode that does nothing can take a third of the time of a scan over tokens.
 
     Args:
-        mode: the mode; of one that is not on, as of None, nothing changes.
+        mode: the mode; if it is not on, or None, nothing changes.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     depth = next((i for i, other in enumerate(modes) if other is mode), None)
@@ -185,7 +184,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The precision that autocast computes in, None where it is off."""
+    """The dtype that autocast computes in, None if it is off."""
     kind = device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
@@ -196,7 +195,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """forward(x), differentiable through the adjoint; neither needs to record a graph."""
+    """Return forward(x), differentiable through the adjoint; neither needs to record a graph."""
     if x.requires_grad and torch.is_grad_enabled():
         out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
         return out
@@ -224,11 +223,11 @@ class _LinearMap(torch.autograd.Function):
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
 
-    What a softmax with decays over the past divides by, by a blocked scan (a prefix computation on
-    two levels; Blelloch, Prefix Sums and Their Applications, 1990): tokens are cut into runs, as
-    many as a run has tokens, which take their steps side by side, and then each receives what came
-    before it.  Every step adds two logarithms, so that no exponential can overflow and what is left
-    of a distant past keeps its size, however small.  The naive version sums the exponentials.
+    The normalizer of a softmax with decays, by a blocked scan (a prefix computation on two levels;
+    Blelloch, Prefix Sums and Their Applications, 1990): tokens are cut into runs, as many as a run
+    has tokens, which take their steps side by side, and then each receives the sum before it.
+    Every step adds two logarithms, so that no exponential can overflow and the rest of a distant
+    past keeps its size, however small.  The naive version sums the exponentials.
 
     Args:
         scores: (B, L, H); -inf for a token that adds nothing.
@@ -252,18 +251,14 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
-    """The same in a few launches: of scores as they were had nothing faded since the first token.
+    """:func:`fading_log_sums` in a few launches: scores less their decay since the first token.
 
-    They are as large as all decays together, of which float64 keeps enough digits and float32 not.
+    These are as large as all decays together, so that float32 would keep too few digits.
     """
     faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
     return torch.logcumsumexp(scores - faded, 1).add_(faded)
 
 
 def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Those of some coefficients that have a graph.
-
-    Args:
-        coefficients: by name; None for one that is not there.
-    """
+    """Select the coefficients that have an autograd graph; None is no coefficient."""
     return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

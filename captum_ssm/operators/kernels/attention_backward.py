@@ -32,7 +32,7 @@ _TOKENS = 32
 
 
 class Gradients(NamedTuple):
-    """Those of each query, key and value, and of the decays' logarithms."""
+    """Gradients of each query, key and value, and of the decays' logarithms."""
 
     queries: list[Tensor]
     keys: list[Tensor]
@@ -48,7 +48,7 @@ def gradients(
     outer: Sequence[Tensor],
     bonus: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of everything that attention with decays is given.
+    """Gradients of all inputs of linear attention with decays.
 
     Args:
         queries: R, each (B, L, H, N).
@@ -72,7 +72,7 @@ def gradients(
 def attend(
     query: Tensor, key: Tensor, values: Tensor, log_decay: Tensor, bonus: Tensor | None = None
 ) -> Tensor:
-    """The outputs (B, L, R, H, P) of attention with decays, of which autograd takes gradients.
+    """The outputs (B, L, R, H, P) of attention with decays, differentiable by autograd.
 
     Args:
         query: (B, L, R, H, N).
@@ -90,16 +90,16 @@ def attend(
 
     decay = log_decay.exp()
     q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _least(decay))[:, :, None]))
-    aside = k if bonus is None else bonus[:, None, None, None] * k
-    own = (q[..., :, None, :] * aside[..., None, :, :]).sum(-1)
-    inner, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
+    weighed = k if bonus is None else bonus[:, None, None, None] * k
+    own = (q[..., :, None, :] * weighed[..., None, :, :]).sum(-1)
+    within, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
     v = v.flatten(3, 4)
     written, kept = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
     state, before = torch.zeros_like(written[:, :, 0]), []
     for keeps, adds in zip(kept.unbind(2), written.unbind(2), strict=True):
         before.append(state)
         state = torch.addcmul(adds, keeps, state)
-    out = inner @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
+    out = within @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
     out = torch.unflatten(out, 3, (length, rows)).flatten(2, 3)
     return out[:, :, :tokens].permute(0, 2, 3, 1, 4)
 
@@ -107,41 +107,41 @@ def attend(
 def _by_halves(
     decay: Tensor, query: Tensor, key: Tensor, own: Tensor, late: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The matrices of runs of T tokens, T a power of two, and what these read, write and keep.
+    """Matrices, reads, writes and total decays of runs of T tokens, T a power of two.
 
     Args:
         decay: (..., T, 1, N or 1), at most 1.
         query: (..., T, R, N).
         key: (..., T, W, N).
-        own: what each token takes of its own values (..., T, R, W).
+        own: entries of the diagonal (..., T, R, W).
         late: whether a token reads the state before its own step.
 
     Returns:
-        The matrices (..., T R, T W); queries with all decays from the first token on that they
-        see (..., T R, N), keys with all decays after theirs (..., T W, N), and the products of all
+        The matrices (..., T R, T W); queries with all decays between the run's start and them
+        (..., T R, N), keys with all decays after theirs (..., T W, N), and the products of all
         decays (..., 1, N or 1).
     """
-    inner, reads, writes, total = own, query if late else query * decay, key, decay
+    within, reads, writes, total = own, query if late else query * decay, key, decay
     while total.shape[-3] > 1:  # runs
-        inner0, inner1 = _halves(inner)
+        within0, within1 = _halves(within)
         across, reads, writes, total = _Joined.apply(  # type: ignore[no-untyped-call]
             reads, writes, total
         )
-        above = torch.cat([inner0, torch.zeros_like(inner0)], -1)
-        inner = torch.cat([above, torch.cat([across, inner1], -1)], -2)
-    return inner.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
+        above = torch.cat([within0, torch.zeros_like(within0)], -1)
+        within = torch.cat([above, torch.cat([across, within1], -1)], -2)
+    return within.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of runs (..., runs, rows, columns), every other one and the one after it."""
+    """Split runs (..., runs, rows, columns) into the first and the second of each pair."""
     first, second = torch.unflatten(x, -3, (-1, 2)).unbind(-3)
     return first, second
 
 
 class _Joined(torch.autograd.Function):
-    """Pairs of runs as one run each.
+    """Join pairs of runs to one run each.
 
-    The products of the second one's reads with the first one's writes (..., runs / 2, rows,
+    Returns the products of the second one's reads with the first one's writes (..., runs / 2, rows,
     columns), and the reads, writes and decays of both.  Decayed numbers that are too small are cut
     to zero, in the gradients as well.
     """
@@ -183,13 +183,13 @@ def _least(x: Tensor) -> float:
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """x times a factor at most 1, zeros taking the place of too small numbers if it fades."""
+    """Multiply ``x`` by a factor at most 1; if it fades, too small numbers become zeros."""
     out = x * factor
     return F.hardshrink(out, _least(x)) if fades else out
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """Of all rows with all columns; libraries are slow at many matrices of a few entries."""
+    """Products of all rows and columns; libraries are slow at many matrices of a few entries."""
     if rows.shape[-2] * columns.shape[-2] <= 2:
         return (rows[..., :, None, :] * columns[..., None, :, :]).sum(-1)
     return rows @ columns.mT

@@ -27,23 +27,23 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
 
 
 def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
-    """The tokens that are read at a lag, and those that read them."""
+    """The tokens that are read at a lag, and the tokens that read them."""
     count = max(0, tokens - abs(lag))
     first = max(0, -lag)
     return slice(first, first + count), slice(first + lag, first + lag + count)
 
 
-def add_shifted(out: Tensor, matrix: Tensor, ahead: int, lag: int) -> None:
-    """out[..., i, j] += matrix[..., i - ahead, j + lag], in place, zeros beyond the ends."""
+def add_shifted(out: Tensor, matrix: Tensor, down: int, left: int) -> None:
+    """out[..., i, j] += matrix[..., i - down, j + left], in place, zeros beyond the ends."""
     tokens = out.shape[-1]
-    if abs(ahead) >= tokens or abs(lag) >= tokens:
+    if abs(down) >= tokens or abs(left) >= tokens:
         return
-    into = out[..., max(0, ahead) : tokens + min(0, ahead), max(0, -lag) : tokens - max(0, lag)]
-    into += matrix[..., max(0, -ahead) : tokens - max(0, ahead), max(0, lag) : tokens + min(0, lag)]
+    into = out[..., max(0, down) : tokens + min(0, down), max(0, -left) : tokens - max(0, left)]
+    into += matrix[..., max(0, -down) : tokens - max(0, down), max(0, left) : tokens + min(0, left)]
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """The band of a short convolution (lag -> weights (H, P) or (L, H, P)) after ``band``."""
+    """The band conv . band, of a short convolution by lag: weights (H, P) or (L, H, P)."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

@@ -34,14 +34,14 @@ _TILE_ELEMENTS = 2**18
 
 
 class _Span(NamedTuple):
-    """What tokens read of the state before all of them, and write to the state after all."""
+    """Neighboring tokens: their reads of the state before them, and writes to the state after."""
 
     tokens: slice
     reads: Tensor
     writes: Tensor
 
 
-#: Takes rows and columns of a tile, what the rows read and what the columns write.
+#: Takes rows and columns of a tile, the rows' reads and the columns' writes.
 WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
@@ -49,7 +49,7 @@ WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
 def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
-    """All chunks up to the last row; one of them begins with the first row.
+    """Make all chunks up to the last row; one of them begins with the first row.
 
     Args:
         chunk_of: from tokens to their chunks.
@@ -61,10 +61,10 @@ def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """The same chunks without factors beside reads and writes."""
+    """Multiply reads and writes by their factors, which makes them those of heads, not groups."""
     if chunk.faded is None:
         return chunk
-    heads = chunk.inner.shape[1]
+    heads = chunk.within.shape[1]
     reads, writes = (
         x.repeat_interleave(heads // x.shape[1], 1) * factor
         for x, factor in zip((chunk.reads, chunk.writes), chunk.faded, strict=True)
@@ -73,9 +73,9 @@ def _by_head(chunk: Chunk) -> Chunk:
 
 
 def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
-    """The chunks of products of decays (B, L, H) up to the last row.
+    """Chunks, up to the last row, of the matrices of products of decays (B, L, H).
 
-    Inner matrices have any numbers of at most 1 above the diagonal, and are not to be written to.
+    Their matrices have any numbers of at most 1 above the diagonal, and are not to be written to.
     """
 
     def chunk(part: slice, length: int) -> Chunk:
@@ -86,25 +86,25 @@ def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
 
 
 def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
-    """With row and column factors, given for all tokens, (B, H, L, 1) each."""
+    """Multiply chunks by row and column factors, given for all tokens, (B, H, L, 1) each."""
     left, right = (
-        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.inner.shape[2:4]) for x in (left, right)
+        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.within.shape[2:4]) for x in (left, right)
     )
-    inner = chunk.inner * left * right.mT
-    return chunk._replace(inner=inner, reads=left * chunk.reads, writes=right * chunk.writes)
+    within = chunk.within * left * right.mT
+    return chunk._replace(within=within, reads=left * chunk.reads, writes=right * chunk.writes)
 
 
 # --- matrices of heads -------------------------------------------------------------------------
 
 
 def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """The matrix of every head, written into zeros (B, H, L, L)."""
+    """Write the matrix of every head into zeros (B, H, L, L), and return them."""
 
     def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         out[..., rows, columns] = reads @ writes.mT
 
-    for at, inner, _ in _each(chunks):
-        out[..., at, at] = inner
+    for at, within, _ in _each(chunks):
+        out[..., at, at] = within
     _write_tiles(chunks, 0, write)
     return out
 
@@ -113,7 +113,7 @@ def decay_matrices(decay: Tensor) -> Tensor:
     """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
     batch, tokens, heads = decay.shape
     chunks = [
-        chunk._replace(inner=chunk.inner.tril()) for chunk in _of_decays(decay, range(tokens))
+        chunk._replace(within=chunk.within.tril()) for chunk in _of_decays(decay, range(tokens))
     ]
     return assemble(chunks, decay.new_zeros(batch, heads, tokens, tokens))
 
@@ -122,11 +122,11 @@ def decay_matrices(decay: Tensor) -> Tensor:
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """The last rows of the sum of the matrices of all heads, written into zeros (B, R, L).
+    """Write the last R rows of the sum of all heads' matrices into zeros (B, R, L).
 
     Args:
         chunks: of all L tokens, one of them beginning with the first row.
-        out: zeros (B, R, L), written to.
+        out: the zeros, which are returned.
     """
     start = out.shape[-1] - out.shape[-2]
 
@@ -135,8 +135,8 @@ def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
         for tile, read, written in zip(into, reads, writes, strict=True):
             tile.addbmm_(read, written.mT)
 
-    for at, inner, _ in _each(_from(chunks, start)):
-        out[:, _less(at, start), at] = inner.sum(1)
+    for at, within, _ in _each(_from(chunks, start)):
+        out[:, _less(at, start), at] = within.sum(1)
     _write_tiles(chunks, start, write)
     return out
 
@@ -144,13 +144,13 @@ def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
 def sums_over_channels(
     chunks: Sequence[Chunk], left: Tensor, rights: Sequence[Tensor], out: Tensor
 ) -> Tensor:
-    """The last rows of the sums over channels of left[i, c] alpha_c[i, j] right[j, c].
+    """Sum left[i, c] alpha_c[i, j] right[j, c] over channels, for the last R rows i.
 
     Args:
         chunks: of all L tokens, one of them beginning with the first row.
         left: row factors (B, H, L, P).
         rights: column factors (B, H, L, P), for one sum each.
-        out: zeros, for each of the sums (B, R, L), written to.
+        out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
     start = out.shape[-1] - out.shape[-2]
 
@@ -165,10 +165,10 @@ def sums_over_channels(
             for total, right in zip(into, rights, strict=True):
                 total += (row @ right[:, some, columns].mT).mul_(tile).sum(1)
 
-    for at, inner, _ in _each(_from(chunks, start)):
+    for at, within, _ in _each(_from(chunks, start)):
         for total, right in zip(out, rights, strict=True):
             weight = left[..., at, :] @ right[..., at, :].mT
-            total[:, _less(at, start), at] = weight.mul_(inner).sum(1)
+            total[:, _less(at, start), at] = weight.mul_(within).sum(1)
     _write_tiles(chunks, start, write)
     return out
 
@@ -192,7 +192,7 @@ def sums_over_groups(
         key: (B, L, G, N).
         left: row factors (B, L, H, P).
         rights: column factors (B, L, H, P), for one sum each.
-        out: zeros, for each of the sums (B, R, L), written to.
+        out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
     start, groups = out.shape[-1] - out.shape[-2], query.shape[2]
     chunks = _of_decays(decay, range(start, out.shape[-1]))
@@ -211,10 +211,10 @@ def sums_over_groups(
             found = row @ channels(right[:, columns], writes).mT
             _add_groups(total[:, _less(rows, start), columns], found, gram)
 
-    for at, inner, _ in _each(_from(chunks, start)):
+    for at, within, _ in _each(_from(chunks, start)):
         row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
         for total, right in zip(out, rights, strict=True):
-            found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(inner)
+            found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(within)
             found = torch.unflatten(found, 1, (groups, -1)).sum(2)
             _add_groups(total[:, _less(at, start), at], found, gram)
     _write_tiles(chunks, start, write)
@@ -222,7 +222,7 @@ def sums_over_groups(
 
 
 def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
-    """Add to (B, R, W) what groups have in sum, times their products of q and k (B, G, R, W)."""
+    """Add the sums of groups times their products of q and k, (B, G, R, W), to ``into``."""
     for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
         into.addcmul_(of_channels, gram)
 
@@ -232,21 +232,20 @@ def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
 
 def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
     """Write all tiles below the diagonal ones, of the rows from ``start`` on."""
-    asked = _from(chunks, start)
-    earlier = chunks[: len(chunks) - len(asked)]
-    rows = _joined(asked, write, alone=not earlier)
+    wanted = _from(chunks, start)
+    earlier = chunks[: len(chunks) - len(wanted)]
+    rows = _joined(wanted, write, alone=not earlier)
     if earlier:
         columns = _joined(earlier)
         write(rows.tokens, columns.tokens, rows.reads, columns.writes)
 
 
 def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool = False) -> _Span:
-    """What the chunks read and write together, joined in pairs.
+    """Join neighboring chunks in pairs, and return what they read and write together.
 
     Args:
-        chunks: neighbours.
-        write: called for the tile between the chunks of each pair, with its rows, its columns, what
-            the rows read and what the columns write. Default: None.
+        chunks: the chunks.
+        write: called for the tile between the chunks of each pair. Default: None.
         alone: whether no other chunks come before or after, so that the last pair need not be
             joined. Default: False.
     """
@@ -271,12 +270,12 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
 
 
 def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The tokens, the inner matrix and the carry of one chunk after the other."""
+    """Yield the tokens, the matrix (B, H, T, T) and the carry of one chunk after the other."""
     for several in chunks:
-        length = several.inner.shape[-1]
+        length = several.within.shape[-1]
         start = several.tokens.start
-        for inner, carry in zip(several.inner.unbind(2), several.carry.unbind(2), strict=True):
-            yield slice(start, start + length), inner, carry
+        for within, carry in zip(several.within.unbind(2), several.carry.unbind(2), strict=True):
+            yield slice(start, start + length), within, carry
             start += length
 
 

@@ -2,10 +2,10 @@
 
 For the T tokens of a chunk, with the state S (N, P) of each head before them and S' after them,
 
-    y = inner v + reads S,      S' = carry S + transposed writes v
+    y = within v + reads S,      S' = carry S + transposed writes v
 
 so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
-at once: what they have to do with no state is done for all of them together.
+at once: products without the state are done for all of them together.
 
 :takes: a function from some tokens to their chunks, a :class:`Chunk` (B heads of C chunks of T
     tokens), and values (..., B, L, H, P).
@@ -44,28 +44,29 @@ class Chunk(NamedTuple):
     """A linear recurrence over C chunks of T tokens each, one after the other.
 
     Attributes:
-        tokens: which they are.
-        inner: the matrix within each chunk (B, H, C, T, T).
-        reads: what each token reads of the state before its chunk (B, H, C, T, N).
-        writes: what each token's value adds to the state after its chunk (B, H, C, T, N).
-        carry: what a chunk makes of the state before it: (B, H, C, N, N), or if that is diagonal
-            its diagonal (B, H, C, N, 1), or (B, H, C, 1, 1) if it is a number.
+        tokens: the tokens of all chunks.
+        within: the matrix within each chunk (B, H, C, T, T).
+        reads: each token's query of the state before its chunk (B, H, C, T, N).
+        writes: the key along which each token's value is in the state after its chunk
+            (B, H, C, T, N).
+        carry: factor of the state from before to after a chunk: (B, H, C, N, N), or if that is
+            diagonal its diagonal (B, H, C, N, 1), or (B, H, C, 1, 1) if it is a number.
         faded: factors (B, H, C, T, 1) on reads, and on writes, which then may be those of G groups
             of heads (B, G, C, T, N); None for no factors.
     """
 
     tokens: slice
-    inner: Tensor
+    within: Tensor
     reads: Tensor
     writes: Tensor
     carry: Tensor
     faded: tuple[Tensor, Tensor] | None = None
 
     def transposed(self) -> Chunk:
-        """The adjoint, of which the last chunk comes first."""
+        """The chunks of the adjoint, for which the last chunk comes first."""
         return Chunk(
             self.tokens,
-            self.inner.mT,
+            self.within.mT,
             self.writes,
             self.reads,
             self.carry,
@@ -78,7 +79,7 @@ ChunkOf = Callable[[slice, int], Chunk]
 
 
 def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
-    """Tokens of the chunks held at once: of several whole chunks, then of a last shorter one.
+    """Yield the tokens of the chunks held at once: several whole chunks, then a shorter last one.
 
     Args:
         tokens: all of them.
@@ -95,7 +96,10 @@ def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
 
 
 def in_chunks(x: Tensor, length: int) -> Tensor:
-    """(..., B, L, H, K) in chunks of so many tokens, or in one of fewer, (..., B, H, C, T, K)."""
+    """Cut (..., B, L, H, K) into chunks of ``length`` tokens, (..., B, H, C, T, K).
+
+    Fewer tokens make one chunk.
+    """
     length = min(length, x.shape[-3])
     return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
 
@@ -125,7 +129,7 @@ class ChunkSteps:
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
         chunk = self.chunk_of(part, self.length)
         chunk = chunk.transposed() if self.transposed else chunk
-        length, groups = chunk.inner.shape[-1], chunk.writes.shape[1]
+        length, groups = chunk.within.shape[-1], chunk.writes.shape[1]
         x = _by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
         into = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
         reads_faded, writes_faded = (
@@ -134,14 +138,14 @@ class ChunkSteps:
         )
         before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
         earlier = torch.unflatten(matmul(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
-        own = _within(chunk.inner, x)
+        own = _within(chunk.within, x)
         if reads_faded is None:
             torch.add(own, earlier, out=into)
         else:
             torch.addcmul(own, reads_faded, earlier, out=into)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
-        """The states that chunks find, (B, G, C, N, S, H / G, P), where each writes ``x``."""
+        """The states before chunks, (B, G, C, N, S, H / G, P), whose values are ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = _of_heads(chunk.carry, chunk.writes.shape[1])
         before, self.state = _states(written, carry, self.state, self.transposed)
@@ -149,12 +153,12 @@ class ChunkSteps:
 
 
 def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
-    """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
+    """Map values ``v`` (..., B, L, H, P) of all tokens, by alpha or alpha-transposed.
 
     Args:
-        make: from the tokens of a whole chunk, and which of the two, to the steps.
+        make: makes the steps, given the length of a chunk and ``transposed``.
         v: the values.
-        transposed: which of the two.
+        transposed: whether it is the adjoint.
     """
     length = _best_length(v)
     steps = make(length, transposed)
@@ -162,7 +166,7 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 
 
 def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held."""
+    """Map values (..., B, T, H, P) of the tokens ``part``, as many at a time as are held."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # calls are many, and cost less where no graph may follow
@@ -178,38 +182,38 @@ def few_vectors(v: Tensor) -> bool:
 
 
 def _best_length(v: Tensor) -> int:
-    """How long chunks best are to map ``v`` (..., B, L, H, P)."""
+    """The best number of tokens in a chunk to map ``v`` (..., B, L, H, P)."""
     return SHORT if few_vectors(v) else CHUNK
 
 
 def stack(v: Tensor, length: int) -> Tensor:
-    """Values (..., B, L, H, P) in chunks, the vectors of a stack side by side (B, H, C, T, S P)."""
+    """Cut values (..., B, L, H, P) into chunks, stacked vectors side by side (B, H, C, T, S P)."""
     vectors = v.flatten(0, -5) if v.dim() > 4 else v[None]
     return in_chunks(vectors, length).movedim(0, -2).flatten(-2)
 
 
 def unstack(x: Tensor, out: Tensor) -> None:
-    """Write what :func:`stack` made of values of the size of ``out`` to their places."""
+    """Undo :func:`stack`: write (B, H, C, T, S P) to ``out`` (..., B, L, H, P)."""
     x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
     vectors = x.permute(3, 0, 2, 1, 4)
     out.copy_(torch.unflatten(vectors, 0, out.shape[:-4]) if out.dim() > 4 else vectors[0])
 
 
 def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
-    """A stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P): a view."""
+    """View a stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P)."""
     x = torch.unflatten(torch.unflatten(x, 3, (groups, -1)), 2, (-1, length))
     return x.permute(1, 4, 2, 3, 0, 5, 6)
 
 
 def _of_heads(x: Tensor, groups: int) -> Tensor:
-    """Factors (B, H, C, T, 1) of heads as factors (B, G, C, T, 1, H / G, 1): a view."""
+    """View factors (B, H, C, T, 1) of heads by group, (B, G, C, T, 1, H / G, 1)."""
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 
-def _within(inner: Tensor, x: Tensor) -> Tensor:
-    """Matrices of heads (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
+def _within(within: Tensor, x: Tensor) -> Tensor:
+    """Multiply matrices of heads (B, H, C, T, T) and values (B, G, C, T, S, H / G, P)."""
     by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
-    out = matmul(inner, by_head.flatten(-2).contiguous())
+    out = matmul(within, by_head.flatten(-2).contiguous())
     out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
     return out.movedim(2, -2)
 
@@ -220,8 +224,8 @@ def _states(
     """The states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
 
     Args:
-        written: what each chunk writes (B, G, C, N, S, H / G, P); overwritten.
-        carry: what each makes of the state before it (B, G, C, N or 1, 1, H / G, 1).
+        written: the sum that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
+        carry: factor of the state before each chunk (B, G, C, N or 1, 1, H / G, 1).
         state: the state before the first (B, G, N, S, H / G, P); None if that is zero.
         backwards: whether the last chunk comes first.
     """

@@ -14,7 +14,7 @@ products operands that no registers hold beside the state.
     (B, L, H), per key channel (B, L, H, N) or None, e (B, L, H, N) or None for k times the decay,
     f / e (B, L, H, N) or None for f = beta k, and vectors v (S, B, L, H, P), all of which may lie
     anyhow in memory.
-:gives: y (S, B, L, H, P) in the dtype of v, or what the adjoint makes of v, which runs from the
+:gives: y (S, B, L, H, P) in the dtype of v, or the adjoint's output for v, which runs from the
     last token to the first.
 :cost: one launch; 3 N multiplications with additions and N multiplications by decays for each
     number of v, or N more where f is not beta k, and sums over N one after the other for each
@@ -46,12 +46,12 @@ _STATES = 512
 #: Tokens of which a program has coefficients on their way.
 _AHEAD = 4
 
-#: What the name stands for in the function that Triton compiles, which looks for it here.
+#: Triton's language, set by :func:`.gpu.jitted` before the kernel is compiled.
 tl: Any = None
 
 
 class DeltaCoefficients(Protocol):
-    """Those of the rule, of which ``query`` is (B, L, H, N)."""
+    """The coefficients of the rule; ``query`` is (B, L, H, N)."""
 
     query: Tensor
 
@@ -77,17 +77,17 @@ def run(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not out.numel():
         return out
-    # in place of what there is not stands what is not read
-    logs, asked, steps = (key if x is None else x for x in (log_decay, erase, erase_step))
+    # the kernel does not read an option that is missing: any tensor may take its place
+    logs, erasing, steps = (key if x is None else x for x in (log_decay, erase, erase_step))
     if logs.dim() == 3:
         logs = logs[..., None].expand(key.shape)
-    given = query, key, beta, logs, asked, steps, v
+    inputs = query, key, beta, logs, erasing, steps, v
     columns, states = stack * channels, power_of_two(query.shape[3])
     block = min(_COLUMNS, max(1, _STATE // states), power_of_two(columns))
     with device_of(v):
         compiled()[(-(-columns // block), batch * heads)](
-            *(*given, out, tokens, heads, query.shape[3], columns, channels),
-            *(size for x in given for size in x.stride()),
+            *(*inputs, out, tokens, heads, query.shape[3], columns, channels),
+            *(size for x in inputs for size in x.stride()),
             TRANSPOSED=transposed,
             DECAYING=log_decay is not None,
             ERASING=erase is not None,
@@ -119,9 +119,9 @@ def _correct(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK columns of one head of one example.
 
-    The adjoint goes from the last token to the first, of each of which it reads by f and k what it
-    writes by q, and takes what f has found away along e.  A state lies along a row, of which one
-    warp holds all, so that sums over it wait for no other.
+    The adjoint goes from the last token to the first, and exchanges q with k, and e with f: it
+    writes by q, reads by k and f, and erases along e.  A state lies along a row, of which one warp
+    holds all, so that sums over it wait for no other.
     """
     row = tl.program_id(1).to(tl.int64)
     example, head = row // heads, row % heads

@@ -6,7 +6,7 @@ Each program takes a few channels of one example from the first token to the las
 time, whose steps are composed by a parallel prefix computation; the last of them is carried on.
 
 :takes: decays a (B, L, H), and vectors x (S, B, L, H), which may lie anyhow in memory.
-:gives: y (S, B, L, H) in the dtype of x, or what the adjoint makes of x, which runs from the last
+:gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x, which runs from the last
     token to the first.
 :cost: one launch; a logarithm of the tile's tokens of multiplications with additions for each
     number, which is read and written once.
@@ -26,10 +26,10 @@ from torch import Tensor
 from . import gpu
 from .gpu import composed, device_of, jitted, power_of_two
 
-#: Tokens and channels of what a program holds at a time.
+#: Tokens and channels that a program holds at a time.
 _TOKENS, _CHANNELS = 64, 32
 
-#: What the name stands for in the function that Triton compiles, which looks for it here.
+#: Triton's language, set by :func:`.gpu.jitted` before the kernel is compiled.
 tl: Any = None
 
 
@@ -39,7 +39,7 @@ def serves() -> bool:
 
 
 def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """The recurrence of S stacked vectors x (S, B, L, H), or its adjoint.
+    """Run the recurrence, or its adjoint, on S stacked vectors x (S, B, L, H).
 
     Args:
         decay: a (B, L, H).

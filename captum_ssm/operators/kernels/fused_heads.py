@@ -11,7 +11,7 @@ product of its own column, so that a decay of zero is one like any other.
 :takes: q and k (B, L, G, N), of which each group serves H / G heads in a row, logarithms of decays
     a (B, L, H), at most 0, factors on the values (B, L, H) or None, and vectors v (S, B, L, H, P),
     all of which may lie anyhow in memory.
-:gives: y (S, B, L, H, P) in the dtype of v, or what the adjoint makes of v, which runs from the
+:gives: y (S, B, L, H, P) in the dtype of v, or the adjoint's output for v, which runs from the
     last token to the first with queries and keys exchanged.
 :cost: one launch; for T tokens at a time 2 N + T multiplications with additions for each number of
     v, and, for each of some columns, (N + log T) T more for each token.
@@ -33,7 +33,7 @@ from . import gpu
 from .arithmetic import BINARY
 from .gpu import device_of, jitted, power_of_two
 
-#: Most tokens and columns of what a program holds at a time, and the fewest of each of which Triton
+#: Most tokens and columns that a program holds at a time, and the fewest of each of which Triton
 #: multiplies matrices.
 _MOST, _LEAST = 32, 16
 #: Most numbers of its queries, or keys, and of its state, which are to stay in registers.
@@ -41,12 +41,12 @@ _VECTORS, _STATE = 2**11, 2**12
 #: Most states: of more, the fewest tokens and columns would not.
 _STATES = 256
 
-#: What the name stands for in the function that Triton compiles, which looks for it here.
+#: Triton's language, set by :func:`.gpu.jitted` before the kernel is compiled.
 tl: Any = None
 
 
 class HeadCoefficients(Protocol):
-    """Those of the heads: ``log_decay`` (B, L, H), and ``query`` and ``key`` (B, L, G, N)."""
+    """Coefficients of heads: ``log_decay`` (B, L, H), and ``query`` and ``key`` (B, L, G, N)."""
 
     log_decay: Tensor
     query: Tensor

@@ -4,17 +4,18 @@
 
 Each program takes a few channels of one example from the first token to the last, some tokens at a
 time: within these steps are composed by a parallel prefix computation, and the state after them is
-carried on.  No state leaves the program, so that what is read and written is what the layer itself
-has: steps, vectors and values.  Gradients of coefficients are sums that hold the states of both
+carried on.  No state leaves the program: it reads and writes only tensors of the layer's own size,
+steps, vectors and values.  Gradients of coefficients are sums that hold the states of both
 ways, g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1] being that of the outputs' gradients u: on the way
 back the states of some tokens are made again from the one before them, which is all that is kept.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
     (S, B, L, G, N), and vectors x (S, B, L, H), all of which may lie anyhow in memory.
-:gives: y (S, B, L, H) in the dtype of x, or what the adjoint makes of x.
+:gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x.
 :cost: one launch; an exponential and a logarithm of the tile's tokens of multiplications with
     additions for each of S B L H N states.  Gradients take two launches and two sums, three times
-    the arithmetic, and memory for one in 16 states and what each 16th channel adds to B and C.
+    the arithmetic, and memory for one in 16 states and for the gradients of B and C by blocks of
+    channels.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990, by which Gu and Dao, Mamba:
     Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU, and
     its gradients from states made again.
@@ -34,12 +35,12 @@ from .arithmetic import BINARY
 from .gpu import composed, device_of, jitted, power_of_two
 from .token_loop import ScanCoefficients
 
-#: Tokens, and channels times states, of what a program holds at a time.
+#: Tokens, and channels times states, that a program holds at a time.
 _TOKENS, _COLUMNS = 32, 64
 #: The same for gradients: the more channels, the fewer sums over some of them are written.
 _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
-#: What the names stand for in the functions that Triton compiles, which look for them here.
+#: Triton's language, set by :func:`.gpu.jitted` before a kernel is compiled.
 tl: Any = None
 
 
@@ -83,12 +84,12 @@ def by_vector(shared: Tensor, stack: int) -> Tensor:
 def gradients(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Those of dt, B, C (B, L, G, N) and x: the first three summed over the vectors.
+    """Gradients of dt, B, C (B, L, G, N) and x; the first three are sums over the vectors.
 
     Args:
-        dt, a, b, c: the scan, as above.
+        dt, a, b, c: the scan, as in the module's docstring.
         x: the vectors (S, B, L, H).
-        up: the gradients of what the scan makes of them.
+        up: gradients of the scan's outputs (S, B, L, H).
     """
     coefficients = dt, a, by_vector(b, len(x)), by_vector(c, len(x))
     of_x, of_dt, of_shared = pulled(*coefficients, x, up, kept(*coefficients, x))
@@ -97,10 +98,10 @@ def gradients(
 
 
 def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """The states before each few tokens, by program.
+    """The states before each _PULLED_TOKENS tokens, (programs, S B, runs of tokens, columns).
 
     Args:
-        dt, a: the scan, as above.
+        dt, a: the scan, as in the module's docstring.
         b, c: for each vector, (S, B, L, G, N).
         x: the vectors.
     """
@@ -115,12 +116,12 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of dt for each vector, and of B and C by some channels.
+    """Gradients of x, of dt for each vector, and of B and C, summed over blocks of channels.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
-        up: the gradients (S, B, L, H) of what the scan makes of the vectors.
-        states: what :func:`kept` returned.
+        up: gradients of the scan's outputs (S, B, L, H).
+        states: those that :func:`kept` returned.
 
     Returns:
         Two tensors (S, B, L, H), and one (2, blocks, S, B, L, G, N) in the dtype of dt.
@@ -139,7 +140,7 @@ def blocks_of(heads: int, states: int) -> tuple[int, int]:
 
 
 def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
-    """One way of :func:`_pull` over its tensors."""
+    """Launch :func:`_pull` on its tensors, for the way there or the way back."""
     dt, a, b, c, x, up, *_ = tensors
     stack, batch, tokens, heads = x.shape
     groups, states = b.shape[3:]
@@ -269,7 +270,7 @@ def _pull(  # type: ignore[no-untyped-def]
         begin = (runs - 1 - run if BACK else run) * T
         at = (begin + place)[:, None].to(tl.int64)
         present = (at < tokens) & is_there
-        # what each token wrote, on the way back the one before it
+        # each token's writing, on the way back that of the token before
         source = at - 1 if BACK else at
         wrote = present & (place > 0)[:, None] if BACK else present
         step = tl.load(dt + source * dt_l + head * dt_h, mask=wrote, other=0.0).to(wide)
@@ -283,15 +284,15 @@ def _pull(  # type: ignore[no-untyped-def]
             value = tl.load(x + at * x_l + head * x_h, mask=present, other=0.0).to(wide)
             key = tl.load(b + at * b_l, mask=present, other=0.0).to(wide)
             held *= tl.exp2(step * rate * BINARY)
-            given = tl.load(up + at * up_l + head * up_h, mask=present, other=0.0).to(wide)
-            of_read = (held + step * value * key) * given
-            # their gradients, from the last of the tokens to the first
+            of_out = tl.load(up + at * up_l + head * up_h, mask=present, other=0.0).to(wide)
+            of_read = (held + step * value * key) * of_out
+            # gradients of the states, from the last of the tokens to the first
             late = begin + T - 1 - place[:, None].to(tl.int64)
-            asked = (late < tokens) & is_there
+            inside = (late < tokens) & is_there
             after = (late + 1 < tokens) & is_there
             fading = tl.load(dt + (late + 1) * dt_l + head * dt_h, mask=after, other=0.0).to(wide)
-            pull = tl.load(up + late * up_l + head * up_h, mask=asked, other=0.0).to(wide)
-            pull *= tl.load(c + late * c_l, mask=asked, other=0.0).to(wide)
+            pull = tl.load(up + late * up_l + head * up_h, mask=inside, other=0.0).to(wide)
+            pull *= tl.load(c + late * c_l, mask=inside, other=0.0).to(wide)
             faded, pull = tl.associative_scan((tl.exp2(fading * rate * BINARY), pull), 0, composed)
             pull += faded * carried[None, :]
             carried = tl.sum(tl.where((place == T - 1)[:, None], pull, 0.0), 0)

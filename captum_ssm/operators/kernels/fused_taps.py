@@ -6,7 +6,7 @@ Written as a product and a sum for each tap, it would read and write all values 
 are taps, and a library's convolution wants tokens side by side in memory, not channels.
 
 :takes: weights (C, K), and vectors x (R, L, C), which may lie anyhow in memory.
-:gives: y (R, L, C) in the dtype of x, or what the adjoint makes of x, with x[t + k] for x[t - k].
+:gives: y (R, L, C) in the dtype of x, or the adjoint's output for x, with x[t + k] for x[t - k].
 :cost: one launch; K multiplications with additions for each number, which is read once.
 :literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023, has
     such a convolution in front of each scan, and a kernel for it.
@@ -27,7 +27,7 @@ from .gpu import device_of, jitted, power_of_two
 #: Tokens and channels of a program, and the most taps.
 _TOKENS, _CHANNELS, _TAPS = 16, 64, 16
 
-#: What the name stands for in the function that Triton compiles, which looks for it here.
+#: Triton's language, set by :func:`.gpu.jitted` before the kernel is compiled.
 tl: Any = None
 
 
@@ -37,13 +37,7 @@ def serves(lags: tuple[Any, ...]) -> bool:
 
 
 def run(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """The convolution of x, or its adjoint.
-
-    Args:
-        weight: of each channel and tap (C, K).
-        x: (R, L, C).
-        transposed: whether it is the adjoint.
-    """
+    """Convolve x (R, L, C) with weights (C, K), or apply the adjoint."""
     rows, tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():

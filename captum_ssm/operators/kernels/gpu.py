@@ -1,4 +1,4 @@
-"""What kernels written for Triton share, which is imported once one of them runs."""
+"""Helpers of kernels written for Triton, which is imported once one of them runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def has_triton() -> bool:
 
 
 def jitted(kernel: Callable[..., None], *helpers: Callable[..., Any]) -> Any:
-    """A kernel as Triton compiles it, to be launched on a grid.
+    """Wrap a kernel for Triton, to be launched on a grid.
 
-    Triton looks for names where a function was written: in place of ``tl`` and of the helpers there
-    stands afterwards what they are to it.
+    Triton looks names up in the function's module: this sets ``tl`` and the helpers there to
+    Triton's language and to the wrapped helpers.
 
     Args:
-        kernel: reads, computes and writes.
+        kernel: the function.
         helpers: functions of the same module that it calls.
     """
     triton, names = import_module("triton"), kernel.__globals__
@@ -38,21 +38,16 @@ def jitted(kernel: Callable[..., None], *helpers: Callable[..., Any]) -> Any:
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes the device of a tensor the current one, on which Triton launches.
+    """A context in which a tensor's GPU is the current one, on which Triton launches.
 
-    Of a model on several GPUs, it need not be.
-
-    Args:
-        x: the tensor; on a processor, where Triton's interpreter runs, nothing is done.
+    A model may be on several GPUs.  On a processor, where Triton's interpreter runs, nothing
+    changes.
     """
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
-    """Two steps of a recurrence, each from a state to its decay times it and what is added, as one.
-
-    For kernels, as a helper: Triton compiles it.
-    """
+    """Compose two steps h -> decay h + state of a recurrence; a helper that Triton compiles."""
     return decay * next_decay, next_decay * state + next_state
 
 

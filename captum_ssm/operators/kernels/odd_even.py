@@ -3,11 +3,11 @@
     y[t] = a[t] y[t-1] + x[t]
 
 Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so that every second token is
-reached by half as many steps, every fourth by half as many again, and what they left out by one
+reached by half as many steps, every fourth by half as many again, and the tokens left out by one
 step each from the token before.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
-:gives: y (S, B, T, H), or what the adjoint makes of x, which runs from the last token to the first.
+:gives: y (S, B, T, H), or the adjoint's output, which runs from the last token to the first.
 :cost: three multiplications with additions for each number, no more than runs of tokens would take
     side by side, in calls whose number grows with log T only.
 :literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
@@ -78,11 +78,8 @@ class _Ladder:
     Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
     to be reached in turn; on the way down each rung reaches the tokens that it left out.
 
-    Attributes:
-        out: the outputs (S, B, T, H), written to.
-
     Args:
-        out: as above.
+        out: the outputs (S, B, T, H), written to.
         scratch: holds products of decays.
         backwards: whether the last token comes first.
     """
@@ -114,7 +111,7 @@ class _Ladder:
         Args:
             x: the vectors (S, B, T, H); they may be the outputs.
             decay: those of the steps between two tokens (B, T - 1, H).
-            arriving: what the first token has of the one before it; None for nothing.
+            arriving: the decayed output of the token before the first; None for zero.
         """
         if not x.stride(-1):  # loops are slow over two operands of one number for all channels
             x = self.out.copy_(x)
@@ -179,7 +176,7 @@ class _Rung(NamedTuple):
         return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
 
     def in_turn(self, values: Tensor, decay: Tensor) -> list[_Product]:
-        """What leads from each pair's second token to the next one's, one after the other."""
+        """The steps from each pair's second token to the next pair's, one after the other."""
         each, between = values.unbind(-2), decay.unbind(-2)
         order = range(len(between))
         if self.backwards:

@@ -1,22 +1,22 @@
-"""Strips of semiseparable matrices cut at a pivot: one product of what is read and what was left.
+"""Strips of semiseparable matrices cut at a pivot: one product of reads and decayed writes.
 
     alpha_c[i, j] = sum over n of reads[i, n] (product of fade[t, n, c], j < t <= i) writes[j, n]
 
-Whatever reaches a strip from further back passes the last token before it, the pivot, so that the
-entries there are one matrix product: of what the rows read of the pivot's state, and of what is
-left in it of what the columns wrote (the observability and the controllability matrix of a
-time-varying system).  Both hold products of fades up to the pivot alone, found from sums of steps
-in one pass, which for strips of few rows costs less than the tree of :mod:`.pivot_tree`.  The tree
-does the tokens of the strip itself.
+Earlier tokens reach a strip through the state of the last token before it, the *pivot*, so that the
+entries there are one matrix product: of the rows' reads, faded since the pivot, and of the columns'
+writes, faded until the pivot (the observability and the controllability matrix of a time-varying
+system).  Products of fades up to the pivot come from sums of steps in one pass, which for strips of
+few rows costs less than the tree of :mod:`.pivot_tree`.  The tree does the tokens of the strip
+itself.
 
-A band that acts before the recurrence has written all of column j by the time m = j + last, where
-last is its largest lag; from then on it fades like anything else.  So the columns of the product
-are, with t = m - last + lag,
+A band inside the recurrence has written all of column j by the time m = j + last, where last is its
+largest lag; from then on it fades like anything else.  So the columns of the product are, with
+t = m - last + lag,
 
     Y[m] = sum over lags of (product of fade[s] over t < s <= m) writes[t] band_lag[t]
 
-:takes: a recurrence that tells its reads, writes and fades (:class:`Fading`), row factors
-    (B, L, H, 1), a band, and R neighbouring rows.
+:takes: a recurrence that gives its reads, writes and fades (:class:`Fading`), row factors
+    (B, L, H, 1), a band, and R neighboring rows.
 :gives: these rows of the sum over channels (B, R, W).
 :cost: (R + 1) L multiplications with additions for each of H N states, less what is forgotten, and
     the tree over R tokens.
@@ -54,51 +54,51 @@ Fades = Callable[[slice], Tensor]
 
 
 class Fading(Protocol):
-    """What a recurrence offers to be cut."""
+    """The methods of a recurrence by which it can be cut."""
 
     shape: tuple[int, int, int, int]  # B, L, H, 1
 
     def cut(self, tokens: slice) -> Fading:
-        """The recurrence over neighbouring tokens alone."""
+        """Restrict the recurrence to neighboring tokens."""
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Some rows after a band; by the tree where few tokens come before them."""
+        """Some rows of recurrence . band; by the tree where few tokens come before them."""
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Heads (H,), in an order in which neighbours forget alike."""
+        """The heads (H,), sorted by how fast they forget."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of fades between a token and all of the first ``tokens``."""
 
     def reads(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens read of the state, (B, T, N, 1 or H)."""
+        """Factors of the state in each token's output, (B, T, N, 1 or H)."""
 
     def writes(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to the state, for each unit of :meth:`entering`, (B, T, N, 1 or H)."""
+        """Factors of each token's :meth:`entering` in the state, (B, T, N, 1 or H)."""
 
     def entering(self, values: Tensor) -> Tensor:
-        """How much enters the state of values (B, L, H), broadcastable."""
+        """Scale values (B, L, H) by the steps with which they enter the state, broadcastable."""
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """The rows of a recurrence after a band, where they begin after other tokens.
+    """Some rows of recurrence . band that begin after other tokens.
 
     Args:
         recurrence: the recurrence.
         left: row factors (B, L, H, 1), broadcastable.
-        band: what acts before it, column factors (B, L, H, 1), broadcastable, by lag.
-        rows: neighbouring rows, ascending; the first is not the first token's.
+        band: the inner factor (B, L, H, 1), broadcastable, by lag.
+        rows: neighboring rows, ascending; the first is not the first token's.
     """
-    near = _own_tokens(recurrence, left, band, rows)
-    columns = range(near.columns.stop)
-    out = near.entries.new_zeros(len(near.entries), len(rows), len(columns))
-    out[:, :, near.columns.start : near.columns.stop] = near.entries
-    _add_earlier(out, recurrence, left, band, rows)
+    late = _late_columns(recurrence, left, band, rows)
+    columns = range(late.columns.stop)
+    out = late.entries.new_zeros(len(late.entries), len(rows), len(columns))
+    out[:, :, late.columns.start : late.columns.stop] = late.entries
+    _add_early_columns(out, recurrence, left, band, rows)
     return Strip(out, rows, columns)
 
 
-def _own_tokens(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """The columns that are wholly written no earlier than the rows begin."""
+def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
+    """The strip's columns that are wholly written no earlier than the rows begin, by the tree."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
     start = max(0, rows.start - max(last, last - first))
@@ -114,12 +114,14 @@ def _own_tokens(recurrence: Fading, left: Tensor, band: Band, rows: range) -> St
     return Strip(kept, rows, columns)
 
 
-def _add_earlier(out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows: range) -> None:
-    """Add the columns that are wholly written before the rows begin."""
+def _add_early_columns(
+    out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows: range
+) -> None:
+    """Add the columns that are wholly written before the rows begin, by the state at the pivot."""
     batch, tokens, *_ = recurrence.shape
     last = max(band)
     order = recurrence.by_memory(slice(rows.start))
-    # by how long before the time of writing all of a column each is written
+    # factors, by how long before the last writing to a column they write
     written = {
         last - lag: gather_heads(
             recurrence.entering(factor.expand(recurrence.shape).squeeze(-1)), order
@@ -140,7 +142,7 @@ def _add_earlier(out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows
         values = {back: factor[:, :, part] for back, factor in written.items()}
         for stop in range(times.stop, times.start, -_COLUMNS):
             some_times = range(max(times.start, stop - _COLUMNS), stop)
-            columns = _left_of(values, recurrence, fades, some_times, some)
+            columns = _at_pivot(values, recurrence, fades, some_times, some)
             into = out[:, :, some_times.start - last : some_times.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
             latest = some_times.start - 1  # of the tokens that wrote to columns still to come
@@ -153,8 +155,8 @@ def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
     return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 
-def _left_of(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
-    """What is left at the pivot of the columns wholly written at some times, (B, T, N, H)."""
+def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
+    """The state at the pivot from each of the columns completed at ``times``, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:
@@ -170,12 +172,12 @@ def _left_of(values: Band, recurrence: Fading, fades: Fades, times: range, heads
 
 
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
-    """Sums or products of steps (B, T, H) between a token and each other, in float64.
+    """Sums or products of the steps between a token and each other, (B, T, H) in float64.
 
-    Those from t to a later t' are of the steps t + 1 to t'.
+    From t to a later t' these are the steps t + 1 to t'.
 
     Args:
-        x: the steps.
+        x: the steps (B, T, H).
         pivot: the token.
         product: whether to multiply.
     """
@@ -200,6 +202,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
 
 
 def _join(into: Tensor, x: Tensor, product: bool) -> None:
+    """Multiply ``into`` by x, or add x to it, in place."""
     if product:
         into *= x
     else:

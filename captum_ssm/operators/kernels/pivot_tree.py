@@ -9,20 +9,20 @@ everything left of and below it into one matrix product of factors that only eve
 decays, each at most as large as the longest product inside the block: no quotient of decays, no
 exponential of a difference of cumulative sums, hence no overflow and no cancellation.
 
-The tree begins with blocks of one token and joins neighbours; the last block may be shorter than
-its neighbour or have none, so no length needs padding.  Once every block of some length has been
+The tree begins with blocks of one token and joins neighbors; the last block may be shorter than
+its neighbor or have none, so no length needs padding.  Once every block of some length has been
 forgotten by all of the channels at hand, that is, once its decays multiply to less than rounding,
 larger blocks meet in as many tokens on either side of their pivot and nowhere else.
 
 A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
-token t - lag, lags first .. last, what token j has written is complete once token j + last has
+token t - lag, lags first .. last, the writing of token j is complete once token j + last has
 passed, and from there on it fades like any state: column j of the product is column j + last of a
 semiseparable matrix, whose factors are a few steps of the recurrence itself, and the few entries
 before that are single products.
 
 :takes: blocks of K channels at a time: decays A (B, L, K) between 0 and 1, row factors U (B, R, K)
     and for each lag column factors V (B, L, K).
-:gives: R neighbouring rows of the sum over all channels (B, R, W).
+:gives: R neighboring rows of the sum over all channels (B, R, W).
 :cost: L^2 K / 2 multiplications with additions, as products of matrices, or w L K where channels
     forget within w tokens; L K log L for scaling the factors.
 :literature: Vandebril, Van Barel and Mastronardi, Matrix Computations and Semiseparable Matrices,
@@ -45,11 +45,11 @@ from .truths import are_noted
 
 #: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K of the channels.
 Factors = tuple[Tensor, Tensor, Tensor]
-#: The same with column factors for neighbouring lags, in ascending order.
+#: The same with column factors for neighboring lags, in ascending order.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
-#: Tokens of a block that are asked how much of what came before they leave.
-_ASKED = 64
-#: Tokens from which on a device is asked as well, which has to be waited for.
+#: Tokens of the blocks whose decays tell how far back channels remember.
+_PROBED = 64
+#: Tokens from which on they are read from a device as well, which has to be waited for.
 _LONG = 4096
 
 
@@ -66,18 +66,18 @@ def semiseparable_strip(
 ) -> Strip:
     """Some rows of the sum over all blocks of channels of M times a banded matrix.
 
-    The tree takes all tokens up to the last of the rows; strips that begin far from the first
-    token are the business of :mod:`.pivot_strip`.
+    The tree takes all tokens up to the last of the rows; for strips that begin far from the first
+    token :mod:`.pivot_strip` costs less.
 
     Args:
         blocks: yields decays and column factors of the tokens up to the last of the rows, and row
             factors of the rows; the tensors are overwritten.  All blocks have as many lags.
         batch: B.
         tokens: L.
-        rows: neighbouring rows, ascending; at least one.
+        rows: neighboring rows, ascending; at least one.
         first_lag: the lag of the first column factors. Default: 0.
         own: the sum over all blocks of products of row factors and first column factors, (B, R), if
-            there is a cheaper way to it. Default: None, it is taken here.
+            the caller has a cheaper way to it. Default: None, it is computed here.
     """
     total: _Sum | None = None
     for decay, u, columns in blocks:
@@ -92,12 +92,12 @@ def semiseparable_strip(
 
 
 class _Sum:
-    """The sum so far, in pieces; column j + last lag stands for column j of the product.
+    """The sum so far, in pieces; its column j + last lag is column j of the product.
 
     Attributes:
-        rows: the rows wanted; those before them are zero.
-        levels: below the diagonal.
-        diagonals: for every lag, the entries that the tokens a lag earlier have, (lags, B, R).
+        rows: the rows; those before them are zero.
+        levels: the tiles below the diagonals.
+        diagonals: for every lag, entry (i, i - lag) of each row i, (lags, B, R).
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _Sum:
         self._prepared: _Tree | None = None
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
-        """Add what some channels contribute; the tensors are overwritten."""
+        """Add a block of channels; the tensors are overwritten."""
         decay, u = decay.contiguous(), self._from_first_token(u.contiguous())
         columns = [column.contiguous() for column in columns]
         products = self._scratch("products", *u.shape)
@@ -126,15 +126,15 @@ class _Sum:
         tree, window = self._tree(decay, u, columns[-1]), math.inf
         for i, level in enumerate(self.levels):
             span = level.pairs.span
-            if span == _ASKED and (self.rows.stop >= _LONG or not are_noted(decay)):
+            if span == _PROBED and (self.rows.stop >= _LONG or not are_noted(decay)):
                 window = _window(decay[:, : self.rows.stop // span * span : span], span)
             if span >= window:
-                tree.near(i, span)
+                tree.add_near(i, span)
                 break
             tree.steps[i].run()
 
     def _from_first_token(self, u: Tensor) -> Tensor:
-        """Row factors of all tokens up to the last of the rows."""
+        """Pad row factors (B, R, K) with zeros for the tokens before the rows, (B, L, K)."""
         if not self.rows.start:
             return u
         out = self._scratch("rows", len(u), self.rows.stop, u.shape[-1])
@@ -143,17 +143,17 @@ class _Sum:
         return out
 
     def assembled(self) -> Tensor:
-        """All pieces in one matrix (B, last row, last row + lags - 1)."""
+        """Write all pieces into one matrix (B, last row, last row + lags - 1)."""
         lags, batch, height = self.diagonals.shape
         out = self.diagonals.new_zeros(batch, height, height + lags - 1)
         for level in self.levels:
             level.write(out)
-        for ahead, diagonal in enumerate(self.diagonals.flip(0)):
-            out.diagonal(ahead, 1, 2).copy_(diagonal)
+        for offset, diagonal in enumerate(self.diagonals.flip(0)):
+            out.diagonal(offset, 1, 2).copy_(diagonal)
         return out
 
     def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
-        """What joins all tokens; kept for blocks that lie in the same memory."""
+        """The tree of some factors; the same one for blocks that lie in the same memory."""
         factors = (total, u, v)
         if self._prepared is None or any(
             x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
@@ -163,7 +163,7 @@ class _Sum:
 
 
 class _Tree:
-    """The steps of all levels between some factors.
+    """The steps of all levels, prepared for factors that lie in the same memory.
 
     Attributes:
         steps: of each level.
@@ -175,8 +175,11 @@ class _Tree:
         self._levels = levels
         self._near: dict[tuple[int, int], list[_Product]] = {}
 
-    def near(self, first: int, window: int) -> None:
-        """The levels from ``first`` on, where nothing reaches further than a window."""
+    def add_near(self, first: int, window: int) -> None:
+        """Add the products of the levels from ``first`` on, within ``window`` of each pivot.
+
+        All tokens further from a pivot are forgotten.
+        """
         if (first, window) not in self._near:
             _, u, v = self.factors
             self._near[first, window] = [
@@ -189,7 +192,7 @@ class _Tree:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """How many tokens, at most, are not forgotten, given the products of decays over each span."""
+    """How far back channels remember, in tokens, given the product of decays over each span."""
     most = float(totals.amax())
     if most >= 1:
         return math.inf
@@ -199,7 +202,7 @@ def _window(totals: Tensor, span: int) -> float:
 
 
 def forgotten(dtype: torch.dtype) -> float:
-    """The product of decays behind which nothing is left but rounding."""
+    """The product of decays below which only rounding is left of a state."""
     return torch.finfo(dtype).eps / 16
 
 
@@ -240,7 +243,7 @@ class _Level:
         self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
 
     def steps(self, total: Tensor, u: Tensor, v: Tensor) -> _Steps:
-        """What adds to the tiles, and then makes one block of each pair, (B, R, K) each.
+        """Prepare the products of the tiles, and the scalings that make one block of each pair.
 
         Args:
             total: the product of each block's decays, at the block's first token.
@@ -261,7 +264,7 @@ class _Level:
         return steps
 
     def products(self, u: Tensor, v: Tensor, window: int) -> list[_Product]:
-        """What adds to the tiles, from so many tokens on either side of a pivot."""
+        """Prepare the products of the tiles, of ``window`` tokens on either side of a pivot."""
         pairs = self.pairs
         found: list[_Product] = []
         if pairs.whole:
@@ -289,13 +292,13 @@ class _Level:
         if self.by_pair:
             rows, columns = rows.transpose(0, 1), columns.transpose(0, 1)
         elif self.pairs.even:
-            # one run of memory: these are views
+            # the blocks are evenly spaced in memory, so that these are views
             return [(tiles.flatten(0, 1), rows.flatten(0, 1), columns.flatten(0, 1))]
         return zip(tiles.unbind(), rows.unbind(), columns.unbind(), strict=True)
 
 
 class _Pairs:
-    """Tokens in pairs of neighbouring blocks; the last pair's second block may be shorter.
+    """Tokens in pairs of neighboring blocks; the last pair's second block may be shorter.
 
     Attributes:
         span: tokens of a block.
@@ -333,7 +336,7 @@ class _Pairs:
 
 
 def _all_pairs(tokens: int) -> Iterator[_Pairs]:
-    """The levels of the tree, from blocks of one token on."""
+    """Yield the pairs of each level of the tree, from blocks of one token on."""
     span = 1
     while span < tokens:
         yield _Pairs(tokens, span)

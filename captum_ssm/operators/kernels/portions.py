@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Portion(NamedTuple):
-    """How many tokens an operator is best fed at a time.
+    """How many tokens to feed to an operator's stream at a time.
 
     Attributes:
-        elements: those of all channels of these tokens together.
+        elements: elements of all channels of these tokens together.
         most: the most tokens.
-        multiple: a number of tokens of which they should be a multiple.
+        multiple: the number of tokens should be a multiple of this.
     """
 
     elements: int
@@ -29,9 +29,9 @@ class Portion(NamedTuple):
     multiple: int = 1
 
 
-#: Few enough for the states of a selective scan to stay in a processor's second cache.
+#: For selective scans, whose states then stay in a processor's second cache.
 SMALL = Portion(2**15, 32)
-#: The same where there is one number for each channel and token: all steps are larger.
+#: For operators with one number for each channel and token.
 LARGE = Portion(2**19, 1024)
 
 
@@ -39,17 +39,17 @@ class Stream(Protocol):
     """An operator, or its adjoint, on the next tokens; it keeps what later calls need."""
 
     def __call__(self, x: Tensor, part: slice) -> Tensor:
-        """Values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
+        """Map values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """The size of as few parts as parts of ``most`` tokens make, but alike, a multiple each."""
+    """The size of parts of about equal size, as few as parts of ``most`` tokens would be."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 
 
 def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
-    """At most so many tokens at a time, the first or the last ones first."""
+    """Yield at most ``size`` tokens at a time, from the first, or backwards from the last."""
     starts = range(0, tokens, size)
     for start in reversed(starts) if backwards else starts:
         yield slice(start, min(start + size, tokens))
@@ -57,19 +57,19 @@ def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
 
 # --- heads -------------------------------------------------------------------------------------
 
-#: Neighbouring heads, or the indices (h,) of any.
+#: Neighboring heads, or the indices (h,) of any.
 Heads: TypeAlias = slice | Tensor
 
 
 def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of (B, L, H, ...); a view of neighbours."""
+    """Select heads of (B, L, H, ...); neighbors as a view."""
     if isinstance(heads, range) and heads.step == 1:
         return x[:, :, heads.start : heads.stop]
     return x[:, :, list(heads)]
 
 
 def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
-    """Some heads of (B, T, H), as fast as they can be had."""
+    """Select heads of (B, T, H), by the fastest way."""
     if isinstance(heads, slice):
         return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
     # several times as fast as an index along the last dimension
@@ -77,9 +77,12 @@ def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
 
 
 def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
-    """Vectors of some heads (B, L, h, N), of (B, L, N) common to all or (B, L, G, N) by group.
+    """Vectors of some heads, (B, L, h, N), or (B, L, 1, N) if all heads share them.
 
-    Where all heads share them, they are said once: (B, L, 1, N).
+    Args:
+        x: (B, L, N) common to all heads, or (B, L, G, N) by group.
+        heads: H.
+        part: the heads. Default: all.
     """
     if x.dim() == 3:
         return x[:, :, None]
@@ -94,12 +97,12 @@ LAUNCHED = 2**24
 
 
 def at_a_time(cached: int, device: torch.device, launched: int = LAUNCHED) -> int:
-    """How many elements are best held at a time: more where each part costs launches.
+    """How many elements to hold at a time: more where each part costs launches.
 
     Args:
-        cached: as many as stay in a processor's cache.
-        device: what holds them.
-        launched: as many as are held on other devices. Default: 2**24.
+        cached: how many stay in a processor's cache.
+        device: the device that holds them.
+        launched: how many to hold on other devices. Default: 2**24.
     """
     return cached if device.type == "cpu" else launched
 
@@ -108,12 +111,12 @@ T = TypeVar("T")
 
 
 def as_memory_allows(whole: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
-    """What ``form`` makes of some neighbours at a time, of half as many once memory runs out.
+    """Yield ``form`` of each part of a range; halve the parts once memory runs out.
 
     Args:
-        whole: what is cut into parts.
-        size: how many make a part, as long as memory allows it.
-        form: makes something of a part.
+        whole: the range.
+        size: the length of a part, as long as memory allows it.
+        form: called with each part.
     """
     start = whole.start
     while start < whole.stop:
@@ -124,7 +127,7 @@ def as_memory_allows(whole: range, size: int, form: Callable[[range], T]) -> Ite
         except RuntimeError as error:
             if len(part) == 1 or not ran_out_of_memory(error):
                 raise
-            # with the error goes its traceback, and what the failed attempt held
+            # leaving the except block frees the traceback, and the memory of the failed attempt
             size = len(part) // 2
 
 

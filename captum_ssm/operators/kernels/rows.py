@@ -1,4 +1,4 @@
-"""Rows of matrices over tokens: strips of neighbouring ones, positions that ask for single ones.
+"""Rows of matrices over tokens: strips of neighboring rows, and positions of single ones.
 
 A matrix (B, L, L) that is used row by row need never be held whole.  A strip holds R of its rows,
 and of these the columns that can differ from zero: those of a causal matrix end at the diagonal.
@@ -33,11 +33,11 @@ class Strip(NamedTuple):
     columns: range
 
     def moved(self, down: int, right: int, tokens: int) -> Strip:
-        """The same entries so many rows further down and columns further right.
+        """Move the entries to other rows and columns.
 
         Args:
             down, right: how far; negative numbers move up and left.
-            tokens: L; what leaves the matrix is cut off.
+            tokens: L; entries that leave the matrix are cut off.
         """
         rows, columns = clipped(self.rows, down, tokens), clipped(self.columns, right, tokens)
         top, first = rows.start - self.rows.start - down, columns.start - self.columns.start - right
@@ -45,7 +45,7 @@ class Strip(NamedTuple):
         return Strip(kept, rows, columns)
 
     def whole(self, tokens: int) -> Tensor:
-        """All columns, (B, R, L)."""
+        """The rows with all columns, (B, R, L)."""
         if len(self.columns) == tokens:
             return self.entries
         out = self.entries.new_zeros(*self.entries.shape[:2], tokens)
@@ -60,7 +60,7 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
     if out.rows != rows:
         out = _grown(out, rows, out.columns)
     for strip in found:
-        if not len(strip.columns):  # where it stands says nothing
+        if not len(strip.columns):  # an empty range may begin anywhere
             continue
         first = min(out.columns.start, strip.columns.start) if out.columns else strip.columns.start
         columns = range(first, max(out.columns.stop, strip.columns.stop))
@@ -71,7 +71,7 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
 
 
 def _grown(strip: Strip, rows: range, columns: range) -> Strip:
-    """The same matrix by more rows and columns."""
+    """Extend a strip by zeros to more rows and columns."""
     size = len(strip.entries), len(rows), len(columns)
     out = Strip(strip.entries.new_zeros(size), rows, columns)
     if strip.rows and strip.columns:
@@ -80,6 +80,7 @@ def _grown(strip: Strip, rows: range, columns: range) -> Strip:
 
 
 def _add(out: Strip, strip: Strip) -> None:
+    """Add a strip to one of more rows and columns, in place."""
     rows = slice(strip.rows.start - out.rows.start, strip.rows.stop - out.rows.start)
     first = strip.columns.start - out.columns.start
     into = out.entries[:, rows, first : first + len(strip.columns)]
@@ -87,13 +88,13 @@ def _add(out: Strip, strip: Strip) -> None:
 
 
 def clipped(positions: range, by: int, tokens: int) -> range:
-    """A range moved ``by`` so many places and cut to 0 .. tokens."""
+    """Move a range by ``by`` places, and cut it to 0 .. tokens."""
     start = min(max(positions.start + by, 0), tokens)
     return range(start, max(start, min(positions.stop + by, tokens)))
 
 
 def slices(rows: range, height: int) -> Iterator[slice]:
-    """The rows cut into slices of at most ``height``."""
+    """Cut rows into slices of at most ``height``."""
     for start in range(rows.start, rows.stop, height):
         yield slice(start, min(start + height, rows.stop))
 
@@ -110,7 +111,7 @@ _STACK_ELEMENTS_LAUNCHED = 2**26
 
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Positions, counted from either end, as tokens (B, Q)."""
+    """Convert positions, counted from either end, to tokens (B, Q), or raise QueryError."""
     device_of = positions.device if isinstance(positions, Tensor) else "cpu"
     index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
@@ -120,7 +121,7 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
 
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
-    """The rows in parts, as many at a time as a stack of vectors of so many elements holds."""
+    """Yield rows in parts whose stacks, of vectors of ``elements`` each, are not too large."""
     most = at_a_time(_STACK_ELEMENTS, device, _STACK_ELEMENTS_LAUNCHED)
     size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):
@@ -149,7 +150,7 @@ def tokens_at(x: Tensor, places: Tensor) -> Tensor:
 
 
 def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
-    """For Q positions ((Q,) or (Q, B)) one at each and zero elsewhere, (Q, 1 or B, L, 1, 1)."""
+    """Unit vectors (Q, 1 or B, L, 1, 1) of Q positions ((Q,) or (Q, B))."""
     index = by_query(positions, like.device)
     token = torch.arange(tokens, device=like.device)
     return (token == index[..., None]).to(like.dtype)[..., None, None]

@@ -4,8 +4,8 @@ It computes what the reference scans of transformers and mamba_ssm compute, chun
 states, which those hold for all tokens at once, only the ones between chunks are kept for the
 backward; the others are computed again.
 
-Copies of tensors whose tokens lie side by side in memory, in which their channels do.  A stack of
-values, of B and of C may share steps: their decays, which cost most, are made once.
+Inputs are copied so that channels, not tokens, lie side by side in memory.  A stack of values, of B
+and of C may share steps: their decays, which cost most, are made once.
 
 :takes: values and steps (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the bias
     of the steps (D,), and the gate (B, D, L), or None.  All but the steps may be stacks, of S B.
@@ -45,12 +45,12 @@ def selective_scan(
     return_last_state: bool = False,
     **_: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What the reference scan computes, with the same arguments.
+    """The outputs (B, D, L) of the reference scan, with its arguments.
 
     Args:
         hidden_states: values (B, D, L).
-        dt: step sizes before bias and softplus (B, D, L); of fewer examples than the others, if
-            each is that of every so many, B of S B.
+        dt: step sizes before bias and softplus (B, D, L). If the other tensors have S B examples,
+            each of these B serves S of them.
         A: decay rates (D, N).
         B: input vectors (B, N, L).
         C: output vectors (B, N, L).
@@ -65,8 +65,8 @@ def selective_scan(
     x, steps, keys, reads = (t.permute(2, 0, 1).to(dtype) for t in (hidden_states, dt, B, C))
     skip, bias = (None if t is None else t.to(dtype) for t in (D, delta_bias))
     gate = None if z is None else z.permute(2, 0, 1).to(dtype)
-    given = _Given(A.T.to(dtype), x, steps, keys, reads, skip, bias, gate, delta_softplus)
-    out, last = _scan(given)
+    inputs = _ScanInputs(A.T.to(dtype), x, steps, keys, reads, skip, bias, gate, delta_softplus)
+    out, last = _scan(inputs)
     returned = (
         hidden_states.dtype if z is None else torch.promote_types(hidden_states.dtype, z.dtype)
     )
@@ -74,8 +74,8 @@ def selective_scan(
     return (out, last.transpose(1, 2)) if return_last_state else out
 
 
-class _Given(NamedTuple):
-    """What a scan is computed from; optional parts are None.
+class _ScanInputs(NamedTuple):
+    """The inputs of a scan; optional parts are None.
 
     Attributes:
         A: decay rates (N, D).
@@ -104,35 +104,35 @@ class _Given(NamedTuple):
         return raw if self.bias is None else raw + self.bias
 
 
-def _scan(given: _Given) -> tuple[Tensor, Tensor]:
-    """Outputs (L, B, D) and the last state (B, N, D)."""
-    tensors = (t for t in given if isinstance(t, Tensor))
+def _scan(inputs: _ScanInputs) -> tuple[Tensor, Tensor]:
+    """Outputs (L, S B, D) and the last state (S B, N, D), with a graph if the inputs have one."""
+    tensors = (t for t in inputs if isinstance(t, Tensor))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        found: tuple[Tensor, Tensor] = _Scan.apply(*given)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor] = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
         return found
-    chunks = _Chunks(given)
+    chunks = _Chunks(inputs)
     with underflow_flushed():
         out = chunks.outputs()
-        return out if given.z is None else chunks.gated(out, into=out), chunks.last()
+        return out if inputs.z is None else chunks.gated(out, into=out), chunks.last()
 
 
 class _Scan(torch.autograd.Function):
     """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = (C[t] . h[t] + D x[t]) silu(z[t]).
 
-    The arguments are those of :class:`_Given`, states are (B, N, D).  Gradients of x, dt and z lie
-    in memory as these do, for what they meet next does.  Step sizes and gates, each as large as x,
-    are not kept for the backward, which computes them again.
+    The arguments are those of :class:`_ScanInputs`, states are (S B, N, D).  Gradients of x, dt and
+    z have the memory layout of these.  Step sizes and gates, each as large as x, are not kept for
+    the backward, which computes them again.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        given = _Given(*arguments)
-        chunks, starts = _Chunks(given), list[Tensor]()
+        inputs = _ScanInputs(*arguments)
+        chunks, starts = _Chunks(inputs), list[Tensor]()
         with underflow_flushed():
             out = chunks.outputs(starts)
-            gated = out if given.z is None else chunks.gated(out, into=torch.empty_like(out))
-        ctx.softplus = given.softplus
-        ctx.save_for_backward(*given[:-1], None if given.z is None else out, *starts)
+            gated = out if inputs.z is None else chunks.gated(out, into=torch.empty_like(out))
+        ctx.softplus = inputs.softplus
+        ctx.save_for_backward(*inputs[:-1], None if inputs.z is None else out, *starts)
         return gated, chunks.last()
 
     @staticmethod
@@ -140,8 +140,8 @@ class _Scan(torch.autograd.Function):
     @underflow_flushed()
     def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         A, x, dt, B, C, D, bias, z, out, *starts = ctx.saved_tensors
-        given = _Given(A, x, dt, B, C, D, bias, z, ctx.softplus)
-        chunks = _Chunks(given)
+        scan = _ScanInputs(A, x, dt, B, C, D, bias, z, ctx.softplus)
+        chunks = _Chunks(scan)
         grad_x, grad_dt = torch.empty_like(x), torch.empty_like(dt)
         grad_B, grad_C = (t.new_empty(t.shape) for t in (B, C))
         grad_A, grad_D, grad_bias = (
@@ -150,7 +150,7 @@ class _Scan(torch.autograd.Function):
         )
         grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
         grads = torch.empty_like(chunks.states[1:])
-        alone = grads.shape == chunks.decays.shape  # then what is passed on may take their place
+        alone = grads.shape == chunks.decays.shape  # S = 1: what is passed on overwrites decays
         passes = chunks.decays if alone else torch.empty_like(grads)
         passes = chunks.stacked(passes)
         carried = chunks.stacked(grad_last[None])[0]
@@ -159,7 +159,7 @@ class _Scan(torch.autograd.Function):
             inputs, raw, steps, keys, written = chunks.current
             grad, seed = grads[: len(decays)], time_first(grad_out[part])
             if z is not None:
-                seed, of_z = _behind_gate(seed, out[part], time_first(z[part]))
+                seed, of_z = _gate_backward(seed, out[part], time_first(z[part]))
                 if grad_z is not None:
                     grad_z[part] = of_z
             _times_columns(states[1:], seed, into=grad_C[part])
@@ -185,8 +185,8 @@ class _Scan(torch.autograd.Function):
                 by_rate = grad[:, : exponent.shape[1]]
                 grad_A += torch.mul(exponent, steps[:, :, None], out=by_rate).sum((0, 1))
             of_dt = exponent.mul_(A).sum(2) + chunks.stacked(of_written * inputs).sum(1)
-            if given.softplus:
-                of_dt.mul_(given.steps(raw).sigmoid())
+            if scan.softplus:
+                of_dt.mul_(scan.steps(raw).sigmoid())
             if grad_bias is not None:
                 grad_bias += of_dt.sum((0, 1))
             grad_dt[part] = of_dt
@@ -196,37 +196,39 @@ class _Scan(torch.autograd.Function):
 class _Chunks:
     """The states of a scan, a chunk of tokens at a time, in memory that is used again.
 
-    Fresh memory for every chunk takes longer to come by than the arithmetic does.
+    To allocate memory for every chunk takes longer than the arithmetic.
 
     Attributes:
         parts: the chunks.
         decays: of the chunk that ran last, (tokens, B, N, D).
-        states: what the next chunk starts from, then the states of the one that ran last, of S B.
-        current: x, dt as given, dt, B and dt x of the chunk that ran last, contiguous.
+        states: the state before the chunk that ran last, and its states, (1 + tokens, S B, N, D).
+        current: x, raw dt, dt, B and dt x of the chunk that ran last, contiguous.
     """
 
-    def __init__(self, given: _Given) -> None:
-        A, x = given.A, given.x
-        self._given = given
+    def __init__(self, inputs: _ScanInputs) -> None:
+        A, x = inputs.A, inputs.x
+        self._inputs = inputs
         self._rates = (BINARY * A).contiguous()
         tokens, batch, channels = x.shape
-        size = min(max(_CHUNK * given.dt.shape[1] // max(batch, 1), 1), tokens)
+        size = min(max(_CHUNK * inputs.dt.shape[1] // max(batch, 1), 1), tokens)
         self.parts = [slice(t, min(t + size, tokens)) for t in range(0, tokens, size)]
-        self.decays = x.new_empty(size, given.dt.shape[1], len(A), channels)
+        self.decays = x.new_empty(size, inputs.dt.shape[1], len(A), channels)
         self.states = x.new_zeros(size + 1, batch, len(A), channels)
         self.current: tuple[Tensor, ...] = ()
 
     def run(self, part: slice, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Decays and states of one chunk, the state before it first; overwritten by the next run.
+        """Run one chunk: return its decays and states, the state before it first.
+
+        The next run overwrites them.
 
         Args:
             part: the chunk.
             start: the state before it (S B, N, D).
         """
-        given = self._given
-        x, raw, keys = (time_first(t[part]) for t in (given.x, given.dt, given.B))
-        dt = given.steps(raw)
-        dt = F.softplus(dt) if given.softplus else dt
+        inputs = self._inputs
+        x, raw, keys = (time_first(t[part]) for t in (inputs.x, inputs.dt, inputs.B))
+        dt = inputs.steps(raw)
+        dt = F.softplus(dt) if inputs.softplus else dt
         written = self.stacked(x).mul(dt[:, None]).flatten(1, 2)
         self.current = x, raw, dt, keys, written
         decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
@@ -243,12 +245,12 @@ class _Chunks:
         return torch.unflatten(x, 1, (-1, self.decays.shape[1]))
 
     def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
-        """C[t] . h[t] + D x[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.
+        """C[t] . h[t] + D x[t] of all tokens, (L, S B, D); ``states[0]`` ends as the last state.
 
         Args:
             starts: receives the state before each chunk. Default: None, nothing does.
         """
-        C, D = self._given.C, self._given.D
+        C, D = self._inputs.C, self._inputs.D
         out = C.new_empty(*C.shape[:2], self.states.shape[-1])
         for part in self.parts:
             if starts is not None:
@@ -261,8 +263,8 @@ class _Chunks:
         return out
 
     def gated(self, out: Tensor, into: Tensor) -> Tensor:
-        """Outputs (L, B, D) times their gates, written to ``into``."""
-        z = self._given.z
+        """Multiply outputs (L, S B, D) by their gates into ``into``."""
+        z = self._inputs.z
         assert z is not None
         for part in self.parts:
             torch.mul(out[part], F.silu(time_first(z[part])), out=into[part])
@@ -273,8 +275,8 @@ class _Chunks:
         return self.states[0].clone()
 
 
-def _behind_gate(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of ``out`` and ``z``, given that of out silu(z)."""
+def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``out`` and ``z``, given that of out silu(z)."""
     share = z.sigmoid()
     gate = share * z
     slope = torch.addcmul(share, gate, 1 - share)
@@ -282,24 +284,24 @@ def _behind_gate(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _times_rows(rows: Tensor, matrices: Tensor, into: Tensor) -> Tensor:
-    """rows (T, B, N) times matrices (T, B, N, D), written to ``into`` (T, B, D)."""
+    """Multiply rows (T, B, N) by matrices (T, B, N, D) into ``into`` (T, B, D)."""
     out = into.view(-1, 1, into.shape[-1])
     torch.bmm(rows.view(-1, 1, rows.shape[-1]), matrices.flatten(0, 1), out=out)
     return into
 
 
 def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
-    """matrices (T, B, N, D) times columns (T, B, D), written to ``into`` (T, B, N)."""
+    """Multiply matrices (T, B, N, D) by columns (T, B, D) into ``into`` (T, B, N)."""
     # as rows, which is several times as fast
     out = into.view(-1, 1, into.shape[-1])
     torch.bmm(columns.view(-1, 1, columns.shape[-1]), matrices.flatten(0, 1).mT, out=out)
 
 
 def time_first(x: Tensor) -> Tensor:
-    """A tensor (T, B, D) with its channels side by side: itself, or a copy.
+    """Make a tensor (T, B, D) contiguous.
 
-    torch copies a strided tensor number by number, which takes five times as long as to copy runs
-    of them and to transpose whole matrices, for which it has a way of its own.
+    torch copies a strided tensor number by number, which takes five times as long as to transpose
+    whole matrices.
     """
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()

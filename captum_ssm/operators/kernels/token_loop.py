@@ -7,7 +7,7 @@ that they stay in a processor's cache and each step is one operation on many num
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
     (S, B, T, H), some tokens at a time.
-:gives: y (S, B, T, H), or what the adjoint makes of x, which runs from the last token to the first.
+:gives: y (S, B, T, H), or the adjoint of x, which runs from the last token to the first.
 :cost: for every token one exponential and one multiplication with addition for each of B H N
     states, and S of the latter; no state but the last outlives its few tokens.
 :literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
@@ -30,7 +30,7 @@ _PREPARED = 8
 
 
 class ScanCoefficients(Protocol):
-    """Those of a selective scan: dt (B, L, H), A (H, N), B and C (B, L, N) or (B, L, G, N)."""
+    """dt (B, L, H), A (H, N), B and C (B, L, N) or (B, L, G, N) of a selective scan."""
 
     dt: Tensor
     a: Tensor
@@ -68,19 +68,20 @@ class ScanSteps:
 
     @torch.inference_mode()  # calls are many, and cost less where no graph may follow
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
+        """Map vectors (S, B, T, H) of the tokens ``part`` into ``out``, of the same size."""
         for some in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
             tokens = slice(part.start + some.start, part.start + some.stop)
             self._map(x[:, :, some], tokens, out[:, :, some])
 
     def _map(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Some tokens: whatever is smaller than their states is prepared for all of them."""
+        """Map some tokens: prepare all that is smaller than states, then run a few at a time."""
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
         x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
         keys, read = (self._time_first(y, part) for y in (self.key, self.read))
         if not self.transposed:
             x = torch.mul(x, dt, out=self._scratch("written", *x.shape))
         values, keys = x[..., None, :], keys.mT
+        # the adjoint's state decays by the step of the token after
         after = 1 if self.transposed else 0
         steps = self.dt[part.start + after : part.stop + after]
         found = self._scratch("found", *x.shape[:3], 1, self.heads)
@@ -111,10 +112,15 @@ class ScanSteps:
         self.carried.copy_(state)  # the next tokens' states take its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
-        """Between each token's state and the one before it in the order of the steps."""
+        """Fill ``decays[:count]`` with the decay between each token and the one run before it.
+
+        Args:
+            steps: dt (T, B, 1, H), one fewer in the adjoint at the last token of all.
+            count: how many tokens.
+        """
         torch.mul(steps, self.rate, out=self.decays[: len(steps)]).exp2_()
         if len(steps) < count:
-            self.decays[count - 1].zero_()  # after the last token
+            self.decays[count - 1].zero_()  # no token is run before the last one
 
     def _time_first(self, x: Tensor, part: slice) -> Tensor:
         """Input or output vectors, (T, 1, B, 1 or H, N)."""
@@ -122,11 +128,11 @@ class ScanSteps:
 
 
 class _Reading:
-    """What tokens read of their states, some tokens at a time.
+    """Products of reading vectors and states, a few tokens at a time.
 
     Args:
-        weights: theirs (T, 1, B, 1 or H, N).
-        states: those of the tokens at hand (up to T, S, B, N, H).
+        weights: the reading vectors (T, 1, B, 1 or H, N).
+        states: where the states of the few tokens are held (up to T, S, B, N, H).
         out: written to (T, S, B, 1, H).
     """
 
@@ -137,7 +143,7 @@ class _Reading:
         self._weights, self._states, self._out = (y.flatten(0, 2) for y in (shared, states, out))
 
     def __call__(self, some: slice) -> None:
-        """Of the tokens whose states are held."""
+        """Read the states of the tokens ``some``, which are the ones that are held."""
         part = slice(some.start * self._each, some.stop * self._each)
         weights, out = self._weights[part], self._out[part]
         states = self._states[: len(out)]

@@ -1,9 +1,9 @@
-"""Truths that hold unless something is wrong, read from a device together.
+"""Checks of tensors, read from a device together at the end of a call.
 
-A processor is asked at once.  A GPU makes the host wait until it has done all that it was told
-before it answers, so that what is asked within :func:`read_together` is noted, taken to hold, and
-read at the end.  Where something does not hold, all is done once more with every question answered
-at once: what is raised, or done instead, is the same.
+On a processor a check is read at once.  Reading from a GPU makes the host wait for all of its work,
+so that a check within :func:`read_together` is *noted*: it is taken to hold, kept, and read at the
+end.  If one fails then, the call is repeated with every check read at once: the error that it
+raises, or the way that it takes instead, is the same as on a processor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
-#: How often it is looked for which tokens are reached.
+#: How often the tokens that are reached are read from a device.
 _LOOKS = 2
-#: Most elements of a tensor that is kept until it is looked at with all others of its kind.
+#: Most elements of a tensor that is kept whole, to be checked with others; larger ones keep a norm.
 _SMALL = 2**16
 
 
 class _Noted(NamedTuple):
-    """A number that may not exceed a limit, or where a size is given the limit times that."""
+    """A check that a number does not exceed a limit, or the limit times ``size`` if that is set."""
 
     number: Tensor
     limit: float
@@ -34,21 +34,20 @@ class _Noted(NamedTuple):
 
     @property
     def read(self) -> tuple[Tensor, ...]:
-        """What has to be read to know."""
+        """The numbers that have to be read for the check."""
         return (self.number,) if self.size is None else (self.number, self.size)
 
 
-#: What was noted, tensors among it that are to be finite; None where every question is answered at
-#: once.
+#: The noted checks; a tensor stands for the check that it is finite. None: checks are read at once.
 _noted: ContextVar[list[_Noted | Tensor] | None] = ContextVar("captum_ssm_truths", default=None)
-#: What was read before in the same call, by what it is about.
+#: Results that were read before in the same call, by key.
 _known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
-#: Whether something that was noted did not hold.
+#: Whether a noted check failed, so that the call is being repeated.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
 
 def read_together(call: Callable[[], T]) -> T:
-    """What a call returns, of which what it takes to hold is read at its end."""
+    """Return the result of a call, reading its noted checks at the end; repeat it if one fails."""
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted | Tensor] = []
@@ -74,30 +73,28 @@ def read_together(call: Callable[[], T]) -> T:
 
 
 def is_doubted() -> bool:
-    """Whether what was made before may rest on something that does not hold."""
+    """Whether the call is being repeated, because a check that it had noted failed."""
     return _doubted.get()
 
 
 def are_noted(x: Tensor) -> bool:
-    """Whether truths of a tensor are noted, and read later."""
+    """Whether checks of a tensor are noted, to be read later."""
     return _noted.get() is not None and x.device.type != "cpu"
 
 
 def holds(truth: Tensor) -> bool:
-    """Whether something holds, or is taken to."""
+    """Whether a check holds, or is noted and taken to hold."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
 def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
-    """What was read from a device, or is read now and known until the end of the call.
-
-    Only where truths are noted: elsewhere it is read each time.
+    """Return ``read()``, from the first time in a call if checks are noted.
 
     Args:
-        about: what it is about.
-        read: reads it.
-        of: the tensor that it follows from, which is kept and known by where it lies. Default:
-            None, it is known by ``about`` alone.
+        about: the key of the result.
+        read: reads it from a device.
+        of: the tensor that it follows from, whose memory becomes part of the key. Default: None,
+            the key is ``about`` alone.
     """
     if _noted.get() is None or (of is not None and not are_noted(of)):
         return read()
@@ -112,24 +109,24 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
 
 
 def reached(weights: Tensor) -> range:
-    """From the first to the last token of weights (..., L) other than 0, or a range around them.
+    """The range of tokens from the first to the last nonzero weight (..., L), or a wider one.
 
-    On a device tokens are looked for twice for a question, the second time after mixers have mixed
-    what was asked.  If none later than at first were reached then, as where tokens look back alone,
-    none are taken to be reached any more; else all may be.
+    From a device the tokens are read twice for a query, the second time after mixers have mixed
+    tokens.  If no later tokens were reached by then, as in causal models, none are taken to be
+    reached afterwards (a noted check); else all may be.
     """
     tokens = weights.shape[-1]
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
-    asked = _known.get({}).pop(("asked", tokens), None) if are_noted(weights) else None
-    if asked is not None:  # the first question of a call, which the host has put together
-        some: range = asked[0]
+    queried = _known.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
+    if queried is not None:  # the first weights of a query, which the host knows
+        some: range = queried[0]
         ends.append(some.stop)
         return some
-    given = weights.ne(0).reshape(-1, tokens).any(0)
+    nonzero = weights.ne(0).reshape(-1, tokens).any(0)
     if ends and ("later", tokens) in _known.get({}):
-        return range(tokens if looks_ahead(given, ends[0]) else ends[0])
+        return range(tokens if looks_ahead(nonzero, ends[0]) else ends[0])
     if len(ends) < _LOOKS:
-        found = given.tolist()
+        found = nonzero.tolist()
         some = (
             range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
         )
@@ -138,16 +135,16 @@ def reached(weights: Tensor) -> range:
     first, last = ends
     if last > first:
         return range(tokens)
-    holds(~given[first:].any())
+    holds(~nonzero[first:].any())
     return range(first)
 
 
 def looks_ahead(is_read: Tensor, until: int) -> bool:
-    """Whether tokens read any later than themselves, which a device is asked once in a call.
+    """Whether queries read later tokens than themselves; read from a device once in a call.
 
     Args:
-        is_read: which tokens (L,) some queries read.
-        until: the token behind the last of the queries.
+        is_read: True for the tokens that some queries read, (L,).
+        until: the token after the last of the queries.
     """
     later = is_read[until:].any()
     if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
@@ -157,21 +154,21 @@ def looks_ahead(is_read: Tensor, until: int) -> bool:
 
 
 def ask_anew(tokens: int, asked: range | None) -> None:
-    """Let tokens that are reached be looked for again, for another question of the same call.
+    """Make :func:`reached` read tokens again, for another query of the same call.
 
     Args:
-        tokens: how many there are.
-        asked: from the first to the last token asked for, where the host knows; else None.
+        tokens: how many there are, L.
+        asked: from the first to the last token of the query, if the host knows; else None.
     """
     known = _known.get({})
-    for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "asked")]:
+    for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
         del known[about]
     if asked is not None and _noted.get() is not None:
-        known[("asked", tokens)] = asked, None
+        known[("queried", tokens)] = asked, None
 
 
 def at_most(number: Tensor, limit: float) -> bool:
-    """Whether a number is no larger than a limit, or is taken to be; NaN is larger than any."""
+    """Whether a number is at most a limit, or that is noted; NaN exceeds every limit."""
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
@@ -180,12 +177,12 @@ def at_most(number: Tensor, limit: float) -> bool:
 
 
 class Ratio(NamedTuple):
-    """A number per size, of a device on which truths are noted, so that it is read later.
+    """factor number / size, on a device where checks are noted, so that it is read later.
 
     Attributes:
-        number: it.
-        size: at least 0.
-        factor: what the ratio is multiplied with. Default: 1.0.
+        number: the numerator.
+        size: the denominator, at least 0.
+        factor: a factor. Default: 1.0.
     """
 
     number: Tensor
@@ -193,7 +190,7 @@ class Ratio(NamedTuple):
     factor: float = 1.0
 
     def at_most(self, limit: float) -> bool:
-        """Taken to hold; NaN is larger than any."""
+        """Note the check that the ratio is at most a limit, and return True."""
         noted = _noted.get()
         assert noted is not None
         noted.append(_Noted(self.number.detach(), limit / self.factor, self.size.detach()))
@@ -201,15 +198,15 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Whether anything but 0 may be in a tensor: of one on a device, which is not read, it may."""
+    """Whether a tensor may hold anything but 0: True on a device, which is not read."""
     return x.device.type != "cpu" or bool(x.any())
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, or that is taken to hold.
+    """Whether no entry is NaN or infinite, or that is noted.
 
-    On a processor the least and the greatest entry tell, which takes a tenth of the time of asking
-    them all.
+    On a processor the least and the greatest entry are checked, which takes a tenth of the time of
+    checking them all.
     """
     if are_noted(x):
         return finite_together([x]) if x.numel() > _SMALL else _finite_later(x)
@@ -218,6 +215,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def _finite_later(x: Tensor) -> bool:
+    """Note the check that a small tensor is finite, and return True."""
     noted = _noted.get()
     assert noted is not None
     noted.append(x.detach())
@@ -225,10 +223,10 @@ def _finite_later(x: Tensor) -> bool:
 
 
 def finite_together(tensors: Iterable[Tensor]) -> bool:
-    """Whether no entry of several tensors of one device is NaN or infinite, or is taken to be.
+    """Whether no entry of several tensors of one device is NaN or infinite, or that is noted.
 
     Args:
-        tensors: them; integers are passed over.
+        tensors: the tensors; integers are skipped.
     """
     chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
     return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))
@@ -252,7 +250,7 @@ def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _all_hold(noted: list[_Noted | Tensor]) -> bool:
-    """Whether no number exceeds its limit, and all is finite; each device is waited for once."""
+    """Read all noted checks, waiting for each device once, and return whether they hold."""
     together: list[_Noted] = []
     small: dict[torch.device, list[Tensor]] = {}
     for each in noted:

@@ -4,10 +4,10 @@
 
 Each step multiplies the state by diag(decay) - f e^T.  A product of T such matrices is a diagonal
 one less a sum of T outer products (the WY representation), whose factors solve one triangular
-system.  E being the products of decays between tokens, and E' those of the tokens before, what a
-chunk finds is u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v), and what it
-writes k v - f u.  Where f is k that is k w with the corrected values w = v - u, for which the same
-system gives w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
+system.  E being the products of decays between tokens, and E' those of the tokens before, a chunk
+reads u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v) by e, and writes k v - f u.
+If f is k, it writes k w with the *corrected values* w = v - u, for which the same system gives
+w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
 
 :takes: q, k, e and f (B, H, C, T, N) and the decays' logarithms (B, H, C, T, 1 or N) of C chunks of
     T tokens; values (B, H, C, T, P).
@@ -38,21 +38,21 @@ from .within_chunk import Decays, decayed
 
 
 class Keys(NamedTuple):
-    """What values go by that are written along other keys than is erased.
+    """Products of the keys k along which values are written, where f is not k.
 
     Attributes:
-        asked: less what the tokens find of each other's values, (B, H, C, T, T).
-        read: (B, H, C, T, T).
-        after: (B, H, C, T, N).
+        erased: minus the products with e, that is, what each token erases (B, H, C, T, T).
+        read: the products with q (B, H, C, T, T).
+        after: the keys with all decays until the chunk's end, but for ``until`` (B, H, C, T, N).
     """
 
-    asked: Tensor
+    erased: Tensor
     read: Tensor
     after: Tensor
 
 
 class Corrected(NamedTuple):
-    """Chunks by way of the corrected values w.
+    """Chunks of a delta rule, by corrected values w.
 
     With S the state before a chunk and S' the one after,
 
@@ -60,20 +60,20 @@ class Corrected(NamedTuple):
 
     and where values are written along keys of their own,
 
-        w = solved (own.asked v - e_before S),
+        w = solved (own.erased v - e_before S),
         y = q_before S + read w + own.read v,   S' = total S + f_after^T w + own.after^T v
 
     Attributes:
-        solved: (B, H, C, T, T).
-        read: (B, H, C, T, T).
-        q_before: (B, H, C, T, N).
-        e_before: (B, H, C, T, N).
-        f_after: (B, H, C, T, N).
-        since: factors (B, H, C, T, 1) on q_before; None for no factors.
-        ahead: factors (B, H, C, T, 1) on e_before; None for no factors.
-        until: factors (B, H, C, T, 1) on f_after and own.after; None for no factors.
-        total: (B, H, C, N or 1, 1).
-        own: of values that are written along keys of their own; None for those along f.
+        solved: inverse of the triangular system (B, H, C, T, T).
+        read: products of q and f within the chunk (B, H, C, T, T).
+        q_before: q, as it reads the state before the chunk (B, H, C, T, N).
+        e_before: e, as it reads the state before the chunk (B, H, C, T, N).
+        f_after: f, as it is written to the state after the chunk (B, H, C, T, N).
+        since: decays (B, H, C, T, 1), factors on q_before; None for no factors.
+        before: decays (B, H, C, T, 1), factors on e_before; None for no factors.
+        until: decays (B, H, C, T, 1), factors on f_after and own.after; None for no factors.
+        total: decays of whole chunks (B, H, C, N or 1, 1).
+        own: keys of the values, where these are not written along f; None where they are.
     """
 
     solved: Tensor
@@ -82,47 +82,47 @@ class Corrected(NamedTuple):
     e_before: Tensor
     f_after: Tensor
     since: Tensor | None
-    ahead: Tensor | None
+    before: Tensor | None
     until: Tensor | None
     total: Tensor
     own: Keys | None
 
     def chunk(self, tokens: slice) -> Chunk:
-        """The same as matrices."""
+        """The chunks as matrices."""
         q_before, e_before, f_after = (
             x if factors is None else x * factors
             for x, factors in (
                 (self.q_before, self.since),
-                (self.e_before, self.ahead),
+                (self.e_before, self.before),
                 (self.f_after, self.until),
             )
         )
-        inner, writes = self.read @ self.solved, self.solved.mT @ f_after
-        reads = q_before - inner @ e_before
+        within, writes = self.read @ self.solved, self.solved.mT @ f_after
+        reads = q_before - within @ e_before
         carry = (writes.mT @ e_before).neg_()
         carry.diagonal(dim1=-2, dim2=-1).add_(self.total.squeeze(-1))
         if self.own is not None:
-            asked, read, after = self.own
-            inner = read + inner @ asked
-            writes = (after if self.until is None else after * self.until) + asked.mT @ writes
-        return Chunk(tokens, inner, reads, writes, carry)
+            erased, read, after = self.own
+            within = read + within @ erased
+            writes = (after if self.until is None else after * self.until) + erased.mT @ writes
+        return Chunk(tokens, within, reads, writes, carry)
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, H, C, T, P) and the state before them (B H, N, P) to y and the state after."""
-        w, before = torch.empty_like(v, memory_format=torch.contiguous_format), []
-        given = v if self.own is None else matmul(self.own.asked, v)
-        given_of, w_of = map(_by_chunk, (given, w))
-        solved, e_before, f_after, ahead, until, total = self._by_chunk()
+        """Map values (B, H, C, T, P), given the state (B H, N, P); return y and the state after."""
+        w, states_before = torch.empty_like(v, memory_format=torch.contiguous_format), []
+        known = v if self.own is None else matmul(self.own.erased, v)
+        known_of, w_of = map(_by_chunk, (known, w))
+        solved, e_before, f_after, before, until, total = self._by_chunk()
         written_of = _by_chunk(self._written_by_themselves(v))
         for c in range(v.shape[2]):
-            before.append(state)
-            missing = given_of[c] - _faded(matmul(e_before[c], state), ahead, c)
+            states_before.append(state)
+            missing = known_of[c] - _faded(matmul(e_before[c], state), before, c)
             w_here = w_of[c].copy_(matmul(solved[c], missing))
             written = matmul(f_after[c].mT, _faded(w_here, until, c))
             if written_of:
                 written.add_(written_of[c])
             state = torch.addcmul(written, total[c], state)
-        states = torch.stack(before, 1).view(*v.shape[:3], -1, v.shape[-1])
+        states = torch.stack(states_before, 1).view(*v.shape[:3], -1, v.shape[-1])
         read = matmul(self.q_before, states)
         read = read if self.since is None else read.mul_(self.since)
         if self.own is not None:
@@ -130,37 +130,40 @@ class Corrected(NamedTuple):
         return read.add_(matmul(self.read, w)), state
 
     def adjoint(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The adjoint of :meth:`forward`, from the last chunk to the first."""
-        asked = matmul(self.read.mT, u)
-        w = torch.empty_like(asked, memory_format=torch.contiguous_format)
+        """The adjoint of :meth:`forward`, from the last chunk to the first.
+
+        Here ``w`` is the gradient of the right side of the system that forward solves.
+        """
+        of_w = matmul(self.read.mT, u)
+        w = torch.empty_like(of_w, memory_format=torch.contiguous_format)
         gained = matmul(self.q_before.mT, u if self.since is None else self.since * u)
-        asked_of, gained_of, w_of = map(_by_chunk, (asked, gained, w))
-        solved, e_before, f_after, ahead, until, total = self._by_chunk()
-        after = []
+        of_w_of, gained_of, w_of = map(_by_chunk, (of_w, gained, w))
+        solved, e_before, f_after, before, until, total = self._by_chunk()
+        states_after = []
         for c in reversed(range(u.shape[2])):
-            after.append(state)
-            asked_here = asked_of[c].add_(_faded(matmul(f_after[c], state), until, c))
-            w_here = w_of[c].copy_(matmul(solved[c].mT, asked_here))
+            states_after.append(state)
+            of_w_here = of_w_of[c].add_(_faded(matmul(f_after[c], state), until, c))
+            w_here = w_of[c].copy_(matmul(solved[c].mT, of_w_here))
             kept = torch.addcmul(gained_of[c], total[c], state)
-            state = kept.sub_(matmul(e_before[c].mT, _faded(w_here, ahead, c)))
+            state = kept.sub_(matmul(e_before[c].mT, _faded(w_here, before, c)))
         if self.own is None:
             return w, state
-        states = torch.stack(after[::-1], 1).view(*u.shape[:3], -1, u.shape[-1])
-        later = matmul(self.own.after, states)
-        later = later if self.until is None else later.mul_(self.until)
-        later.add_(matmul(self.own.read.mT, u)).add_(matmul(self.own.asked.mT, w))
-        return later, state
+        states = torch.stack(states_after[::-1], 1).view(*u.shape[:3], -1, u.shape[-1])
+        out = matmul(self.own.after, states)
+        out = out if self.until is None else out.mul_(self.until)
+        out.add_(matmul(self.own.read.mT, u)).add_(matmul(self.own.erased.mT, w))
+        return out, state
 
     def _written_by_themselves(self, v: Tensor) -> Tensor | None:
-        """What values leave in the state after their chunk by keys of their own."""
+        """The sum that values add to the state by keys of their own, for each chunk, or None."""
         if self.own is None:
             return None
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)
 
     def _by_chunk(self) -> Iterator[Sequence[Tensor]]:
-        """What the steps from chunk to chunk need."""
+        """The factors of the steps from chunk to chunk, each as a sequence over chunks."""
         solved, e_before, f_after = self.solved, self.e_before, self.f_after
-        return map(_by_chunk, (solved, e_before, f_after, self.ahead, self.until, self.total))
+        return map(_by_chunk, (solved, e_before, f_after, self.before, self.until, self.total))
 
 
 def corrected(
@@ -171,26 +174,26 @@ def corrected(
     log_decay: Tensor | None,
     late: bool = False,
 ) -> Corrected:
-    """The chunks of a delta rule.
+    """Set up the chunks of a delta rule, and solve their triangular systems.
 
     Args:
         query: q (B, H, C, T, N).
         key: k, along which values are written, with their steps (B, H, C, T, N).
-        erase: e, by which states are asked before their decay (B, H, C, T, N); or after it.
-        taken: f, along which what is found is taken away (B, H, C, T, N); None for the key.
+        erase: e (B, H, C, T, N), without the decay if ``late``.
+        taken: f (B, H, C, T, N); None for the key.
         log_decay: logarithms of the decays, per head (B, H, C, T, 1) or per key channel
             (B, H, C, T, N); None for no decay.
-        late: whether states are asked after their decay, e being the decay times what they are
-            asked by. Default: False.
+        late: whether ``erase`` reads states after their decay, so that e is it times the decay.
+            Default: False.
     """
-    since = ahead = until = None
+    since = before = until = None
     columns = [key] if taken is None else [taken, key]
     if log_decay is None:
         both = [((query @ x.mT).tril_(), (erase @ x.mT).tril_(-1), x) for x in columns]
         q_before, e_before = query, erase
         total = key.new_ones(1, 1, 1, 1, 1).expand(*key.shape[:3], 1, 1)
     elif log_decay.shape[-1] > 1:
-        # what is asked before a token's decay is what the token before would read by that key
+        # e reads the state before a token's decay as a query of the token before would
         rows, both = [query, erase if late else F.pad(erase, (0, 0, -1, 1))], []
         for x in columns:
             (read, gram), (q_before, e_before), after, total = decayed(log_decay, rows, x)
@@ -200,26 +203,26 @@ def corrected(
         total = total.mT
     else:
         decay = Decays(exponential(log_decay.squeeze(-1)))
-        before = decay.between if late else _next_row(decay.between)
+        between = decay.between if late else _next_row(decay.between)
         both = [
-            ((query @ x.mT).tril_().mul_(decay.between), (erase @ x.mT).tril_(-1).mul_(before), x)
+            ((query @ x.mT).tril_().mul_(decay.between), (erase @ x.mT).tril_(-1).mul_(between), x)
             for x in columns
         ]
         q_before, e_before = query, erase
         since, until, total = decay.since, decay.until, decay.total
-        ahead = since if late else torch.cat([torch.ones_like(total), since[..., :-1, :]], -2)
+        before = since if late else torch.cat([torch.ones_like(total), since[..., :-1, :]], -2)
     read, gram, after = both[0]
     own = None
     if taken is not None:
-        own_read, asked, own_after = both[1]
-        own = Keys(asked.tril(-1).neg_(), own_read, own_after)
+        own_read, erased, own_after = both[1]
+        own = Keys(erased.tril(-1).neg_(), own_read, own_after)
     # w[i] depends on the w before it: a triangular system, of ones on the diagonal
     solved = unit_lower_inverse(gram)
-    return Corrected(solved, read, q_before, e_before, after, since, ahead, until, total, own)
+    return Corrected(solved, read, q_before, e_before, after, since, before, until, total, own)
 
 
 def _next_row(x: Tensor) -> Tensor:
-    """Each row of matrices in the place of the next, the first being zero."""
+    """Move each row of matrices to the next; the first becomes zero."""
     return F.pad(x, (0, 0, 1, -1))
 
 
@@ -250,12 +253,12 @@ class CorrectedSteps:
 
 
 def _by_chunk(x: Tensor | None) -> Sequence[Tensor]:
-    """The chunks of (B, H, C, ...), (B H, ...) each: views, all at once; none of no tensor."""
+    """Views (B H, ...) of the chunks of a tensor (B, H, C, ...); empty for None."""
     return () if x is None else x.flatten(0, 1).unbind(1)
 
 
 def _faded(x: Tensor, factors: Sequence[Tensor], c: int) -> Tensor:
-    """Values (B H, T, P) of one chunk with their factor, if there are any."""
+    """Multiply values (B H, T, P) of chunk ``c`` by its factor, if there are any."""
     return x * factors[c] if factors else x
 
 
@@ -264,9 +267,9 @@ _ROWS = 8
 
 
 def unit_lower_inverse(x: Tensor) -> Tensor:
-    """The inverses of matrices (..., T, T) of ones on the diagonal and zeros above it.
+    """Invert matrices (..., T, T) of ones on the diagonal and zeros above it, by halves.
 
-    What ``x`` holds there is not read.
+    The entries of ``x`` there are not read.
     """
     half, odd = divmod(x.shape[-1], 2)
     if odd or half * 2 <= _ROWS:

@@ -25,7 +25,7 @@ from .arithmetic import full_precision
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a GPU multiplies a weight as it is, by a product that torch has since version 2.8."""
+    """Whether a GPU multiplies ``x`` by a weight in bfloat16, which torch can since version 2.8."""
     is_half = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
     is_there = x.is_cuda and weight.device == x.device and torch.version.hip is None
     return is_half and is_there and x.dtype == torch.float32 and hasattr(torch.ops.aten.mm, "dtype")
@@ -33,7 +33,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
 
 @wrap_torch_function(lambda x, weight, bias=None: (x, weight, bias))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """W x + bias, which modes of torch see as they see torch's own ``linear``.
+    """W x + bias; torch's function modes see the call as they see torch's own ``linear``.
 
     Args:
         x: (..., K).

@@ -40,11 +40,11 @@ class Decays:
     """Products of the decays of runs of T tokens.
 
     Attributes:
-        between: those after j up to i in row i and column j, (..., T, T); any numbers of at most 1
-            where j comes after i.  Rows share memory: not to be written to.
-        since: those from the first token to each, inclusive, (..., T, 1).
-        until: those after each token, (..., T, 1).
-        total: all of them, (..., 1, 1).
+        between: in row i and column j the product of decays j+1..i, (..., T, T); any numbers of at
+            most 1 where j comes after i.  Rows share memory: not to be written to.
+        since: from the first token to each, inclusive, (..., T, 1).
+        until: after each token, (..., T, 1).
+        total: of all tokens, (..., 1, 1).
 
     Args:
         decay: the decays (..., T), at most 1.
@@ -58,9 +58,9 @@ class Decays:
 
 
 def _between(decay: Tensor) -> Tensor:
-    """Products of the decays (..., T) after j up to i, as :class:`Decays` has them.
+    """:attr:`Decays.between` of decays (..., T).
 
-    Those of twice as many factors are products of two that are known, so that few steps do.
+    A product of twice as many factors is one of two known products, so that few steps suffice.
     """
     tokens = decay.shape[-1]
     last = tokens - 1
@@ -90,7 +90,7 @@ _LEAF = 8
 
 
 class Decayed(NamedTuple):
-    """What a run of T tokens makes of its row and column factors; (..., T, K) if not said.
+    """Row and column factors of runs of T tokens with their decays; (..., T, K) if not said.
 
     Attributes:
         grams: M for each kind of row factors, (..., T, T).
@@ -106,7 +106,7 @@ class Decayed(NamedTuple):
 
 
 def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """Products of row and column factors with the decays between their tokens.
+    """Multiply row and column factors, with the decays between their tokens.
 
     Args:
         log_decay: logarithms of the decays, at most 0: one per head (..., T, 1), or per head and
@@ -148,10 +148,10 @@ def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Dec
         second = u.view(-1, 2, span * kinds, width)[:, 1]  # (pairs, span R, K)
         tiles = _tiles(out, span, row=span, step=2 * span)
         tiles.copy_((second @ first.mT).view(tiles.shape))
-        ahead, behind = total.view(-1, 2, 1, width).unbind(1)
-        second *= ahead
-        first *= behind
-        total, span = ahead * behind, 2 * span
+        of_first, of_second = total.view(-1, 2, 1, width).unbind(1)
+        second *= of_first
+        first *= of_second
+        total, span = of_first * of_second, 2 * span
 
     def of_runs(x: Tensor) -> Tensor:
         return torch.unflatten(x[:, :tokens], 0, lead)
@@ -165,7 +165,7 @@ def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Dec
 
 
 def _in_leaves(x: Tensor, leaf: int, padded: int, value: float = 0.0) -> Tensor:
-    """(..., T, K) as a copy (leaves, leaf, K), filled up with ``value``."""
+    """Copy (..., T, K) to (leaves, leaf, K), padded with ``value``."""
     x = F.pad(x, (0, 0, 0, padded - x.shape[-2]), value=value)
     return x.reshape(-1, leaf, x.shape[-1])
 
@@ -197,7 +197,7 @@ def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
 
 
 def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
-    """Tiles of matrices (runs, T, R, T): every ``step`` tokens one, ``row`` below the diagonal.
+    """View tiles of matrices (runs, T, R, T): one each ``step`` tokens, ``row`` below the diagonal.
 
     Returns:
         A view (runs, tiles, side, R, side).

@@ -1,7 +1,7 @@
-"""What the cache of softmax attention holds of each token: its value, for as long as it is read.
+"""The cache of softmax attention as a memory: it holds a token's value as long as it is read.
 
-A recurrence adds what tokens write; attention keeps every token in a place of its own.  Nothing
-fades, and nothing is erased but what a window leaves behind.
+A recurrence adds up what tokens write; attention keeps every token in a place of its own.  Nothing
+fades, and nothing is erased but tokens that a window has passed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from ..heads import DenseHeads
 
-#: Rows that are looked at together.
+#: Rows that are checked together.
 _ROWS = 256
 
 
 class Cache(NamedTuple):
-    """Causal attention and the values that it is given.
+    """Causal attention and its values.
 
-    What it holds after a token is what that token or a later one reads: all tokens so far but
-    padding, and those that a window has left behind.
+    After a token it holds the tokens that this one or a later one reads: all tokens so far but
+    padding, and those that a window has passed.
 
     Attributes:
         value: of each token (B, L, H, P).
         matrices: how much each token reads of each, by head (B, H, L, L).
-        weight: what becomes of a head's values behind the mixer (H, P, E); None where they are
-            counted as they are.
+        weight: output projection of each head (H, P, E), behind which sizes are measured; None to
+            measure the values themselves.
     """
 
     value: Tensor
@@ -41,7 +41,7 @@ class Cache(NamedTuple):
         return 1
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """What is kept after tokens were read: values in places of their own, (B, T, H, L, P)."""
+        """The values held after each of T tokens, zeros for others, (B, T, H, L, P)."""
         value = self.value.transpose(1, 2)
         return torch.stack([self._held(token)[..., None] * value for token in tokens], 1)
 
@@ -50,14 +50,17 @@ class Cache(NamedTuple):
         return self._held(token) * self._sizes()
 
     def erased(self, source: int, token: int) -> Tensor:
-        """What is gone of a source: all of it, at the first token from which on nobody reads it."""
-        left = 1 + self._last_reader(source)  # (B, H)
-        at = torch.arange(self.value.shape[1], device=left.device)
-        gone = (at == left[..., None]) & (at <= token) & (left > source)[..., None]
+        """How much of a source each token up to ``token`` erased, by head (B, H, L).
+
+        All of it goes at the first token from which on no token reads it.
+        """
+        end = 1 + self._last_reader(source)  # (B, H)
+        at = torch.arange(self.value.shape[1], device=end.device)
+        gone = (at == end[..., None]) & (at <= token) & (end > source)[..., None]
         return gone * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """How much would be held of a source, had each token left it there, by head (B, H, L)."""
+        """How much of a source would be held, had each token not erased it, by head (B, H, L)."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
@@ -66,7 +69,7 @@ class Cache(NamedTuple):
         return self.value.new_full((batch, heads, 1), torch.inf)
 
     def _sizes(self) -> Tensor:
-        """(B, H, L), some of the model's width at a time."""
+        """The norm of each token's value, by head (B, H, L)."""
         if self.weight is None:
             sizes: Tensor = self.value.norm(dim=-1)
             return sizes.transpose(1, 2)
@@ -74,7 +77,7 @@ class Cache(NamedTuple):
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 
     def _held(self, token: int) -> Tensor:
-        """1 for what a token or a later one reads of those up to it, (B, H, L)."""
+        """1 for the tokens up to ``token`` that it or a later one reads, else 0, (B, H, L)."""
         read = self.matrices[:, :, token:].amax(-2) > 0
         read[..., token + 1 :] = False
         return read.to(self.value)
@@ -88,5 +91,5 @@ class Cache(NamedTuple):
 
 def is_causal(attention: DenseHeads) -> bool:
     """Whether no token reads a later one, so that there is a cache."""
-    strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # beside a matrix, no second one
+    strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
     return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))

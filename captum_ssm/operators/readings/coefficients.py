@@ -1,9 +1,9 @@
-"""Operators as functions of their coefficients: what those do, and how the outputs follow them.
+"""Operators as functions of their coefficients: roles, and gradients.
 
 An operator is linear in its values, and its coefficients are frozen.  In the network they follow
 from the input, each in a role: what a token asks for (query), what it is matched by (key), how far
-a state moves on at it (step), how much of it is let through (gate).  Beside these stands what is
-moved, the values (content).
+a state moves on at it (step), how much of it is let through (gate).  The values that are moved are
+the content.  A coefficient is *live* if it came with its autograd graph.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
-#: Coefficients of parts, or their gradients, by name.
+#: New coefficients of parts, and gradients of coefficients, by name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
-#: From the gradient of outputs to that of values; gradients of coefficients are added to the second
+#: Maps the gradient of outputs to that of values, and adds those of coefficients to its second
 #: argument.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """The coefficients that came with their graph, by who holds them and the name there.
+    """The live coefficients of an operator, by the part that holds them and the name there.
 
     Example:
         >>> import torch
@@ -47,12 +47,12 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
 
 
 def _holders(operator: Operator) -> Iterator[Operator]:
-    """The parts that hold coefficients of their own: leaves, and sums that are more than that."""
+    """Yield the parts that hold coefficients: leaves, and composites with roles, such as WKV."""
     if isinstance(operator, Composite) and not operator.roles:
         for part in operator.parts:
             yield from _holders(part)
     elif isinstance(operator, Windowed):
-        yield from _holders(operator.inner)
+        yield from _holders(operator.within)
     else:
         yield operator
 
@@ -60,12 +60,12 @@ def _holders(operator: Operator) -> Iterator[Operator]:
 def follow_mask(
     operator: Operator, mask: Tensor | None, found: dict[Operator, Tensor | None]
 ) -> Tensor | None:
-    """Which tokens are real, in the order in which the operator returns them.
+    """The mask of real tokens (B, L) at the operator's output; None if all are real.
 
     Args:
         operator: chains and sums of any depth.
-        mask: True for real tokens (B, L) in the order in which it is given them; None if all are.
-        found: takes up the masks of parts.
+        mask: the mask at its input; None if all are real.
+        found: filled with the mask at the input of every part.
     """
     found[operator] = mask
     if isinstance(operator, Chain):
@@ -73,12 +73,12 @@ def follow_mask(
             mask = follow_mask(part, mask, found)
         return mask
     if isinstance(operator, Sum | DirectSum):
-        after = mask
+        outgoing = mask
         for part in operator.parts:  # each returns the tokens in the same order
-            after = follow_mask(part, mask, found)
-        return after
+            outgoing = follow_mask(part, mask, found)
+        return outgoing
     if isinstance(operator, Windowed):
-        follow_mask(operator.inner, operator.windows.mask(mask, operator.shape.batch), found)
+        follow_mask(operator.within, operator.windows.mask(mask, operator.shape.batch), found)
         return mask
     if isinstance(operator, Permute) and mask is not None:
         return mask.index_select(1, operator.order)
@@ -86,21 +86,21 @@ def follow_mask(
 
 
 def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tuple[Tensor, Back]:
-    """What becomes of a stack of values, and how the gradient of that goes back.
+    """Map S stacked values; return the output and its pullback (vector-Jacobian product).
 
     Args:
         operator: chains and sums of any depth.
-        values: what it acts on, (S, B, L, H, P).
-        moved: coefficients (S, B, ...) of parts in place of their own ones, for each of the stack.
+        values: the input (S, B, L, H, P).
+        moved: coefficients (S, B, ...) that replace the parts' own ones.
         offset: factors (S, 1, 1, 1, 1) on the constants that operators add inside.
 
     Returns:
-        What becomes of the values, and a function: given its gradient, it returns that of the
-        values, and adds to its second argument those of live coefficients, summed over the stack.
+        The output (S, B, L, H, P), and a function: it returns the gradient of the values, and adds
+        those of live coefficients, summed over the stack, to its second argument.
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))
-        return _with_constant(operator, out, offset), partial(_noted, operator, back)
+        return _with_constant(operator, out, offset), partial(_pulled, operator, back)
     if isinstance(operator, Chain):
         backs = []
         for part in operator.parts[::-1]:
@@ -126,19 +126,20 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         return torch.cat(outs, -2), side_by_side
     if isinstance(operator, Windowed):
         windows, cut = operator.windows, operator.entering(values, offset)
-        out, inside = vjp(operator.inner, cut, moved, offset)
+        out, back_within = vjp(operator.within, cut, moved, offset)
         return windows.merge(out), lambda gradient, found: windows.merge(
-            inside(windows.cut(gradient), found)
+            back_within(windows.cut(gradient), found)
         )
     out = _with_constant(operator, operator.apply(values), offset)
     return out, lambda gradient, _: operator.transpose(gradient)
 
 
-def _noted(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
+def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
+    """Return the gradient of the values, and add those of coefficients to ``found``."""
     of_values, of_coefficients = back(gradient)
-    mine = found.setdefault(operator, {})
+    total = found.setdefault(operator, {})
     for name, x in of_coefficients.items():
-        mine[name] = mine[name] + x if name in mine else x
+        total[name] = total[name] + x if name in total else x
     return of_values
 
 

@@ -1,15 +1,15 @@
 """All rows of selective scans, channel by channel, in tiles of a few columns.
 
-What a source token wrote is one state per channel, and a row behind it reads that state through
-its decay alone, so that a tile far from the diagonal is a product of two thin factors:
+A source token writes one state per channel, and a later row reads that state through its decay
+alone, so that a tile far from the diagonal is a product of two thin factors:
 
     alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
 
-for any token p between j and i (hidden-attention paper, eq. 14).  Around the diagonal the states
-are made, token by token.  No exponent is positive.
+for any token p between j and i, the *pivot* (hidden-attention paper, eq. 14).  Rows *near* the
+sources, which some of them still send to, are made another way.  No exponent is positive.
 
-A scan that runs backwards is one of the tokens in reverse order; where another runs forwards, they
-have nothing but the sources' own rows in common.
+A scan that runs backwards is one of the tokens in reverse order.  With one that runs forwards it
+has only the sources' own rows in common.  Shapes: S sources, T tokens from the first source on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _TOKENS_LAUNCHED = 64
 
 
 class ScanTile(NamedTuple):
-    """Some rows from a range of sources.
+    """Some rows and columns of the matrices of all channels.
 
     Attributes:
-        rows: which of the positions asked for.
-        sources: which tokens.
-        entries: what reaches the rows from each source, (B, rows, sources, H).
+        rows: which of the positions.
+        sources: which tokens are the columns.
+        entries: (B, rows, sources, H).
     """
 
     rows: slice
@@ -48,23 +48,23 @@ class ScanTile(NamedTuple):
 
 
 class ScanRows:
-    """Rows of front (scan + skip) applied to what each source token sends.
+    """Rows of outer (scan + skip) shares, channel by channel.
 
     Args:
         scan: the scan, whose B and C are common to all heads.
-        shares: what source t - k sends to token t, (B, L, H) by lag k, none of them negative.
-        front: factors behind the scan, (B, L, H).
-        skip: factors beside the scan, (B, L, H), broadcastable.
+        shares: share of source t - k in the scan's input at token t, (B, L, H) by lag k >= 0.
+        outer: factors that act after the scan, (B, L, H).
+        skip: factors added to the scan, (B, L, H), broadcastable.
     """
 
     def __init__(
-        self, scan: SelectiveScan, shares: Mapping[int, Tensor], front: Tensor, skip: Tensor
+        self, scan: SelectiveScan, shares: Mapping[int, Tensor], outer: Tensor, skip: Tensor
     ) -> None:
         self._scan = scan
         self._shares = shares
-        self._front = front
-        self._skip = skip.expand(front.shape)
-        # differences of it are taken, which cancel in float32
+        self._outer = outer
+        self._skip = skip.expand(outer.shape)
+        # in float64: differences of these sums would cancel in float32
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         batch, _, heads, _ = self.shape = scan.shape
@@ -73,40 +73,44 @@ class ScanRows:
         self.width = at_a_time(_SOURCES, scan.device, launched)
         self._outputs: Tensor | None = None
         if scan.device.type == "cpu":
-            self._outputs = front.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
+            self._outputs = outer.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Where the coefficients are."""
         return self._scan.device
 
     def sent(self, sources: slice) -> Sent:
-        """What some tokens send to those behind them; valid until this is asked for again."""
+        """The columns of some sources; valid until the next call."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         if self._outputs is None:
-            near, states = self._near(sources, end), self._left(sources, end)
+            near, states = self._near_by_matrix(sources, end), self._states_by_decay(sources, end)
         else:
-            states = self._made(sources, end, self._outputs)
+            states = self._run(sources, end, self._outputs)
             near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
         return Sent(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
-        """What rows after ``pivot`` read of the states (B, H, N, S) there, (B, rows, S, H)."""
+        """Entries (B, rows, S, H) of rows after ``pivot``, given the states (B, H, N, S) there."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
         factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
         factors *= scan.c[:, None, rows]
-        factors *= self._front[:, rows].transpose(1, 2)[..., None]
+        factors *= self._outer[:, rows].transpose(1, 2)[..., None]
         entries = factors @ states  # (B, H, rows, S)
         return entries.permute(0, 2, 3, 1)
 
-    def _made(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
-        """The states (B, H, N, S) left before ``end``; what is read until then to ``outputs``."""
+    def _run(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
+        """Run the scan on each source alone, token by token up to ``end``.
+
+        Returns:
+            The states after the last token (B, H, N, S); ``outputs`` (B, T, S, H) is written to.
+        """
         scan, start = self._scan, sources.start
         batch, _, heads, _ = scan.shape
         width = sources.stop - start
-        states = self._front.new_zeros(batch, width, scan.a.shape[-1], heads)
+        states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
         rates = BINARY * scan.a.T[None]  # (1, N, H)
         for t in range(start, end):
             count = min(t - start + 1, width)  # sources that have sent something
@@ -119,31 +123,31 @@ class ScanRows:
                     begun[:, source] += scan.b[:, t, :, None] * (scan.dt[:, t] * sent)[:, None]
                     out[:, source] += self._skip[:, t] * sent
             out[:, :count] += (scan.c[:, t, None, None] @ begun).squeeze(2)
-            out *= self._front[:, t, None]
+            out *= self._outer[:, t, None]
         return states.permute(0, 3, 2, 1).contiguous()
 
-    # The same two where a launch for each token would cost more than all its arithmetic.
+    # Outputs and states of _run, where a launch for each token would cost more than its arithmetic.
 
-    def _near(self, sources: slice, end: int) -> Tensor:
-        """What is read until ``end``, (B, T, S, H), by the matrices of these tokens alone."""
+    def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
+        """Outputs (B, T, S, H) up to ``end``: outer (scan + skip) shares of these T tokens."""
         some, tokens = slice(sources.start, end), end - sources.start
-        front, skip = self._front[:, some], self._skip[:, some]
+        outer, skip = self._outer[:, some], self._skip[:, some]
         shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
         width = sources.stop - sources.start
         if not shares:
-            return front.new_zeros(*front.shape[:2], width, front.shape[2])
+            return outer.new_zeros(*outer.shape[:2], width, outer.shape[2])
         band = {lag: share[..., None] for lag, share in shares.items()}
-        read = self._scan.cut(some).heads_of_product(front[..., None], band)  # (B, H, T, T)
+        matrix = self._scan.cut(some).heads_of_product(outer[..., None], band)  # (B, H, T, T)
         for lag, share in shares.items():
-            beside = (front * skip * share)[:, lag:].transpose(1, 2)
-            read.diagonal(-lag, 2, 3).add_(beside)
-        return read[..., :width].permute(0, 2, 3, 1)
+            skipped = (outer * skip * share)[:, lag:].transpose(1, 2)
+            matrix.diagonal(-lag, 2, 3).add_(skipped)
+        return matrix[..., :width].permute(0, 2, 3, 1)
 
-    def _left(self, sources: slice, end: int) -> Tensor:
-        """The states (B, H, N, S) left before ``end``, each by its decay since it was written."""
+    def _states_by_decay(self, sources: slice, end: int) -> Tensor:
+        """States (B, H, N, S) after ``end - 1``, each from its decay since it was written."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
-        states = self._front.new_zeros(batch, width, scan.a.shape[-1], heads)
+        states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
         rates = BINARY * scan.a.T
         for lag, share in self._shares.items():
             at = slice(sources.start + lag, min(sources.stop + lag, end))
@@ -157,14 +161,14 @@ class ScanRows:
 
 
 class Sent(NamedTuple):
-    """What S sources send to the tokens from the first of them on.
+    """The columns of S sources, from the first of them on: near rows, and states for later ones.
 
     Attributes:
-        rows: whose they are.
+        rows: the rows they belong to.
         start: the first source.
-        end: where the last of them has sent all it sends.
-        near: what the tokens until then take of it, (B, T, S, H).
-        states: what is left for all others, (B, H, N, S).
+        end: the first token that no source sends to directly.
+        near: entries of the tokens start .. end - 1, (B, T, S, H).
+        states: the states after the last of these, (B, H, N, S).
     """
 
     rows: ScanRows
@@ -174,47 +178,47 @@ class Sent(NamedTuple):
     states: Tensor
 
     def to(self, tokens: Tensor) -> Tensor:
-        """What tokens take of it (B, T, S, H), all of them before ``end``, or none."""
+        """Entries (B, rows, S, H) of rows ``tokens``, all of them before ``end`` or none."""
         if int(tokens.max()) < self.end:
             return self.near[:, tokens - self.start]
         return self.rows.read(self.states, self.end - 1, tokens)
 
 
 def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> Iterator[ScanTile]:
-    """The rows at some positions, tile by tile; zeros may be left out.
+    """Yield the rows at some positions, tile by tile; zeros may be left out.
 
     Args:
-        ahead: a scan.
-        back: another one, of the tokens in reverse order, to be added; None for none.
+        ahead: a scan from the first token to the last.
+        back: a second scan, of the tokens in reverse order, to be added; None for none.
         positions: of the rows, ascending.
     """
     batch, tokens, heads, _ = ahead.shape
-    asked = torch.as_tensor(positions)
+    rows = torch.as_tensor(positions)
     most, width = at_a_time(_TILE_ELEMENTS, ahead.device), ahead.width
     count = max(1, most // (batch * heads * width))
     for sources in parts(tokens, width, backwards=False):
-        first, behind = (int((asked < at).sum()) for at in (sources.start, sources.stop))
-        # of rows before the sources, far and near, of their own, and of those behind, near and far
-        edges, sent, returned = [first, behind], None, None
-        if first < len(asked):
+        first, later = (int((rows < at).sum()) for at in (sources.start, sources.stop))
+        # cuts between rows far before the sources, near before, their own, near after, far after
+        cuts, sent, returned = [first, later], None, None
+        if first < len(rows):
             sent = ahead.sent(sources)
-            edges += [max(behind, int((asked < sent.end).sum())), len(asked)]
-        if back is not None and behind > 0:
+            cuts += [max(later, int((rows < sent.end).sum())), len(rows)]
+        if back is not None and later > 0:
             returned = back.sent(slice(tokens - sources.stop, tokens - sources.start))
-            edges = [0, min(first, int((asked < tokens - returned.end).sum())), *edges]
-        tile = partial(_tile, asked, sources, sent, returned)
-        for start, stop in pairwise(edges):
+            cuts = [0, min(first, int((rows < tokens - returned.end).sum())), *cuts]
+        tile = partial(_tile, rows, sources, sent, returned)
+        for start, stop in pairwise(cuts):
             yield from as_memory_allows(range(start, stop), count, tile)
 
 
 def _tile(
-    asked: Tensor, sources: slice, sent: Sent | None, returned: Sent | None, some: range
+    positions: Tensor, sources: slice, sent: Sent | None, returned: Sent | None, some: range
 ) -> ScanTile:
-    """Some of the rows asked for, all on one side of the sources or their own."""
-    rows, until, found = asked[some.start : some.stop], sources.stop, []
+    """The tile of some of the rows, all between two of the cuts of :func:`tiles`."""
+    rows, until, found = positions[some.start : some.stop], sources.stop, []
     if sent is not None and rows[0] >= sources.start:
         found.append(sent.to(rows))
-        if returned is None:  # those behind the last of the rows send nothing to them
+        if returned is None:  # sources after the last of the rows send nothing to them
             until = min(until, int(rows[-1]) + 1)
     if returned is not None and rows[0] < sources.stop:
         found.append(returned.to(returned.rows.shape.tokens - 1 - rows).flip(2))

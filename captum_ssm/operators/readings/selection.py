@@ -7,9 +7,9 @@ with the step dt = softplus(S_Delta(x)).  The paper's simplification takes dt = 
 tokens with S_Delta <= 0 write nothing and let nothing fade.
 
 Operators keep dt alone, so S_Delta is found by inverting softplus.  A step that the model clamped
-to a limit (time_step_limit) counts as if softplus had returned the limit.  What stands around the
-scan and is no component goes into the factor on its side: the weight of a direction (Vision Mamba
-halves each) into the query, the padding mask into the key.
+to a limit (time_step_limit) counts as if softplus had returned the limit.  Structural factors are
+multiplied in: an outer one, such as the weight of a direction (Vision Mamba halves each), into the
+query; an inner one, such as the padding mask, into the key.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .states import Term
 
 
 class Factors(NamedTuple):
-    """What the matrix of a state is the product of; C channels, N states.
+    """Factors of the matrices of all states; C channels, N states.
 
     Attributes:
-        query: what token i reads, Q (B, L, C, N).
-        key: what token j writes, K (B, L, C, N).
-        history: what is left at token i of what token j wrote, H (B, C, N, L, L); 0 where j comes
-            after i in the direction of reading.
+        query: the weight with which token i reads a state, Q (B, L, C, N).
+        key: the weight with which token j writes to it, K (B, L, C, N).
+        history: the share of token j's writing that is left at token i, H (B, C, N, L, L); 0 where
+            j comes after i in the direction of reading.
     """
 
     query: Tensor
@@ -50,18 +50,18 @@ class Factors(NamedTuple):
         return rows[..., :, None] * self.history * columns[..., None, :]
 
     def to(self, device: torch.device) -> Factors:
-        """The same on another device."""
+        """Move the factors to another device."""
         return Factors(*(x.to(device) for x in self))
 
 
 def selection_factors(
     terms: Sequence[Term], channels: Sequence[int], simplified: bool
 ) -> Factors | None:
-    """The factors of some channels, the states of one term after those of another.
+    """The factors of some channels, term after term along the states.
 
     Args:
         terms: the terms of an operator.
-        channels: the channels wanted, counted through all heads.
+        channels: the channels, counted through all heads.
         simplified: whether relu takes the place of softplus.
 
     Returns:
@@ -81,7 +81,7 @@ def selection_factors(
 
 
 class _Selected(NamedTuple):
-    """dt (B, L, H), A (H, N) or (H, 1), B and C (B, L, N) or by group (B, L, G, N)."""
+    """A scan's dt (B, L, H), A (H, N) or (H, 1), B and C (B, L, N) or by group (B, L, G, N)."""
 
     step: Tensor
     rate: Tensor
@@ -90,7 +90,8 @@ class _Selected(NamedTuple):
 
 
 def _selected(term: Term) -> _Selected | None:
-    if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.front, *term.behind)):
+    """The parameters of a term's selective scan; None for other scans, and beside convolutions."""
+    if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan
     if isinstance(scan, SelectiveScan):
@@ -101,6 +102,7 @@ def _selected(term: Term) -> _Selected | None:
 
 
 def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplified: bool) -> Factors:
+    """The factors of one term, see :func:`selection_factors`."""
     per_head = term.scan.shape.per_head
     heads, within = [c // per_head for c in channels], [c % per_head for c in channels]
     step = selected.step[:, :, heads]  # (B, L, C)
@@ -114,15 +116,15 @@ def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplifie
     key = key * step[..., None]
     history = _history(step, selected.rate[heads]).expand(-1, -1, query.shape[-1], -1, -1)
 
-    front, behind = ([p.select(heads) for p in parts] for parts in (term.front, term.behind))
-    front.reverse()  # in the order of computation
-    for part in front:
+    outer, inner = ([p.select(heads) for p in parts] for parts in (term.outer, term.inner))
+    outer.reverse()  # from the scan outwards, as inner is
+    for part in outer:
         history = part.rows_of(history) if isinstance(part, Permute) else history
-    for part in behind:
+    for part in inner:
         history = part.columns_of(history) if isinstance(part, Permute) else history
     return Factors(
-        _carried(query, [(part, part.apply) for part in front], per_head, within),
-        _carried(key, [(part, part.transpose) for part in behind], per_head, within),
+        _carried(query, [(part, part.apply) for part in outer], per_head, within),
+        _carried(key, [(part, part.transpose) for part in inner], per_head, within),
         history,
     )
 
@@ -133,10 +135,14 @@ def _before_softplus(step: Tensor) -> Tensor:
 
 
 def _history(step: Tensor, rate: Tensor) -> Tensor:
-    """exp(A sum of dt over j+1..i) for j <= i, else 0: (B, L, C) and (C, N) to (B, C, N, L, L).
+    """exp(A sum of dt over j+1..i) for j <= i, else 0, (B, C, N, L, L).
 
     The sums are differences of cumulative sums, taken in float64 where they cannot cancel; no
     exponent is positive.
+
+    Args:
+        step: dt (B, L, C).
+        rate: A (C, N).
     """
     clock = doubled(step.transpose(1, 2)).cumsum(-1)  # (B, C, L)
     elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step)
@@ -146,13 +152,13 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
 def _carried(
     x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within: Sequence[int]
 ) -> Tensor:
-    """Factors (B, L, C, N) scaled and reordered over tokens like values of their channels.
+    """Scale and reorder factors (B, L, C, N) over tokens as operators do to their channels.
 
     Args:
-        x: factors, whose states stand in for value channels where tokens are reordered.
-        moves: operators and which map of each to follow, in the order of computation.
+        x: the factors. A reordering takes their states for value channels.
+        moves: the operators, each with its map or adjoint, from the scan outwards.
         per_head: value channels of a head, P.
-        within: which of them each of the C channels is.
+        within: the channel of its head that each of the C channels is.
     """
     weight = x.new_ones(*x.shape[:3], per_head)
     for operator, move in moves:

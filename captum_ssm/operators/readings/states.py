@@ -1,12 +1,12 @@
-"""Recurrences taken apart, one matrix per state.
+"""Recurrences as sums over their states: one matrix for each.
 
 A recurrence whose decay is diagonal never mixes its N states, so a channel's matrix is the sum of
 one matrix per state (hidden-attention paper, eq. 16):
 
     alpha[m][i, j] = C[i, m] (product of the decays of m over j+1..i) B[j, m],   j <= i
 
-What stands around the recurrence (gate, convolution, flips, padding) is linear too and passes
-every state alike.
+The factors around the recurrence (gate, convolution, flips, padding) are linear too, and the same
+for every state.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Scan = SelectiveScan | ScalarDecayHeads | VectorDecayHeads
 
 
 class Term(NamedTuple):
-    """One recurrence of an operator with all it is multiplied by, as written in mathematics.
+    """A product outer . scan . inner of one recurrence and other operators.
 
     Attributes:
-        front: the operators left of the recurrence; they act after it.
+        outer: the operators left of the recurrence; they act after it.
         scan: the recurrence.
-        behind: the operators right of it; they act before it.
+        inner: the operators right of it; they act before it.
     """
 
-    front: tuple[Operator, ...]
+    outer: tuple[Operator, ...]
     scan: Scan
-    behind: tuple[Operator, ...]
+    inner: tuple[Operator, ...]
 
     @property
     def states(self) -> int:
@@ -53,11 +53,11 @@ class Term(NamedTuple):
 
     def one_state(self, state: int) -> Operator:
         """The same product with one state of the recurrence alone."""
-        return Chain(*self.front, _one_state(self.scan, state), *self.behind)
+        return Chain(*self.outer, _one_state(self.scan, state), *self.inner)
 
 
 def terms_of(operator: Operator) -> list[Term] | None:
-    """An operator as a sum of terms: one recurrence, or one for each direction.
+    """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
     Returns:
         The terms, or None if some summand holds no recurrence, or several, or one whose states
@@ -69,15 +69,15 @@ def terms_of(operator: Operator) -> list[Term] | None:
         if len(scans) != 1:
             return None
         ((at, scan),) = scans
-        front, behind = parts[:at], parts[at + 1 :]
-        if not all(isinstance(p, Diagonal | ShortConv | Permute) for p in (*front, *behind)):
+        outer, inner = parts[:at], parts[at + 1 :]
+        if not all(isinstance(p, Diagonal | ShortConv | Permute) for p in (*outer, *inner)):
             return None
-        found.append(Term(front, scan, behind))
+        found.append(Term(outer, scan, inner))
     return found
 
 
 def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
-    """An operator as a sum of products of elementary ones."""
+    """Expand an operator into a sum of products of elementary ones, outermost factors first."""
     if isinstance(operator, Chain):
         choices = product(*(products_of(part) for part in operator.parts))
         return [tuple(chain.from_iterable(choice)) for choice in choices]
@@ -89,11 +89,11 @@ def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
 
 
 def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
-    """The matrix of every state of some channels, the states of one term after those of another.
+    """The matrix of every state of some channels, term after term.
 
     Args:
         terms: the terms of an operator.
-        channels: the channels wanted, counted through all heads.
+        channels: the channels, counted through all heads.
 
     Returns:
         (B, len(channels), states of all terms, L, L).
@@ -114,6 +114,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
 
 
 def _one_state(scan: Scan, state: int) -> Scan:
+    """Restrict a recurrence to one of its states."""
     only = slice(state, state + 1)
     if isinstance(scan, SelectiveScan):
         a, b, c = (x[..., only] for x in (scan.a, scan.b, scan.c))

@@ -16,7 +16,7 @@ module                 carry                                 writes          rea
 :mod:`.feedback`       diag(decay) + write R gate of t - 1   write           gate      P
 =====================  ====================================  ==============  ========  ==========
 
-:mod:`.base` says what follows from these: the first two tell reads, writes and products of carries
-between any two tokens, the others the same of whole chunks, but for the last, which goes from
-token to token.
+:mod:`.base` derives maps and matrices from these.  The first two classes give reads, writes and
+products of carries between any two tokens; the next three give them for whole chunks; the last goes
+from token to token.
 """

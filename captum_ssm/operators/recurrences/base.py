@@ -1,4 +1,4 @@
-"""What follows from what recurrences read, write and carry on.
+"""Maps and matrices of recurrences, from their reads, writes and carries.
 
 Where states fade independently of each other, rows come from trees of pivots
 (:class:`FadingRecurrence`); heads with several value channels are computed chunk by chunk
@@ -74,7 +74,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         if last - first >= TREE_LAGS:
             return Recurrent.strip_of_product(self, left, band, rows)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            # what is cut off must be more than the band reaches back
+            # the pivot has to come before all tokens that the band reaches back to
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
@@ -83,18 +83,18 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             return semiseparable_strip(factors, batch, tokens, rows, first, own)
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
-        """Factors of the tree, some channels and states at a time."""
+        """Yield factors of the tree, some channels and states at a time."""
         raise NotImplementedError
 
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """What tokens read of what they write themselves, summed over channels, (B, R)."""
+        """Diagonal entries of the sum over channels: each token's reading of its own, (B, R)."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
-        # what is common to all channels is not repeated: loops are slow over such operands
         sent = self.entering(right[..., 0]).expand(batch, tokens, heads)[:, rows]
-        apart = [factor for factor in (row, read) if factor.shape[-1] > 1]
-        own: Tensor = torch.linalg.vecdot(math.prod(apart), sent) if apart else sent.sum(-1)
+        # factors common to all channels are not expanded: loops are slow over such operands
+        by_head = [factor for factor in (row, read) if factor.shape[-1] > 1]
+        own: Tensor = torch.linalg.vecdot(math.prod(by_head), sent) if by_head else sent.sum(-1)
         for factor in (row, read):
             if factor.shape[-1] == 1:
                 own = own * factor[..., 0]
@@ -102,12 +102,12 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
 
 class ChunkedHeads(Recurrent, HeadOperator):
-    """Base of operators that say what chunks of tokens read, write and carry on."""
+    """Base of operators that give the reads, writes and carries of chunks of tokens."""
 
     few_rows = 4
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """The recurrence over some tokens in a row, in chunks.
+        """Cut the recurrence over neighboring tokens into chunks.
 
         Args:
             part: the tokens: of whole chunks, or of one that is shorter.
@@ -140,7 +140,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return self._sums_of_channels(left, [right], rows)[0]
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """The sum over channels for each of several column factors, which share the matrices."""
+        """:meth:`_sum_of_channels` for several column factors, (len(rights), B, R, W)."""
         left, *rights = (x.transpose(1, 2) for x in (left, *rights))  # (B, H, L, P)
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
         return sums_over_channels(self._chunks_up_to(rows), left, rights, out)
@@ -149,7 +149,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return chunks_up_to(self.chunk, rows, self.shape.batch * self.shape.heads)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self._example().is_cuda:  # a few chunks at a time would take more launches than work
+        if self._example().is_cuda:  # launches of a few chunks would cost more than their work
             return None
         steps = self._steps(CHUNK, transposed)
         return lambda x, part: run(steps, x, part, CHUNK, transposed)

@@ -3,7 +3,7 @@
     S = decay[t] S,   then for each step m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
     y[t] = q[t] . S
 
-The values of a step are those of heads of their own, of which the state's reading is the sum.
+Each step has heads of its own for its values; the state's reading is the sum of their outputs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .delta_rule import DeltaRule
 
 
 class DeltaProduct(Operator):
-    """A state that is corrected several times at every token, and read after the last time.
+    """A delta rule that corrects its state M times at every token, and reads it after the last.
 
     The state S of a head first decays; then each step m corrects it along a key of its own,
     S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S), and y[t] = q[t] . S.  A head of this operator
-    has the values of one step alone: what a token writes in other steps is written by other heads,
-    whose outputs are to be added.  It is the :class:`DeltaRule` over a sequence of all steps.
+    has the values of one step alone; the other steps' values are those of other heads, whose
+    outputs are to be added.  It is the :class:`DeltaRule` over the sequence of all L M steps.
 
     Args:
         query: (B, L, H, N).
-        key: that of each of M steps (B, L, M, H, N).
+        key: (B, L, M, H, N).
         beta: step sizes (B, L, M, H).
         log_decay: logarithms of the decays (B, L, H); None for no decay.
         writes: the step that writes the values of each head, counted from 0.
@@ -90,12 +90,12 @@ class DeltaProduct(Operator):
         return DeltaProduct(*rows, self.writes, self.shape.per_head, self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_values, found = self._unrolled.backward(self._written(values), self._asked(gradient))
+        of_values, found = self._unrolled.backward(self._written(values), self._at_last(gradient))
         each = {name: self._by_token(x, 1) for name, x in found.items()}
         each["query"] = each["query"][:, :, -1]
         if "log_decay" in each:
             each["log_decay"] = each["log_decay"][:, :, 0]
-        return self._of_own(of_values), each
+        return self._from_written(of_values), each
 
     # --- the sequence of all steps ---------------------------------------------------------
 
@@ -106,43 +106,43 @@ class DeltaProduct(Operator):
 
     @cached_property
     def _unrolled(self) -> DeltaRule:
-        """The delta rule over (B, L M) steps: the first decays, the last is asked."""
+        """The delta rule over (B, L M) steps: a token's first step decays, its last one is read."""
         logs = self.log_decay
         if logs is not None:
             logs = self._at_step(logs, 0, 2)
-        query, key, beta = self._asked(self.query), self.key.flatten(1, 2), self.beta.flatten(1, 2)
-        return DeltaRule(query, key, beta, logs, self.shape.per_head)
+        key, beta = self.key.flatten(1, 2), self.beta.flatten(1, 2)
+        return DeltaRule(self._at_last(self.query), key, beta, logs, self.shape.per_head)
 
     def _by_token(self, x: Tensor, dim: int) -> Tensor:
         """(..., L M, ...) to (..., L, M, ...), at ``dim``."""
         return torch.unflatten(x, dim, (self.shape.tokens, self.steps))
 
     def _at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
-        """Numbers of tokens (B, L, ...) as those of one of their steps, 0 at others (B, L M, ...).
+        """Spread numbers of tokens (B, L, ...) to one of their steps, 0 at others: (B, L M, ...).
 
-        ``dim`` is that of the steps, behind the tokens'.
+        ``dim`` is the dimension after the tokens', where the steps are put in.
         """
         out = x.new_zeros(*x.shape[:dim], self.steps, *x.shape[dim:])
         out.select(dim, step).copy_(x)
         return out.flatten(dim - 1, dim)
 
-    def _asked(self, u: Tensor) -> Tensor:
-        """(..., B, L, H, P) at the last step of each token (..., B, L M, H, P)."""
+    def _at_last(self, u: Tensor) -> Tensor:
+        """Put (..., B, L, H, P) at the last step of each token, (..., B, L M, H, P)."""
         return self._at_step(u, self.steps - 1, u.dim() - 2)
 
     @cached_property
-    def _own(self) -> Tensor:
-        """Which step writes, (M, H, 1)."""
+    def _writing(self) -> Tensor:
+        """True for the step that writes the values of each head, (M, H, 1)."""
         writes = torch.tensor(self.writes, device=self.device)
         return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
 
     def _written(self, v: Tensor) -> Tensor:
-        """(..., B, L, H, P) at the step that writes (..., B, L M, H, P)."""
-        return (v.unsqueeze(-3) * self._own).flatten(-4, -3)
+        """Put (..., B, L, H, P) at the step that writes each head's values, (..., B, L M, H, P)."""
+        return (v.unsqueeze(-3) * self._writing).flatten(-4, -3)
 
-    def _of_own(self, x: Tensor) -> Tensor:
+    def _from_written(self, x: Tensor) -> Tensor:
         """The adjoint of :meth:`_written`."""
-        return (self._by_token(x, -3) * self._own).sum(-3)
+        return (self._by_token(x, -3) * self._writing).sum(-3)
 
     # --- the map and its matrices ----------------------------------------------------------
 
@@ -150,23 +150,23 @@ class DeltaProduct(Operator):
         return self._by_token(self._unrolled.apply(self._written(v)), -3)[..., -1, :, :]
 
     def transpose(self, u: Tensor) -> Tensor:
-        return self._of_own(self._unrolled.transpose(self._asked(u)))
+        return self._from_written(self._unrolled.transpose(self._at_last(u)))
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        inside = range(rows.start * self.steps, rows.stop * self.steps)
-        found = self._unrolled.strip(*self._factors(left, right), inside)
+        steps = range(rows.start * self.steps, rows.stop * self.steps)
+        found = self._unrolled.strip(*self._factors(left, right), steps)
         whole = found.whole(self.shape.tokens * self.steps)
-        return Strip(self._of_steps(whole, len(rows)), rows, range(self.shape.tokens))
+        return Strip(self._by_tokens(whole, len(rows)), rows, range(self.shape.tokens))
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         whole = self._unrolled.contract_heads(*self._factors(left, right))
-        return self._of_steps(whole, self.shape.tokens)
+        return self._by_tokens(whole, self.shape.tokens)
 
     def _factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column factors of steps."""
-        return self._asked(left.expand(self.shape)), self._written(right.expand(self.shape))
+        """Row and column factors of steps, (B, L M, H, P) each."""
+        return self._at_last(left.expand(self.shape)), self._written(right.expand(self.shape))
 
-    def _of_steps(self, matrices: Tensor, rows: int) -> Tensor:
-        """Matrices of tokens (..., R, L) from those of their steps (..., R M, L M)."""
+    def _by_tokens(self, matrices: Tensor, rows: int) -> Tensor:
+        """Reduce matrices of steps (..., R M, L M) to those of tokens (..., R, L)."""
         read = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
         return self._by_token(read, -1).sum(-1)

@@ -2,8 +2,8 @@
 
     S[t] = decay[t] S[t-1] - f[t] (e[t] . S[t-1]) + beta[t] k[t] v[t],   y[t] = q[t] . S[t]
 
-What each step finds by e it takes away along f.  In most of them that is what is found of the key
-after the decay, so that the state is corrected towards the value: e = decay k and f = beta k, or
+Each step reads the state by e and takes the result away along f.  In most of them the key reads the
+state after its decay, so that the state is corrected towards the value: e = decay k, f = beta k, or
 
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t])
 
@@ -30,16 +30,16 @@ from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
 from .base import ChunkedHeads
 from .scalar_decay import ScalarDecayHeads
 
-#: Queries with the gradients of what they read, or keys with what is written to them.
+#: Queries with the gradients of their outputs, or keys with the values written along them.
 Pair = tuple[Tensor, Tensor]
 
 
 class Correction(NamedTuple):
-    """What steps do to a state beside its decay: k v is added, f (e . S) is taken away.
+    """The changes of steps to a state beside its decay: k v is added, f (e . S) is taken away.
 
     Attributes:
         key: k, with the step beta (B, L, H, N).
-        erase: e, which asks the state before its decay (B, L, H, N).
+        erase: e, which reads the state before its decay (B, L, H, N).
         taken: f (B, L, H, N).
     """
 
@@ -49,7 +49,7 @@ class Correction(NamedTuple):
 
 
 class DeltaRule(ChunkedHeads):
-    """A state of which each step takes away what it finds, and to which it adds its value.
+    """A linear attention whose steps correct the state: each replaces the value found at its key.
 
     S[t] = decay[t] S[t-1], then S[t] += beta[t] k[t] (v[t] - k[t] . S[t]), and y[t] = q[t] . S[t].
     Its matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), where E holds the
@@ -65,10 +65,10 @@ class DeltaRule(ChunkedHeads):
             None for no decay.
         per_head: value channels of a head, P.
         component: name of the part it stands for. Default: ``"scan"``.
-        erase: what the state before its decay is asked by for what is erased (B, L, H, N).
-            Default: None, the key times the decay.
-        erase_step: how much of it is taken away along each channel of ``erase`` (B, L, H, N).
-            Default: None, beta along the key, so that the value is written in its place.
+        erase: e, the key that reads the state before its decay, (B, L, H, N). Default: None, the
+            key times the decay.
+        erase_step: a, how much of the reading is taken away along each channel of ``erase``
+            (B, L, H, N). Default: None, beta along the key: the value is written in its place.
 
     Example:
         >>> import torch
@@ -104,13 +104,13 @@ class DeltaRule(ChunkedHeads):
         self.erase = None if erase is None else erase.detach()
         self.erase_step = None if erase_step is None else erase_step.detach()
         self.component = component
-        given = query, key, beta, log_decay, erase, erase_step
-        self.live = with_graphs(dict(zip(self.roles, given, strict=True)))
+        coefficients = query, key, beta, log_decay, erase, erase_step
+        self.live = with_graphs(dict(zip(self.roles, coefficients, strict=True)))
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
 
     def tensors(self) -> dict[str, Tensor]:
-        given = ((name, getattr(self, name)) for name in self.roles)
-        return {name: x for name, x in given if x is not None}
+        named = ((name, getattr(self, name)) for name in self.roles)
+        return {name: x for name, x in named if x is not None}
 
     def select(self, heads: Sequence[int]) -> Operator:
         chosen = list(heads)
@@ -120,17 +120,18 @@ class DeltaRule(ChunkedHeads):
         return self._of({**self.tensors(), **coefficients})
 
     def _of(self, named: Mapping[str, Tensor]) -> DeltaRule:
+        """The same kind of rule with other coefficients, those of :attr:`roles`."""
         query, key, beta, *others = (named.get(name) for name in self.roles)
         assert query is not None and key is not None and beta is not None
         log_decay, *erasing = others
         return DeltaRule(query, key, beta, log_decay, self.shape.per_head, self.component, *erasing)
 
     def corrections(self, part: slice = slice(None), decays: Tensor | None = None) -> Correction:
-        """What steps write and erase.
+        """The keys k, e and f of some tokens.
 
         Args:
             part: the tokens. Default: all of them.
-            decays: those of the tokens, as they multiply keys. Default: None, they are found.
+            decays: their decays, as :meth:`_decays` returns them. Default: None, computed here.
         """
         key = self.key[:, part]
         written = key * self.beta[:, part, :, None]
@@ -144,33 +145,36 @@ class DeltaRule(ChunkedHeads):
         return Correction(written, erase, written if steps is None else erase * steps[:, part])
 
     def _decays(self, part: slice = slice(None)) -> Tensor:
-        """(B, L, H, 1), or by key channel (B, L, H, N)."""
+        """Decays as factors of keys: (B, L, H, 1), or by key channel (B, L, H, N)."""
         assert self.log_decay is not None
         logs = self.log_decay[:, part]
         return exponential(logs if logs.dim() == 4 else logs[..., None])
 
-    # --- what it is of its coefficients ----------------------------------------------------
+    # --- its dependence on its coefficients ------------------------------------------------
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        late = self.erase is None and self.log_decay is not None  # asked after their decay
+        late = self.erase is None and self.log_decay is not None  # reads the state after its decay
         decays = self._decays() if late else None
         key, erase, taken = self.corrections(decays=decays)
-        ahead = shift_tokens(erase, -1)  # each is asked by what the token before would read
-        answers = shift_tokens(self.at({"query": ahead}).apply(values), 1)
-        asked = self.transpose(gradient)
+        # the state before a step is read by e as the token before would read it by a query
+        erase_query = shift_tokens(erase, -1)
+        readings = shift_tokens(self.at({"query": erase_query}).apply(values), 1)  # e . S
+        of_values = self.transpose(gradient)
         if self.erase_step is None:
-            erased, writes = asked, [(key, values - answers)]
+            of_taken_values, writes = of_values, [(key, values - readings)]
         else:
-            along = DeltaRule(
+            along_taken = DeltaRule(
                 self.query, taken, torch.ones_like(self.beta), self.log_decay,
                 self.shape.per_head, None, erase, self.erase_step,
             )  # fmt: skip
-            erased, writes = along.transpose(gradient), [(key, values), (taken, -answers)]
-        # linear attention of what is written, once by what is read and once by what is erased
-        reads = [(self.query, gradient), (ahead, -shift_tokens(erased, -1))]
+            of_taken_values = along_taken.transpose(gradient)
+            writes = [(key, values), (taken, -readings)]
+        # with the readings given, the rule is linear attention of all writes: by the queries, and
+        # by the erasing keys
+        reads = [(self.query, gradient), (erase_query, -shift_tokens(of_taken_values, -1))]
         of_queries, of_keys, of_logs = self._attended(reads, writes)
-        (of_query, of_ahead), (of_key, *of_taken) = of_queries, of_keys
-        of_erase = shift_tokens(of_ahead, 1)
+        (of_query, of_erase_query), (of_key, *of_taken) = of_queries, of_keys
+        of_erase = shift_tokens(of_erase_query, 1)
         found = {
             "query": of_query,
             "key": of_key * self.beta[..., None],
@@ -187,23 +191,23 @@ class DeltaRule(ChunkedHeads):
             found["key"] += of_erase
         else:
             found["key"].addcmul_(of_erase, decays)
-            of_log, bent = found["log_decay"], of_erase * erase
-            of_log += bent if of_log.dim() == 4 else bent.sum(-1)
-        return asked, found
+            of_log, by_erase = found["log_decay"], of_erase * erase  # e = decay k
+            of_log += by_erase if of_log.dim() == 4 else by_erase.sum(-1)
+        return of_values, found
 
     def _attended(
         self, reads: Sequence[Pair], writes: Sequence[Pair]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-        """The gradients of linear attention with the same decays: of queries, keys and decays.
+        """Gradients of queries, keys and log decays of linear attention with the same decays.
 
         Args:
-            reads: queries, and the gradients of what they read.
-            writes: keys, and what is written to them.
+            reads: queries, and the gradients of their outputs.
+            writes: keys, and the values written along them.
         """
         logs = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
-        (queries, outer), (keys, sent) = (zip(*pairs, strict=True) for pairs in (reads, writes))
+        (queries, of_outputs), (keys, sent) = (zip(*x, strict=True) for x in (reads, writes))
         if logs.dim() == 4:
-            found = gradients(queries, keys, logs, sent, outer)
+            found = gradients(queries, keys, logs, sent, of_outputs)
             return found.queries, found.keys, found.log_decay
         each = [
             [
@@ -222,6 +226,8 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
+        """The chunks of some tokens, with the triangular system of each solved."""
+
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
 
@@ -245,5 +251,5 @@ class DeltaRule(ChunkedHeads):
         return fused_delta.run(*rule, stacked, transposed=transposed).view(x.shape)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
-        """By the corrected values: chunks' own matrices would cost more."""
+        """The steps by corrected values: chunks' own matrices would cost more."""
         return CorrectedSteps(self._corrected, length, transposed)

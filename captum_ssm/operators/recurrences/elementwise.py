@@ -139,7 +139,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         zero = decay.new_zeros(1, 1, 1).expand_as(decay)
         scratch = Scratch(decay)
 
-        def copied(name: Hashable, x: Tensor) -> Tensor:
+        def copied(name: Hashable, x: Tensor) -> Tensor:  # the tree overwrites its factors
             return scratch(name, *x.shape).copy_(x)
 
         size = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, decay.device) // (batch * rows.stop))
@@ -187,12 +187,13 @@ class WKV(Sum):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_values = self.transpose(gradient)
-        # rows sum to one: what a key gains for its token, the others of the row lose
+        # rows sum to one: a larger key raises its token's weight and lowers all others of the row
         of_key = of_values * values - self.transpose(gradient * self.apply(values))
         return of_values, {"key": of_key.squeeze(-1)}
 
 
 def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
+    """The summands of WKV: the diagonal, and the recurrence over the tokens before."""
     like = key
     # differences of sums over all tokens so far would lose as many digits as these have before
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
@@ -200,7 +201,7 @@ def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple
     with unseen(), underflow_flushed():
         after = fading_log_sums(key, log_decay)
         past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
-        # what a token finds was written before it: its state decays by the step of that token
+        # a token reads the state before its own step: decays count from the step before
         decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(like)
         own = bonus + key
         total = torch.logaddexp(past, own)

@@ -3,7 +3,7 @@
     c[t] = decay[t] c[t-1] + write[t] (v[t] + R y[t-1]),      y[t] = gate[t] c[t]
 
 with all factors by channel and R a matrix of each head.  The channels of a head mix at every step,
-so that what passes from token j to token i is a matrix of P x P numbers for each head.
+so that token j reaches token i through a P x P matrix for each head.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .own_shares import OwnShares
 
 
 class FeedbackRecurrence(Recurrent):
-    """A recurrence with one number of state per channel, which its heads' outputs enter anew.
+    """A recurrence with one number of state per channel, to whose input its output is added.
 
-    c[t] = decay[t] c[t-1] + write[t] (v[t] + feedback y[t-1]) and y[t] = gate[t] c[t], whose first
-    token finds nothing.  The map and its adjoint are loops over the tokens.
+    c[t] = decay[t] c[t-1] + write[t] (v[t] + feedback y[t-1]) and y[t] = gate[t] c[t], with zeros
+    before the first token.  The map and its adjoint are loops over the tokens.
 
     Args:
-        decay: what is kept of the state (B, L, H, P).
-        write: factors on what enters it (B, L, H, P).
-        gate: factors on what is read of it (B, L, H, P).
-        feedback: from the channels of a head's output to those of what enters it (H, P, P).
-        at_rest: what the gate is where nothing enters it. Default: 0.
+        decay: factors on the state (B, L, H, P).
+        write: factors on the input (B, L, H, P).
+        gate: factors on the output (B, L, H, P).
+        feedback: from the channels of a head's output to those of its input (H, P, P).
+        at_rest: value of the gate where its own input is zero. Default: 0.
         component: name of the part it stands for. Default: ``"scan"``.
 
     Example:
@@ -87,26 +87,25 @@ class FeedbackRecurrence(Recurrent):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad(), full_precision(values.device):
             states, of_states = self.states(values), self._of_states(gradient)
-            heard = shift_tokens(self.gate * states, 1)
+            previous = shift_tokens(self.gate * states, 1)  # outputs that are fed back
             of_values = self.write * of_states
-            of_heard = shift_tokens(of_values, -1)
-            entered = values + self._fed(heard, self.feedback.mT)
-            of_read = gradient + self._fed(of_heard, self.feedback)
+            inputs = values + self._times(previous, self.feedback.mT)
+            of_outputs = gradient + self._times(shift_tokens(of_values, -1), self.feedback)
             return of_values, {
                 "decay": of_states * shift_tokens(states, 1),
-                "write": of_states * entered,
-                "gate": of_read * states,
+                "write": of_states * inputs,
+                "gate": of_outputs * states,
             }
 
     def per_channel(self) -> Operator:
         return OwnShares(self)
 
     def step(self, states: Tensor, token: int) -> Tensor:
-        """What a token's step leaves of the states before it, (B, H, P, ...) in either.
+        """States after a token's step that had no input of its own, (B, H, P, ...).
 
         Args:
-            states: any number of them side by side.
-            token: which one; not the first, which finds none.
+            states: any number of states before it, side by side, (B, H, P, ...).
+            token: the token; not the first, before which there is no output to feed back.
         """
         decay, write = self.decay[:, token, ..., None], self.write[:, token, ..., None]
         read = self.gate[:, token - 1, ..., None] * states
@@ -123,26 +122,30 @@ class FeedbackRecurrence(Recurrent):
         return self.write * self._of_states(x) if transposed else self.gate * self.states(x)
 
     def _of_states(self, u: Tensor) -> Tensor:
-        """The gradients of states, of those ``u`` of the outputs: the same loop, backwards."""
+        """Gradients of the states, given those ``u`` of the outputs: the same loop, backwards."""
         factors = shift_tokens(self.decay, -1), self.gate, self.write
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])
 
     def _loop(
         self, x: Tensor, kept: Tensor, enters: Tensor, read: Tensor, weight: Tensor, order: range
     ) -> Tensor:
-        """s[t] = kept[t] s + enters[t] (x[t] + (read s) weight), token after token."""
+        """s[t] = kept[t] s + enters[t] (x[t] + (read s) weight), for the tokens in ``order``.
+
+        ``s`` is the state of the token before, and ``read`` belongs to that token, too.
+        """
         stack = x.reshape(-1, *self.shape)
         tokens = stack.permute(2, 3, 0, 1, 4)  # (L, H, S, B, P)
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         factors = [c.permute(1, 2, 0, 3)[:, :, None] for c in (kept, enters, read)]
-        state, heard = torch.zeros_like(out[0]), torch.zeros_like(out[0])
+        state, output = torch.zeros_like(out[0]), torch.zeros_like(out[0])
         for t in order:
             keep, enter, reads = (c[t] for c in factors)  # (H, 1, B, P)
-            fed = (heard.flatten(1, 2) @ weight).view_as(heard)
+            fed = (output.flatten(1, 2) @ weight).view_as(output)
             state = torch.addcmul(keep * state, enter, tokens[t] + fed)
-            heard = reads * state
+            output = reads * state
             out[t] = state
         return out.permute(2, 3, 0, 1, 4).reshape(x.shape)
 
-    def _fed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply each head's channels of ``x`` (B, L, H, P) by its matrix (H, P, P)."""
         return (x.transpose(-3, -2) @ weight).transpose(-3, -2)

@@ -1,4 +1,4 @@
-"""What each channel passes to itself in an operator that mixes the channels of a head."""
+"""The part of an operator that mixes channels which each channel passes to itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OwnShares(Operator):
         return self._by_channel(u, self.mixed.transpose)
 
     def _by_channel(self, x: Tensor, mapped: Map) -> Tensor:
-        """Some channels at a time, each alone in a vector of its own."""
+        """Map each channel of ``x`` alone, as a vector of a stack, and keep its own outputs."""
         units = torch.eye(self.shape.per_head, dtype=x.dtype, device=x.device)
         out = torch.zeros_like(x)
         for some in in_stacks(range(len(units)), x.numel(), x.device):

@@ -91,7 +91,7 @@ class ScalarDecayHeads(ChunkedHeads):
         chosen = list(heads)
         scale = None if self.scale is None else self.scale[:, :, chosen]
         groups = [head // self._each for head in chosen]
-        if len(set(groups)) == 1:  # one group serves them all
+        if len(set(groups)) == 1:  # one group serves all chosen heads
             groups = groups[:1]
         return ScalarDecayHeads(
             self.query[:, :, groups],
@@ -113,16 +113,16 @@ class ScalarDecayHeads(ChunkedHeads):
         query, key = self.query, self.key
         if self._shared:
             query, key = (vectors_of_heads(x, self.shape.heads) for x in (query, key))
-        # each gradient is linear attention again, with queries, keys and values changed about: here
-        # of what each token reads of those before it, as what it reads of itself owes to no decay
+        # Each gradient is linear attention again, with queries, keys and values exchanged.  First
+        # for entries j < i, which depend on decays; the diagonal, which does not, is added below.
         decay = exponential(self.log_decay)[..., None]
-        ahead, asked = (shift_tokens(decay * x, -1) for x in (gradient, query))
-        swapped = ScalarDecayHeads(ahead, written, self.log_decay, None, key.shape[-1])
-        plain = ScalarDecayHeads(asked, key, self.log_decay, None, self.shape.per_head)
+        next_gradient, next_query = (shift_tokens(decay * x, -1) for x in (gradient, query))
+        swapped = ScalarDecayHeads(next_gradient, written, self.log_decay, None, key.shape[-1])
+        plain = ScalarDecayHeads(next_query, key, self.log_decay, None, self.shape.per_head)
         of_query = shift_tokens(swapped.apply(key), 1)
         of_key = swapped.transpose(shift_tokens(query, -1))
         of_written = plain.transpose(shift_tokens(gradient, -1))
-        # each decay stands between all that is read from it on and all that was written before it
+        # decay t is a factor of entry (i, j) if j < t <= i: sums over rows less those over columns
         read, sent = (query * of_query).sum(-1), (written * of_written).sum(-1)
         own = (gradient * written).sum(-1, keepdim=True)
         of_written = of_written + (query * key).sum(-1, keepdim=True) * gradient
@@ -162,11 +162,11 @@ class ScalarDecayHeads(ChunkedHeads):
         logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
         decay = Decays(exponential(logs))
         grouped = torch.unflatten(decay.between, 1, (-1, self._each))
-        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
+        within, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
         if self.scale is not None:
             scale = in_chunks(self.scale[:, part, :, None], length)
-            inner, until = inner.mul_(scale.mT), until * scale
-        return Chunk(part, inner, q, k, decay.total, (decay.since, until))
+            within, until = within.mul_(scale.mT), until * scale
+        return Chunk(part, within, q, k, decay.total, (decay.since, until))
 
     # --- the map and its adjoint -----------------------------------------------------------
 
@@ -196,26 +196,26 @@ class ScalarDecayHeads(ChunkedHeads):
         for group, heads in enumerate(self._groups()):
             decay = exponential(self.log_decay[:, : rows.stop, heads])
             row, column = left[:, rows.start : rows.stop, heads], right[:, : rows.stop, heads]
-            # copies, which are written to
+            # copies: the tree overwrites its factors
             u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
             strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
-            for part in slices(rows, _ROWS):  # columns behind them are zero
+            for part in slices(rows, _ROWS):  # columns after them are zero
                 some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
                 into, decays = (x[:, some, :columns] for x in (out, strip.entries))
                 into.addcmul_(q[:, part] @ k[..., :columns], decays)
         return out
 
     def _cut_at_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Rows that begin after other tokens, in memory of these rows.
+        """:meth:`_sum_of_heads` of rows that begin after other tokens, in memory of these rows.
 
-        Whatever reaches them from further back passes the token before them: its entries are what
-        the rows read with all decays since then, times what is left there of what columns wrote.
+        Entries of earlier columns are products of two factors, cut at the token before the rows:
+        decays from there to each row, and decays from each column to there.
         """
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
         own, past = slice(rows.start, rows.stop), slice(0, rows.start)
-        near = self._of_tokens(own)
-        out[..., own] = near._sum_of_heads(left[:, own], right[:, own], range(len(rows)))
+        of_rows = self._of_tokens(own)
+        out[..., own] = of_rows._sum_of_heads(left[:, own], right[:, own], range(len(rows)))
         until = exponential(F.pad(self.log_decay[:, 1 : rows.start], (0, 0, 0, 1)))
         sent = right[:, past] * until.flip(1).cumprod(1).flip(1)
         sent = sent if self.scale is None else sent * self.scale[:, past]
@@ -226,13 +226,13 @@ class ScalarDecayHeads(ChunkedHeads):
         return out
 
     def _of_tokens(self, part: slice) -> ScalarDecayHeads:
-        """The same over neighbouring tokens alone."""
+        """Restrict the operator to neighboring tokens."""
         rows = self.query[:, part], self.key[:, part], self.log_decay[:, part]
         scale = None if self.scale is None else self.scale[:, part]
         return ScalarDecayHeads(*rows, scale, self.shape.per_head, self.component, self.rate)
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """Of each group the sum of decays with factors, times the products of q and k."""
+        """For each group, the sum of decays with factors times the products of q and k."""
         if not self._shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:

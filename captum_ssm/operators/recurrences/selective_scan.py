@@ -5,10 +5,10 @@
 so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
 (hidden-attention paper, eqs. 14 and 17).
 
-``apply`` and ``transpose`` stand in :mod:`.base` and call ``_run``.  ``cut``, ``reads``,
-``writes``, ``entering``, ``fades`` and ``by_memory`` are what strips of rows are found from, a
-contract written down in ``kernels.pivot_strip``, as ``Fading``.  On a first reading stop at the
-section "its matrices": what follows makes these quick.
+On a first reading take ``__init__``, ``tensors``, ``select``, ``at``: all else makes these quick.
+``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Strips of rows are computed from
+``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``; ``Fading`` in
+``kernels.pivot_strip`` documents these.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CHUNK_ELEMENTS = 2**24
 #: Elements of the states held at a time by odd-even reduction (1 GiB in float32), and the most
 #: vectors that it takes in place of chunks' matrices.
 _REDUCED_ELEMENTS, _FEW = 2**28, 4
-#: Fewest tokens for which heads are put in an order: few are hardly forgotten by any.
+#: Fewest tokens for which heads are sorted by how fast they forget: few are hardly forgotten.
 _ORDERED = 1024
 #: Most channels times states of a factor of a block of the matrix tree: more leave the cache.
 _TREE_MOST = 4096
@@ -126,12 +126,12 @@ class SelectiveScan(FadingRecurrence):
             return self._vjp_on_gpu(values, coefficients)
         stack, batch = values.shape[:2]
         groups = self.b.shape[2] if self.b.dim() == 4 else 1
-        given = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
+        inputs = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
         for name, own in (("B", self.b), ("C", self.c)):
             vectors = coefficients.get(name, own).expand(stack, *own.shape)
-            given[name] = vectors.reshape(stack * batch, own.shape[1], -1)
+            inputs[name] = vectors.reshape(stack * batch, own.shape[1], -1)
         with torch.enable_grad():
-            leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+            leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
             each = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
             pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
             out = list[Tensor]()
@@ -154,6 +154,7 @@ class SelectiveScan(FadingRecurrence):
     def _vjp_on_gpu(
         self, values: Tensor, coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, Pull]:
+        """As :meth:`vjp`, by the kernels of :mod:`.fused_scan`."""
         x, owns = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
         each = (coefficients.get(name, own[None]).detach() for name, own in owns.items())
         # of each vector and group, (S, B, L, G, N)
@@ -180,6 +181,7 @@ class SelectiveScan(FadingRecurrence):
         return self.dt * values
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
+        # products of fades are exponentials of the steps' sums
         elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
         elapsed = elapsed.to(self.dt)
         rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
@@ -189,20 +191,15 @@ class SelectiveScan(FadingRecurrence):
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """The scan over some tokens in a row, in chunks, one matrix per channel.
-
-        Args:
-            part: the tokens: of whole chunks, or of one that is shorter.
-            length: tokens of a whole chunk.
-        """
+        """Cut the scan over neighboring tokens into chunks; see :meth:`.ChunkedHeads.chunk`."""
         heads = self.shape.heads
         dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, chunks, T, 1)
         key, read = (
             in_chunks(vectors_of_heads(x[:, part], heads), length) for x in (self.b, self.c)
         )
         rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
-        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
-        return Chunk(part, inner, reads, writes, carry=total.mT)
+        (within,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
+        return Chunk(part, within, reads, writes, carry=total.mT)
 
     # --- the map and its adjoint -----------------------------------------------------------
 
@@ -215,6 +212,7 @@ class SelectiveScan(FadingRecurrence):
         return out.view(x.shape)
 
     def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
+        """As :meth:`_run`, by the fused kernel, or without Triton by reduction or chunks."""
         if fused_scan.serves(self):
             stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
             coefficients = self.dt, self.a, self.b, self.c
@@ -223,6 +221,7 @@ class SelectiveScan(FadingRecurrence):
         return (_by_reduction if few else _by_products)(self, x, transposed)
 
     def _steps(self, stack: int, transposed: bool) -> ScanSteps:
+        """The loop over tokens for ``stack`` vectors, holding as many states as stay in cache."""
         elements = stack * self.shape.batch * self.a.numel()
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
         return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
@@ -255,7 +254,7 @@ class SelectiveScan(FadingRecurrence):
         return strip.whole(tokens).view(batch, heads, tokens, tokens)
 
     def _factors_by_head(self, left: Tensor, band: Band) -> BandFactors:
-        """Those of all channels, (B H, L, N)."""
+        """Decays, row and column factors of all channels for the tree, (B H, L, N) each."""
         b, c = (vectors_of_heads(x, self.shape.heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
         keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
@@ -275,7 +274,7 @@ class SelectiveScan(FadingRecurrence):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
             dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            above = gather_heads(row, part, scratch("above", batch, len(rows), width))
+            row_part = gather_heads(row, part, scratch("row", batch, len(rows), width))
             sent = {
                 lag: gather_heads(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
@@ -286,11 +285,11 @@ class SelectiveScan(FadingRecurrence):
             for chosen in groups:
                 rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
                 count = rate.numel()
-                decay = scratch("decay", batch, rows.stop, count)
+                decay = scratch("decay", batch, rows.stop, count)  # a column is a head and a state
                 u = scratch("u", batch, len(rows), count)
                 v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
                 _outer(dt, rate, decay).exp2_()
-                _outer(above, c[:, some, chosen], u)
+                _outer(row_part, c[:, some, chosen], u)
                 for lag, factor in zip(_lags(band), v, strict=True):
                     if lag in sent:
                         _outer(sent[lag], b[:, until, chosen], factor)
@@ -312,21 +311,21 @@ def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
         return (scan.dt[:, part, :, None] * rate).exp2_().flatten(2)  # (B, T, H N)
 
     steps = FadingSteps(decays, scan.dt, transposed)
-    given = x.reshape(-1, batch, tokens, heads, 1)
-    out = torch.empty_like(given, memory_format=torch.contiguous_format)
+    stacked = x.reshape(-1, batch, tokens, heads, 1)
+    out = torch.empty_like(stacked, memory_format=torch.contiguous_format)
     entering, leaving = (scan.c, scan.b) if transposed else (scan.b, scan.c)
-    size = max(chunks.CHUNK, _REDUCED_ELEMENTS // (len(given) * each))
+    size = max(chunks.CHUNK, _REDUCED_ELEMENTS // (len(stacked) * each))
     for part in parts(tokens, size, transposed):
         dt = scan.dt[:, part, :, None]
-        vectors = given[:, :, part] if transposed else given[:, :, part] * dt
+        vectors = stacked[:, :, part] if transposed else stacked[:, :, part] * dt
         states = vectors * vectors_of_heads(entering[:, part], heads)  # (S, B, T, H, N)
         flat = states.flatten(-2)
         steps(flat, part, flat)
         if leaving.dim() == 3:
-            left = states @ leaving[:, part, :, None]
+            read = states @ leaving[:, part, :, None]
         else:
-            left = (states * vectors_of_heads(leaving[:, part], heads)).sum(-1, keepdim=True)
-        torch.mul(left, dt if transposed else 1.0, out=out[:, :, part])
+            read = (states * vectors_of_heads(leaving[:, part], heads)).sum(-1, keepdim=True)
+        torch.mul(read, dt if transposed else 1.0, out=out[:, :, part])
     return out.view(x.shape)
 
 
@@ -349,7 +348,7 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
 
 
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
-    """(B, T, h) times (..., n, 1 or h), into (B, T, n h)."""
+    """Multiply (B, T, h) and (..., n, 1 or h) into ``out`` (B, T, n h)."""
     count = channels.shape[-1]
     torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, count)))
     return out
@@ -358,7 +357,7 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
 def _blocks(
     heads: int, states: int, tokens: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Heads, and groups of their states, whose factors make blocks of the tree."""
+    """Yield heads, and groups of their states, whose factors make one block of the tree each."""
     width = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, device) // tokens)
     width = min(at_a_time(_TREE_MOST, device), width)
     each = evenly(heads, width)

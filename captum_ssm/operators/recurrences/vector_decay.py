@@ -106,9 +106,9 @@ class VectorDecayHeads(ChunkedHeads):
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
-            (inner,), (reads,), writes, total = decayed(logs, [q], k)
-            return Chunk(part, inner, reads, writes, total.mT)
-        # a token reads what the next query would read in its place
+            (within,), (reads,), writes, total = decayed(logs, [q], k)
+            return Chunk(part, within, reads, writes, total.mT)
+        # a token reads the state before its step: as if its query were the token's before
         (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
         own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
         reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
@@ -118,7 +118,7 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """What is read right after each token's step: with a bonus, what the next token reads."""
+        """The query that reads the state after each step, (B, T, H, N): with a bonus, the next."""
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
@@ -127,7 +127,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
 
     def _own(self, bonus: Tensor) -> Tensor:
-        """What each token takes of its own value, (B, L, H, 1)."""
+        """The factor of each token's own value in its output, (B, L, H, 1)."""
         own, scratch = [], Scratch(self.key)
         for part in self._parts(1):
             query = self.query[:, part]
@@ -142,6 +142,7 @@ class VectorDecayHeads(ChunkedHeads):
             return super()._run(x, transposed)
         if self.bonus is None:
             return self._by_state(x, transposed)
+        # with a bonus the state is read one token later
         if transposed:
             others = self._by_state(shift_tokens(x, -1), transposed)
         else:
@@ -149,7 +150,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.addcmul(others, self._own(self.bonus), x)
 
     def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
-        """alpha v, or its adjoint, key channel by key channel; less any bonus, one token early.
+        """The map or its adjoint by the states of all tokens, without a bonus and its delay.
 
         For few vectors the matrices within chunks would cost more.
         """
@@ -162,21 +163,21 @@ class VectorDecayHeads(ChunkedHeads):
             return exponential(logs, scratch(("decays", logs.shape[1]), *logs.shape)).flatten(2)
 
         steps = FadingSteps(decays, self.key, transposed)
-        written, read = self._keys, self._late_queries
+        keys_of, queries_of = self._keys, self._late_queries
         if transposed:
-            written, read = read, written
+            keys_of, queries_of = queries_of, keys_of
         for part in self._parts(len(x), backwards=transposed):
-            keys = written(part)
+            keys = keys_of(part)
             states = scratch("states", len(x), *keys.shape[:2], keys[0, 0].numel())
             by_head = torch.unflatten(states, -1, keys.shape[2:])
             torch.mul(x[:, :, part, :, None], keys, out=by_head)
             steps(states, part, states)
-            out[:, :, part] = by_head.mul_(read(part)).sum(-1)
+            out[:, :, part] = by_head.mul_(queries_of(part)).sum(-1)
         out = torch.unflatten(out, 0, (-1, v.shape[-1])).movedim(1, -1)
         return out.reshape(v.shape).contiguous()
 
     def _parts(self, stack: int, backwards: bool = False) -> Iterator[slice]:
-        """Tokens whose states are held at a time, of so many vectors."""
+        """Yield the tokens whose states, of ``stack`` vectors, are held at a time."""
         batch, tokens, heads, state = self.key.shape
         most = at_a_time(_STATE_ELEMENTS, self.device) // (stack * batch * heads * state)
         return parts(tokens, evenly(tokens, max(1, most)), backwards)
@@ -184,14 +185,14 @@ class VectorDecayHeads(ChunkedHeads):
     # --- its matrices ----------------------------------------------------------------------
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Of all key channels alike, which fade independently of each other."""
-        above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
-        aside = (right[..., None] * self.key).flatten(2)[..., None]
+        """The strip of a recurrence of all key channels, which fade independently."""
+        row = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
+        column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
-            return states.strip(above, aside, rows).whole(rows.stop)
+            return states.strip(row, column, rows).whole(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
         late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
-        shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
+        shares = late.strip(row, column, rows), own.strip(left[..., None], right[..., None], rows)
         return sum_strips(shares, rows).whole(rows.stop)
