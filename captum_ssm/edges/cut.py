@@ -21,8 +21,8 @@ from ..tracing.projection import projection_of
 from .messages import MessageShare, carried, is_attention, of_heads, share_of
 from .pairs import Edges, Pairs, pairs_of
 
-#: What stands in place of messages: nothing, what the mean token would send, or what is sent in a
-#: run on another input, given as the model's arguments.
+#: The replacement of messages: nothing, the message of the mean token, or the messages of a run on
+#: another input, given as the model's arguments.
 Replacement = None | Literal["mean"] | Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -34,7 +34,7 @@ class Donor(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What edges have to have in common to be counted together.
+    """The properties that edges share if a pair of tokens that several name is cut once.
 
     Attributes:
         share: which share of their messages is cut.
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left of what the targets are written."""
+        """Whether all that the mixer writes to the targets is cut."""
         return self.share.is_whole and self.by is None
 
 
@@ -69,14 +69,14 @@ def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
 
 
 class KnockOut(Protocol):
-    """What a knock-out tells of itself; see :func:`~captum_ssm.knock_out`.
+    """A knock-out, as the calls of mixers see it; see :func:`~captum_ssm.knock_out`.
 
     Attributes:
         of: the edges that name each mixer.
-        given: what it puts in place of messages.
-        verify: whether operators are held to their modules; a number is the tolerance.
-        sent: of another run what is sent along the edges, by mixer and the number of its call.
-        read: likewise what the mixers read there.
+        given: the option ``replace``.
+        verify: whether operators are checked against their modules; a number is the tolerance.
+        sent: messages of the other run along the edges, by mixer and the number of its call.
+        read: inputs of the mixers in the other run, likewise.
     """
 
     of: dict[nn.Module, list[Edges]]
@@ -93,11 +93,16 @@ class KnockOut(Protocol):
         """Note edges that a mixer of their kind has run for."""
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """The size (B, L) of what the model was given, and which of it each token is (B, L')."""
+        """Return (B, L) of the model's input, and for each token its place there (B, L')."""
 
 
 class CutCall:
-    """One call of a mixer, and what is cut of it."""
+    """One call of a mixer, of which messages are cut.
+
+    Args:
+        mixer, call, number: the call, and its number among the mixer's calls in the run.
+        acting: the knock-outs that name edges of the mixer, the innermost last.
+    """
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
@@ -114,7 +119,7 @@ class CutCall:
                 self.edges.setdefault(kind, []).append(edges)
 
     def sent(self, donor: KnockOut) -> dict[Kind, Tensor]:
-        """What is sent along the edges in this run, before the projection, (B, L, H, P) each."""
+        """Return the messages along the edges in this run, before the projection, (B, L, H, P)."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
             self._keep_kind()
             return {
@@ -124,7 +129,7 @@ class CutCall:
             }
 
     def changed(self) -> Tensor | None:
-        """The mixer's output without the messages; None if all stay."""
+        """Return the mixer's output without the messages; None if all stay."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
             self._keep_kind()
             self._refuse_two_ways()
@@ -148,7 +153,7 @@ class CutCall:
 
     @functools.cached_property
     def linear(self) -> LinearMixer:
-        """The mixer at this call, held to what it returned."""
+        """The linear mixer of this call, checked against its module's output."""
         record = Trace(0, self.inner.verify is not False)
         layer = Layer(record.linearize, self.mixer, self.call, None)
         record.layers.append(layer)
@@ -158,11 +163,11 @@ class CutCall:
         return found
 
     def _keep_kind(self) -> None:
-        """Leave out edges of mixers of the other kind."""
+        """Leave out edges that name mixers of the other kind, ``"attention"`` or ``"ssm"``."""
         if all(e.is_of_kind(True) and e.is_of_kind(False) for s in self.edges.values() for e in s):
             return
-        kind_of = is_attention(self.linear)
-        kept = {k: [e for e in s if e.is_of_kind(kind_of)] for k, s in self.edges.items()}
+        attention = is_attention(self.linear)
+        kept = {k: [e for e in s if e.is_of_kind(attention)] for k, s in self.edges.items()}
         self.edges = {kind: edges for kind, edges in kept.items() if edges}
         for one in self.acting:
             one.meets(edges for some in self.edges.values() for edges in some)
@@ -171,23 +176,27 @@ class CutCall:
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
-        """The size that positions are of, and which of them each of the mixer's tokens is."""
+        """Return (B, L) that positions count in, and the position of each token of the mixer.
+
+        The positions are (B, L'); None if they are 0 .. L - 1.
+        """
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
-        asks = [e for s in self.edges.values() for e in s]
-        if all(e.sources is None and e.targets is None for e in asks):
+        every = [e for s in self.edges.values() for e in s]
+        if all(e.sources is None and e.targets is None for e in every):
             return (self.hidden.shape[0], self.hidden.shape[1]), None
-        size, given = self.inner.given_tokens(self.mixer.name, self.number)
-        same = given.shape == size and torch.equal(given, torch.arange(size[1]).expand(size))
-        return size, None if same else given
+        size, places = self.inner.given_tokens(self.mixer.name, self.number)
+        same = places.shape == size and torch.equal(places, torch.arange(size[1]).expand(size))
+        return size, None if same else places
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
-        size, given = self._tokens
+        """Return the pairs of tokens of the edges of a kind, or of some of them; kept for reuse."""
+        size, places = self._tokens
         named = tuple(self.edges[kind] if edges is None else edges)
         if (kind, named) not in self._found:
             by_target = kind.selection or kind.share.constants
-            self._found[kind, named] = list(pairs_of(named, size, given, by_target=by_target))
+            self._found[kind, named] = list(pairs_of(named, size, places, by_target=by_target))
         return self._found[kind, named]
 
     def _refuse_two_ways(self) -> None:
@@ -211,10 +220,10 @@ class CutCall:
     # --- what is cut ------------------------------------------------------------------------
 
     def _lost(self, kind: Kind) -> Tensor:
-        """What the output loses before its projection, (B, L, H, P)."""
+        """Return what the output loses before its projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
-            return self._unread(kind, pairs)
+            return self._lost_with_selection(kind, pairs)
         lost = self._message(kind, pairs)
         self._refuse_against_causality(kind)
         if kind.by is None or kind.by.donor is None:
@@ -230,14 +239,20 @@ class CutCall:
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """What the operator carries along pairs, (B, L, H, P), less what the mean would send."""
+        """Sum the messages along pairs, less those of the mean token if it replaces them.
+
+        (B, L, H, P), before the projection.
+        """
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
-    def _unread(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """What the output loses if targets read what is made without the sources."""
+    def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
+        """Return what targets lose, (B, L, H, P), if the mixer reads no sources at all.
+
+        The mixer's linear form is made anew for each set of sources, coefficients included.
+        """
         linear, hidden = self.linear, self.hidden.detach()
         fill = torch.zeros_like(hidden)
         if kind.by is not None and kind.by.given == "mean":
@@ -254,14 +269,14 @@ class CutCall:
         for some in pairs:
             for targets, sources in zip(*some, strict=True):
                 gone = self._as_returned(sources.to(hidden.device, torch.float32)[..., None]).bool()
-                other = _reading(self.call, torch.where(gone, fill, hidden))
+                other = _with_hidden(self.call, torch.where(gone, fill, hidden))
                 without = linearize(self.mixer, other, running=True)
                 made = without.operator.affine(without.values)
                 lost += (whole - made) * targets.to(hidden.device)[..., None, None]
         return lost * of_heads(linear, kind.share.heads, self.mixer.name)
 
     def _refuse_against_causality(self, kind: Kind) -> None:
-        """Raise for edges of which every target comes before its source, where nothing is read."""
+        """Raise for edges against causality: every target is before its source, and reads none."""
         for edges in self.edges[kind]:
             if edges.sources is None or kind.share.without is not None:
                 continue
@@ -277,13 +292,16 @@ class CutCall:
                 )
 
     def _as_returned(self, x: Tensor) -> Tensor:
-        """(B, L, E) of the operator's tokens, as the mixer returned it."""
+        """Lay (B, L, E) of the operator's tokens out as the mixer returned its output."""
         token_map = self.linear.map
         return x if token_map is None else token_map.as_returned(x)
 
 
 class _Without(torch.autograd.Function):
-    """An output less messages, whose coefficients follow from the input in ways not recorded."""
+    """Subtract messages from an output, and refuse gradients.
+
+    The messages' coefficients depend on the input in ways that autograd does not record.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, lost: Tensor) -> Tensor:
@@ -298,8 +316,8 @@ class _Without(torch.autograd.Function):
         )
 
 
-def _reading(call: Call, hidden: Tensor) -> Call:
-    """The call on another sequence."""
+def _with_hidden(call: Call, hidden: Tensor) -> Call:
+    """Return the call with another sequence (B, L, E) in place of its own."""
     old = call.hidden_states
 
     def other(x: Any) -> Any:
@@ -310,7 +328,7 @@ def _reading(call: Call, hidden: Tensor) -> Call:
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean of an example's real tokens, (B, 1, H, P)."""
+    """Return the mean of each example's real tokens, (B, 1, H, P)."""
     if mask is None:
         return x.mean(1, keepdim=True)
     keep = mask.to(x)[..., None, None]

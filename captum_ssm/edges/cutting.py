@@ -123,8 +123,10 @@ class _KnockOut(Watcher):
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.vouched = all(_names_layers(one) for one in self.edges)
-        mixers = registered_mixers(self.model) if self.vouched else find_mixers(self.model)
+        mixers = registered_mixers(self.model)
+        self.vouched = all(_vouches_for_others(one, mixers) for one in self.edges)
+        if not self.vouched:
+            mixers = find_mixers(self.model)
         inside = {mixer.module for mixer in mixers}
         self.mixers = [mixer for mixer in mixers if inside.isdisjoint(mixer.around)]
         self.of: dict[nn.Module, list[Edges]] = {}
@@ -132,9 +134,10 @@ class _KnockOut(Watcher):
             for mixer in one.chosen(self.mixers):
                 self.of.setdefault(mixer.module, []).append(one)
         acting = (*_active.get(), self)
-        asked = [m for m in self.mixers if any(_names_positions(k.of, m.module) for k in acting)]
-        #: What is called for mixers of which it has to know which given tokens they read.
-        self._asked = {outer for m in asked for outer in (m.module, *m.around)}
+        by_token = [m for m in self.mixers if any(_names_tokens(k.of, m.module) for k in acting)]
+        #: Mixers whose edges name tokens, and the modules around them. When the outermost of these
+        #: is called, the given tokens that each mixer reads are looked for.
+        self._by_token = {outer for m in by_token for outer in (m.module, *m.around)}
         #: The model's state before it was watched, and since.
         self._states: tuple[Any, Any] = (), ()
         self._given: Given | None = None
@@ -161,7 +164,7 @@ class _KnockOut(Watcher):
             self._listening = False
 
     def watch(self, stack: ExitStack) -> None:
-        """Look on at the model's runs until the stack is left."""
+        """Watch the model's runs until the stack is left."""
         unwatched = self._state()
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
@@ -176,31 +179,37 @@ class _KnockOut(Watcher):
         self._states = unwatched, self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """That of the model, where it counts."""
-        return tuple(state_of(self.model)) if self._asked else ()
+        """Return the model's state, by which answers are reused, if tokens are looked for."""
+        return tuple(state_of(self.model)) if self._by_token else ()
 
     @property
     def looks_away(self) -> bool:
         return _looks_away.get()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count calls inside each other; find the given tokens at the start of the outermost."""
         if self.looks_away:
             return
         if self._depth == 0:
             self._calls.clear()
             self._given = None
-            if module in self._asked:
+            if module in self._by_token:
                 self._given = self._find_tokens(module, (args, kwargs))
         self._depth += 1
 
-    def _find_tokens(self, module: nn.Module, given: Arguments) -> Given:
+    def _find_tokens(self, module: nn.Module, arguments: Arguments) -> Given:
+        """Run the module again, uncut, to find the given tokens that each mixer reads.
+
+        A state that only the hooks of this knock-out have changed is the one before it, so that
+        knock-outs with the same call share an answer.
+        """
         unwatched, watched = self._states
         state = self._state()
         token = _looks_away.set(True)
         try:
             return given_tokens(
                 module,
-                given,
+                arguments,
                 self.mixers,
                 vouched=self.vouched,
                 state=unwatched if state == watched else state,
@@ -209,6 +218,7 @@ class _KnockOut(Watcher):
             _looks_away.reset(token)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Raise at the end of a run if no mixer of a kind that edges name has run."""
         if self.looks_away:
             return
         self._depth = max(0, self._depth - 1)
@@ -229,6 +239,10 @@ class _KnockOut(Watcher):
         self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
+        """Return the mixer's output without the messages, or None where it stays as it is.
+
+        While it listens to another run, it keeps the messages of this run instead.
+        """
         if self.looks_away:
             return None
         number = self._calls[mixer.module]
@@ -243,10 +257,9 @@ class _KnockOut(Watcher):
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """The size (B, L) of what the model was given, and which of it each token is (B, L').
+        """Return (B, L) of the model's input, and for each token of the layer its place there.
 
-        Returns:
-            That; -1 is a token from elsewhere.
+        The places are (B, L'), -1 for a token from elsewhere.
         """
         places = None if self._given is None else self._given.places.get((layer, number))
         if self._given is None or places is None:
@@ -264,13 +277,19 @@ _looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=Fals
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
 
 
-def _names_positions(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
+def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
     """Whether edges of a mixer name sources or targets."""
     return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
-def _names_layers(edges: Edges) -> bool:
-    """Whether a user has said which mixers are meant, and vouches for all others."""
-    given = edges.layers
-    several = given if isinstance(given, list | tuple) else [given]
-    return bool(several) and all(isinstance(one, str | nn.Module) for one in several)
+def _vouches_for_others(edges: Edges, mixers: Sequence[Mixer]) -> bool:
+    """Whether a user names single mixers, so that others of the model may lack an adapter.
+
+    A number, a kind or a family is read off all of the model's mixers.  One without an adapter
+    might belong to them, and is refused.
+    """
+    layers = edges.layers
+    several = layers if isinstance(layers, list | tuple) else [layers]
+    names = [name for mixer in mixers for name in mixer.names]
+    named = [isinstance(x, nn.Module) or (isinstance(x, str) and x in names) for x in several]
+    return bool(named) and all(named)

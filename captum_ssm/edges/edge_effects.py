@@ -1,4 +1,4 @@
-"""The effects of all messages of a run on one number, and interventions that hold them to truth."""
+"""The effects of all messages of a run on one number, and interventions that check them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EdgeEffects(Explainer):
         contrast: Any = None,
         verify: bool | float = True,
     ) -> Effects:
-        """The effects of all edges, to be read by layer, row, token or rank.
+        """Estimate the effects of all edges, to be read by layer, row, token or rank.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -142,7 +142,7 @@ class EdgeEffects(Explainer):
         seed: int = 0,
         at_a_time: int = 16,
     ) -> Truth:
-        """Cut edges one by one, and hold what that does against what was estimated.
+        """Cut edges one by one, and compare the true effects with the estimated ones.
 
         Args:
             inputs, target, additional_forward_args, contrast: as in :meth:`attribute`, with the
@@ -189,6 +189,7 @@ class EdgeEffects(Explainer):
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
 
     def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
+        """Run the model once, and pair each layer with the gradient at its output."""
         by_rule, calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""What cutting an edge will do, to first order, for all edges of a run at once.
+"""Estimated effects of cutting edges, to first order, for all edges of a run at once.
 
     effect[i, j] = <d output / d y_i, T_i(x_j)>
 
-y_i being what a mixer writes at token i, and T_i(x_j) the message in it from token j: the output
-less what it would be without the message, where it were linear in it.
+y_i is what a mixer writes at token i, and T_i(x_j) the message in it from token j.  If the output
+were linear in y_i, the output without the message would be smaller by the effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROWS = 256
 
 
 class Edge(NamedTuple):
-    """One message, and what cutting it will do.
+    """One message, and the estimated effect of cutting it.
 
     Attributes:
         layer: number of the layer, in the order in which they ran.
@@ -86,9 +86,10 @@ class LayerEffects:
 
     @cached_property
     def _factors(self) -> list[tuple[Tensor, Operator]]:
-        """Row factors, and operators by channel whose columns the values are factors of.
+        """Pairs of row factors (B, L, H, P) and an operator that moves each channel by itself.
 
-        The matrix is the sum of what they make.
+        The matrix of effects is the sum over pairs, heads and channels of
+        factor[i] operator[i, j] values[j].
         """
         return self._factors_of(self._left)
 
@@ -97,7 +98,7 @@ class LayerEffects:
         return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
     def _left_at(self, index: Tensor) -> Tensor:
-        """The gradient before the projection at tokens (B, Q), and zeros elsewhere."""
+        """The gradient before the projection at tokens (B, Q), zeros elsewhere, (B, L, H, P)."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
         before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
@@ -116,9 +117,9 @@ class LayerEffects:
         values = self.linear.values
         found = values.new_zeros(*index.shape, values.shape[1])
         for some in in_stacks(range(index.shape[1]), values.numel(), values.device):
-            asked = index[:, some.start : some.stop].T
+            at = index[:, some.start : some.stop].T
             weighted = sum_tensors(
-                core.unit_rows(asked, at_positions(left, asked)) * values for left, core in factors
+                core.unit_rows(at, at_positions(left, at)) * values for left, core in factors
             )
             found[:, some.start : some.stop] = weighted.sum((-1, -2)).transpose(0, 1)
         return found
@@ -129,7 +130,7 @@ class LayerEffects:
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
-        """Neighbouring rows a few at a time, (B, R, L) each, with their numbers."""
+        """Yield rows of the matrix a few at a time: their numbers, and the rows (B, R, L)."""
         batch, tokens = self.linear.operator.shape[:2]
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
@@ -190,7 +191,7 @@ class LayerEffects:
         return self._of_lost(projection_of(self.linear).product(before.flatten(-2)))
 
     def _of_lost(self, lost: Tensor) -> Tensor:
-        """The effect of what all tokens are not written, (B, L, E)."""
+        """Return the effect (B,) of subtracting ``lost`` (B, L, E) from the mixer's output."""
         if self.readers is None:
             return (self.gradient * lost).flatten(1).sum(1)
         every = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
@@ -235,7 +236,7 @@ class Effects:
 
     @underflow_flushed()
     def matrix(self, layers: Any = None) -> Tensor:
-        """Effects by target and source, summed over layers, (B, L, L).
+        """Return the effects by target and source, summed over layers, (B, L, L).
 
         Args:
             layers: a number, a name, a range or slice, or a list of these. Default: None, all.
@@ -245,7 +246,7 @@ class Effects:
 
     @underflow_flushed()
     def rows(self, positions: Positions, layers: Any = None) -> Tensor:
-        """Effects of what some targets read, summed over layers, (B, Q, L).
+        """Return the effects of messages to some targets, summed over layers, (B, Q, L).
 
         Args:
             positions: the targets: Q positions common to all examples, or a tensor (B, Q).
@@ -291,7 +292,7 @@ class Effects:
 
     @underflow_flushed()
     def top(self, count: int, layers: Any = None) -> list[list[Edge]]:
-        """The edges of the largest effects of each example, none without any.
+        """Return the edges of the largest effects of each example; none of effect 0.
 
         Args:
             count: how many.
@@ -317,6 +318,7 @@ class Effects:
         return best
 
     def _chosen(self, layers: Any) -> list[LayerEffects]:
+        """Read the option ``layers``."""
         if layers is None:
             return list(self.layers)
         if isinstance(layers, slice):
@@ -338,7 +340,7 @@ class Effects:
         return found
 
     def _total(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
-        """The sum over layers, by the tokens that they read."""
+        """Sum a function of layers by the tokens that they read; raise if these differ."""
         chosen = self._chosen(layers)
         if not chosen:
             raise OptionError(
@@ -361,7 +363,7 @@ class Effects:
         return x if self.given is None else of_given(x, self.given, self.tokens)
 
     def _read_at(self, index: Tensor) -> Tensor:
-        """Where the layers read given tokens (B, Q)."""
+        """Return the positions, among the tokens that the layers read, of given tokens (B, Q)."""
         if self.given is None:
             return index
         match = index[:, :, None] == self.given.to(index.device)[:, None]
@@ -372,10 +374,10 @@ class Effects:
     def edge(
         self, example: int, layer: int, target: int, source: int, effect: float
     ) -> Edge | None:
-        """An edge between tokens as a layer reads them; None if the model was not given both.
+        """Return an edge by the given tokens; None if one of its ends was not given to the model.
 
         Args:
-            example, layer, target, source: numbers of the example, the layer, and the tokens.
+            example, layer, target, source: numbers of the example, the layer, and its tokens.
             effect: of cutting it.
         """
         if self.given is not None:

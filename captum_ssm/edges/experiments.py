@@ -265,7 +265,7 @@ def parts_off(
 
 
 class _Part(NamedTuple):
-    """What is known of a mixer that ran.
+    """The properties of a mixer that ran.
 
     Attributes:
         is_attention: whether it is softmax attention.
@@ -279,7 +279,7 @@ class _Part(NamedTuple):
 
 
 class _Looker(Watcher):
-    """Notes what the mixers of a run are, in the order in which they run."""
+    """Records the properties of the mixers, in the order in which they run."""
 
     def __init__(self) -> None:
         self.parts: dict[Mixer, _Part] = {}
@@ -293,7 +293,7 @@ class _Looker(Watcher):
 
 
 def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixer, _Part]]:
-    """What a function that runs the model returns, and the outermost mixers that ran."""
+    """Call a function that runs the model; return its result, and the outermost mixers that ran."""
     mixers, looker = find_mixers(model), _Looker()
     with ExitStack() as stack:
         observe(model, mixers, (looker,), stack, gradients=False, vouched=False)
@@ -305,13 +305,13 @@ def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixe
 
 
 def _chosen(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
-    """Those that ran of the mixers that are meant, in that order."""
-    asked = Edges(layers)
-    meant = {mixer.module for mixer in asked.chosen(find_mixers(model))}
+    """Return the mixers that ``layers`` names and that ran, in the order in which they ran."""
+    edges = Edges(layers)
+    meant = {mixer.module for mixer in edges.chosen(find_mixers(model))}
     found = [
         mixer
         for mixer, part in parts.items()
-        if mixer.module in meant and asked.is_of_kind(part.is_attention)
+        if mixer.module in meant and edges.is_of_kind(part.is_attention)
     ]
     if not found:
         raise NoMixerError(
@@ -326,7 +326,7 @@ def _window(middle: int, size: int, count: int) -> range:
 
 
 def _answer(target: Any, output: Tensor) -> Tensor:
-    """The target as indices (B, dims of one example), of one class or token among several."""
+    """Return the target's indices (B, dims of one example); raise if it has no probability."""
     index = target_index(target, output)
     if index is None or not index.shape[1] or output.shape[-1] == 1:
         raise TargetError(
@@ -338,20 +338,20 @@ def _answer(target: Any, output: Tensor) -> Tensor:
 
 
 def _probabilities(output: Tensor, index: Tensor) -> Tensor:
-    """Of the answers, (B,), in float64."""
+    """Return the probabilities of the answers, (B,), in float64."""
     example = torch.arange(len(output), device=output.device)
     entries = output[(example, *index[:, :-1].unbind(-1))].detach().cpu().double()  # (B, V)
     return contrasted(entries, index[:, -1].tolist(), "all")[0].exp()
 
 
-def _score(given: Any) -> Tensor:
-    """What the user's function returned, as () or (B,)."""
-    number = checks.as_number(given)
+def _score(returned: Any) -> Tensor:
+    """Read the result of the user's score as () or (B,)."""
+    number = checks.as_number(returned)
     if number is not None:
         return torch.tensor(number, dtype=torch.float64)
-    if isinstance(given, Tensor) and given.dim() <= 1 and not given.is_complex():
-        return given.detach().cpu().double()
-    what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+    if isinstance(returned, Tensor) and returned.dim() <= 1 and not returned.is_complex():
+        return returned.detach().cpu().double()
+    got = f"a tensor {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
     raise OptionError(
-        f"score returned {what}. Let it return a number, or a tensor with one for each example."
+        f"score returned {got}. Let it return a number, or a tensor with one for each example."
     )

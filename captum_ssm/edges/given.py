@@ -26,12 +26,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Given(NamedTuple):
-    """The tokens of one call of a model.
+    """The tokens that a model was given in one call, as its mixers read them.
 
     Attributes:
-        size: how many examples and tokens it was given (B, L).
-        places: which token of its example each is (B, L'), -1 for one from elsewhere, by the name
-            of the mixer that reads it and the number of its call; None where nothing tells.
+        size: examples and tokens that it was given (B, L).
+        places: by the name of a mixer and the number of its call, the given token that each token
+            of the mixer is (B, L'), -1 for one from elsewhere; None where that is not known.
     """
 
     size: tuple[int, int]
@@ -40,12 +40,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What was found last, and in which call.
+    """The latest answer for a module, and the call that it is of.
 
     Attributes:
-        call: what calls have in common that are asked once.
+        call: names of arguments and mixers, and the model's state.
         values: the arguments.
-        given: what was found.
+        given: the answer.
     """
 
     call: tuple[Any, ...]
@@ -58,15 +58,16 @@ _latest: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def given_tokens(
-    module: nn.Module, given: Arguments, mixers: Sequence[Mixer], *, vouched: bool, state: Any
+    module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], *, vouched: bool, state: Any
 ) -> Given:
-    """Find which tokens the mixers read in a call, running it again where that is not known.
+    """Find the given tokens that the mixers read in a call; the same call again reuses the answer.
 
     Raises:
         TrainingModeError: when a module is random.
     """
-    values = [*given[0], *given[1].values()]
-    call = ([*given[1]], [mixer.name for mixer in mixers], vouched, state)
+    args, kwargs = arguments
+    values = [*args, *kwargs.values()]
+    call = ([*kwargs], [mixer.name for mixer in mixers], vouched, state)
     known = _latest.get(module)
     if (
         known is None
@@ -78,14 +79,14 @@ def given_tokens(
         on_gpu = torch.cuda.is_available()
         devices = {x.device for x in module.parameters() if x.is_cuda and on_gpu}
         with torch.no_grad(), torch.random.fork_rng(devices):
-            found = _found(module, given, mixers, vouched)
+            found = _found(module, arguments, mixers, vouched)
         known = _Known(call, [_kept(x) for x in values], found)
         _latest[module] = known
     return known.given
 
 
 def _kept(value: Any) -> Any:
-    """An argument as it is now; one that may change meanwhile is like none."""
+    """Copy an argument for comparison; one that may change unseen equals nothing."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value if type(value) in _PLAIN else object()
@@ -97,8 +98,11 @@ def _alike(known: Any, value: Any) -> bool:
     return type(known) is type(value) and type(known) in _PLAIN and known == value
 
 
-def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched: bool) -> Given:
-    first = _sequence(given)
+def _found(
+    module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], vouched: bool
+) -> Given:
+    """Run the module once to record its mixers, then without them and with noise at some tokens."""
+    first = _sequence(arguments)
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
@@ -107,7 +111,7 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
                 return copy.deepcopy(x)
             return start if x is first else x
 
-        args, kwargs = given
+        args, kwargs = arguments
         module(*map(other, args), **{name: other(x) for name, x in kwargs.items()})
         return start
 
@@ -124,7 +128,7 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
     if first is not None and replays.root is not None and replays.root.shape[1] != first.shape[1]:
         replays.root = start  # others were looked up behind the text, or some of it again
     found = tokens_read(replays)
-    if first is None:  # those of the first mixer
+    if first is None:  # positions count the tokens of the first mixer
         if replays.root is not None and found[0] is None:
             replays.root = None
             found = tokens_read(replays)
@@ -132,27 +136,27 @@ def _found(module: nn.Module, given: Arguments, mixers: Sequence[Mixer], vouched
             found = _in_the_first(found)
         start = layers[0].call.hidden_states
     calls, places = Counter[str](), dict[tuple[str, int], Tensor | None]()
-    for layer, own in zip(layers, found, strict=True):
-        places[layer.name, calls[layer.name]] = own
+    for layer, tokens in zip(layers, found, strict=True):
+        places[layer.name, calls[layer.name]] = tokens
         calls[layer.name] += 1
     return Given((len(start), start.shape[1]), places)
 
 
 def _in_the_first(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Tokens of another sequence as those of the first mixer's, -1 for others."""
-    own = found[0]
-    assert own is not None
-    others = max(int(x.max()) for x in found if x is not None) + 1
-    number = torch.arange(own.shape[1], device="cpu").expand_as(own)
-    where = torch.full((len(own), others + 1), -1, device="cpu")
-    where.scatter_(1, own.where(own >= 0, others), number)
-    where[:, others] = -1
-    return [x if x is None else where.gather(1, x.where(x >= 0, others)) for x in found]
+    """Number each mixer's tokens (B, L') by the tokens of the first mixer, -1 for others."""
+    of_first = found[0]
+    assert of_first is not None
+    none = max(int(x.max()) for x in found if x is not None) + 1
+    number = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
+    where = torch.full((len(of_first), none + 1), -1, device="cpu")
+    where.scatter_(1, of_first.where(of_first >= 0, none), number)
+    where[:, none] = -1
+    return [x if x is None else where.gather(1, x.where(x >= 0, none)) for x in found]
 
 
-def _sequence(given: Arguments) -> Tensor | None:
-    """The ids (B, L) or embeddings (B, L, E) among a model's arguments."""
-    args, kwargs = given
+def _sequence(arguments: Arguments) -> Tensor | None:
+    """Return the ids (B, L) or embeddings (B, L, E) among a model's arguments."""
+    args, kwargs = arguments
     named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
     for x in (*named, *args, *kwargs.values()):
         if isinstance(x, Tensor) and x.dim() == (3 if x.is_floating_point() else 2):
@@ -161,7 +165,7 @@ def _sequence(given: Arguments) -> Tensor | None:
 
 
 class _Recording(Watcher):
-    """Keeps what mixers read and return, also where the model writes to it later."""
+    """Records the inputs and outputs of mixers, copied if the model may overwrite them."""
 
     def __init__(self) -> None:
         self.record = Trace()

@@ -18,12 +18,12 @@ from .pairs import Edges, Pairs
 
 
 class MessageShare(NamedTuple):
-    """Which share of a message is meant.
+    """The share of a message that edges mean.
 
     Attributes:
-        without: what the operator has beyond itself without these components; None for all of it.
-        heads: of these alone, or None for all.
-        constants: whether what belongs to no token is part of it.
+        without: the share is the operator less the operator without these components; None for all.
+        heads: the heads, or None for all.
+        constants: whether biases, which belong to no token, are part of it.
     """
 
     without: frozenset[str] | None
@@ -32,12 +32,12 @@ class MessageShare(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left of what is written."""
+        """Whether the share is everything that the mixer writes."""
         return self == MessageShare(None, None, True)
 
 
 def share_of(edges: Edges) -> MessageShare:
-    """Which share of their messages edges mean."""
+    """Return the share of their messages that edges mean."""
     constants = edges.sources is None and not edges.relations and not edges.selection
     return MessageShare(edges.without, edges.head_numbers, constants)
 
@@ -54,7 +54,7 @@ def carried(
     layer: str,
     values: Tensor | None = None,
 ) -> Tensor:
-    """What reaches the tokens of a mixer along pairs of them, before the projection (B, L, H, P).
+    """Sum what reaches each token along pairs of tokens, before the projection, (B, L, H, P).
 
     Args:
         linear: the mixer.
@@ -63,7 +63,7 @@ def carried(
         layer: what to call the mixer in an error.
         values: in place of the mixer's own; then without constants. Default: None.
     """
-    own = values is None
+    of_mixer = values is None
     values = linear.values if values is None else values
     operators: list[tuple[int, Operator]] = [(1, linear.operator)]
     if share.without is not None:
@@ -75,7 +75,7 @@ def carried(
             part = slice(stack.start, stack.stop)
             for sign, operator in operators:
                 if share.constants:
-                    made = operator.affine(values) if own else operator.apply(values)
+                    made = operator.affine(values) if of_mixer else operator.apply(values)
                 else:
                     made = operator.apply(values * sources[part])
                 found += sign * (made * targets[part]).sum(0)
@@ -83,6 +83,7 @@ def carried(
 
 
 def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:
+    """Return the mixer's operator without some of its components."""
     there = {leaf.component for leaf in linear.operator.leaves()}
     if not components <= there:
         raise OptionError(
@@ -93,7 +94,7 @@ def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Ope
 
 
 def of_heads(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Tensor:
-    """1 for the heads that are meant, (H, 1)."""
+    """Return a mask (H, 1), or (1, 1) for all: 1 for the heads that are named, else 0."""
     count = linear.operator.shape.heads
     if heads is None:
         return linear.values.new_ones(1, 1)

@@ -32,7 +32,7 @@ RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "same": torch.eq,
     "other": torch.ne,
 }
-#: What tells softmax attention from all other mixers.
+#: Kinds of mixers that ``layers`` may name: softmax attention, and all others.
 KINDS = ("attention", "ssm")
 
 #: Pairs whose relation is looked at together.
@@ -127,23 +127,23 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """The mixers that are meant, as far as that is known before they run.
+        """Return the mixers that ``layers`` names; of a kind all, which only a run tells.
 
         Args:
             mixers: those of the model.
         """
-        given = self.layers
-        if given is None or given in KINDS:
+        layers = self.layers
+        if layers is None or layers in KINDS:
             return list(mixers)
-        if isinstance(given, slice):
-            return list(mixers[given])
-        single = isinstance(given, str | nn.Module) or checks.as_integer(given) is not None
-        if not single and not isinstance(given, Iterable):
+        if isinstance(layers, slice):
+            return list(mixers[layers])
+        single = isinstance(layers, str | nn.Module) or checks.as_integer(layers) is not None
+        if not single and not isinstance(layers, Iterable):
             raise OptionError(
-                f"layers={given!r} must be a number, a name, a mixer, a range, a list of these, or "
-                "None for all."
+                f"layers={layers!r} must be a number, a name, a mixer, a range, a list of these, "
+                "or None for all."
             )
-        each: Any = [given] if single else given
+        each: Any = [layers] if single else layers
         found = [mixer for one in each for mixer in _layer(one, mixers)]
         return list(dict.fromkeys(found))
 
@@ -154,6 +154,7 @@ class Edges:
 
 
 def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
+    """Return the mixers that one entry of ``layers`` names: several only for a family."""
     number = checks.as_integer(one)
     if number is not None:
         if not -len(mixers) <= number < len(mixers):
@@ -209,13 +210,13 @@ def pairs_of(
     *,
     by_target: bool = False,
 ) -> Iterator[Pairs]:
-    """The pairs that edges name together, as few products at a time as memory wants.
+    """Yield the pairs that edges name together, in parts that memory can take.
 
     Args:
-        edges: that count as one: a pair that several name is one pair.
+        edges: the edges; a pair that several of them name is one pair.
         size: batch and tokens (B, L) that positions are of.
-        given: which of them each of a layer's tokens is (B, L'), -1 for none; the pairs are of
-            these. Default: None, they are the same.
+        given: position of each of a layer's tokens (B, L'), -1 for none; the pairs are of these
+            tokens. Default: None, 0 .. L - 1.
         by_target: whether no target may be in two products. Default: False.
 
     Raises:
@@ -254,7 +255,17 @@ def _products(
     at: Tensor,
     along_sources: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of one example, sets of targets and sources; all pairs of some sources, or some targets."""
+    """Return the pairs of one example as products, (targets (L',), sources (L',)) each.
+
+    Tokens of ``some`` that have the same tokens at the other end share a product.
+
+    Args:
+        named: targets and sources (B, L') and relations of each of the edges.
+        example: number of the example.
+        some: the tokens whose pairs are returned: sources if ``along_sources``, else targets.
+        at: positions of the example's tokens (L',).
+        along_sources: whether it goes by sources.
+    """
     position = torch.arange(len(at))
     ends = [(t[example], s[example]) for t, s, _ in named]
     involved = torch.stack([s if along_sources else t for t, s in ends]).any(0)
@@ -283,6 +294,7 @@ def _products(
 
 
 def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
+    """Ask a relation of all pairs of positions (T, 1) and (1, S); return booleans (T, S)."""
     found: Any = relation(target, source)
     size = len(target), source.shape[1]
     if isinstance(found, Tensor) and found.dtype == torch.bool:
@@ -299,7 +311,10 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Those of a layer's tokens ``at`` (B, L') that are meant, as booleans on the CPU."""
+    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU.
+
+    A relation names all: it is looked at later, for pairs.
+    """
     if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)
     found = _of_given(name, given, size).gather(1, at.clamp_min(0))
@@ -307,6 +322,7 @@ def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor
 
 
 def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
+    """Return True for the positions that are named, (B, L)."""
     batch, tokens = size
     if isinstance(given, slice):
         found = torch.zeros(size, dtype=torch.bool)

@@ -39,7 +39,7 @@ _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
 class NormReader(NamedTuple):
-    """One norm at the stream that it read in a run.
+    """One norm, with its statistics at the stream x that it read in a run.
 
     Attributes:
         stream: c(x), (B, L, E).
@@ -47,7 +47,7 @@ class NormReader(NamedTuple):
         toward: A'g, (B, L, E).
         explained: <g, N(x) - constant>, (B, L).
         eps: what is added to the mean square.
-        centred: whether the mean is taken off.
+        centred: whether the mean is subtracted.
     """
 
     stream: Tensor
@@ -58,7 +58,7 @@ class NormReader(NamedTuple):
     centred: bool
 
     def each(self, change: Callable[[Tensor], Tensor]) -> NormReader:
-        """The same, its tensors moved or laid out otherwise."""
+        """Change all tensors, to move or lay them out otherwise."""
         four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
         stream, scale, toward, explained = four
         return NormReader(stream, scale, toward, explained, self.eps, self.centred)
@@ -69,7 +69,7 @@ class NormReader(NamedTuple):
         return self.scale * self.toward - along * self.stream
 
     def lost(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
-        """<g, N(x) - N(x - m)> of messages, (B, q, s).
+        """Return <g, N(x) - N(x - m)> of messages m, (B, q, s).
 
         Args:
             messages: (B, q, s, E).
@@ -80,7 +80,7 @@ class NormReader(NamedTuple):
         here = self.each(lambda x: x[example, index])
         along = (messages @ here.stream[..., None])[..., 0] / messages.shape[-1]
         grown = here.scale.square() * (square - 2 * along)
-        # that is all of the mean square, but for rounding
+        # no message takes away more than all of the mean square; rounding seems to
         least = here.scale.square() * self.eps - 1 + torch.finfo(grown.dtype).eps
         # s(x - m) / s(x) - 1, as exact where it is near 0
         change = torch.expm1(-torch.log1p(grown.clamp_min(least)) / 2)
@@ -97,14 +97,14 @@ class Readers:
         self.norms = [norm.each(lambda x: x.to(like)) for norm in norms]
 
     def rows(self, index: Tensor) -> Tensor:
-        """What the output loses with each message to tokens ``index`` (B, q), (B, q, L)."""
+        """Return the effects of all messages to tokens ``index`` (B, q): (B, q, L)."""
         found = self.norms[0].stream.new_zeros(*index.shape, self._messages.shape.tokens)
         for tile in tiles([self._messages], index):
             found[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
         return found
 
     def lost(self, messages: Tensor, index: Tensor) -> Tensor:
-        """What the output loses with messages (B, q, s, E) to tokens (B, q), (B, q, s)."""
+        """Return the effects (B, q, s) of messages (B, q, s, E) to tokens ``index`` (B, q)."""
         whole = messages.square().mean(-1)
         varied = whole - messages.mean(-1).square() if self._any_centred else whole
         total = torch.zeros_like(whole)
@@ -118,7 +118,7 @@ class Readers:
 
 
 class NormCalls:
-    """Listens to the norms outside of mixers in a run, and to the backward pass through it."""
+    """Records the norms outside of mixers in a run, and the gradients at their outputs."""
 
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
         self._returned = 0
@@ -150,13 +150,13 @@ class NormCalls:
     def of_layers(
         self, layers: Sequence[Layer], gradients: Sequence[Tensor]
     ) -> list[Sequence[NormReader]]:
-        """The norms that read what each layer writes; none where those are not known.
+        """Return the norms that read what each layer writes; none where they are not known.
 
-        They are where the gradients that come through norms add up to the whole one.
+        They are known if the gradients through norms add up to the gradient at the layer.
 
         Args:
             layers: the layers of the run.
-            gradients: those at what they wrote, (B, L, E).
+            gradients: gradients at the layers' outputs, (B, L, E) each.
         """
         norms = [(call.after, call.norm()) for call in self._calls]
         found: list[Sequence[NormReader]] = []
@@ -173,9 +173,10 @@ class NormCalls:
 def _adding_up_to(
     gradient: Tensor, norms: Sequence[NormReader], tolerance: float
 ) -> Sequence[NormReader]:
-    """The norms, or the later ones of them, that a gradient (B, L, E) comes through, or none.
+    """Return those norms, from some one on, whose gradients sum to ``gradient`` (B, L, E).
 
-    A norm beside a mixer may run after it and not read it.
+    None of them if no such sum fits.  The first ones may be norms beside a mixer, which run after
+    it and do not read it.
     """
     pulled = [norm.pulled() for norm in norms]
     for first in range(len(norms)):
@@ -186,14 +187,17 @@ def _adding_up_to(
 
 
 class _Call:
-    """A call of a norm, after so many mixers have returned."""
+    """A call of a norm; ``after`` is how many mixers have returned before it."""
 
     def __init__(self, module: nn.Module, x: Tensor, output: Tensor, after: int) -> None:
         self.module, self.x, self.output, self.after = module, x, output, after
         self.gradients: list[Tensor] = []
 
     def norm(self) -> NormReader | None:
-        """The norm; None if no gradient reached it, or if it is none of the known form."""
+        """Return the norm's form; None if no gradient reached it, or its form is not known.
+
+        Known is A c(x) s(x) + constant, c centering or not, which its results are checked against.
+        """
         eps = next((getattr(self.module, name) for name in _EPS if hasattr(self.module, name)), 0.0)
         eps = torch.finfo(self.x.dtype).eps if eps is None else eps
         if len(self.gradients) != 1 or not isinstance(eps, float | int):

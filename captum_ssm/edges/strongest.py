@@ -34,7 +34,7 @@ def strongest_edges(
     additional: Any = None,
     real: Collection[int] | None = None,
 ) -> list[Held]:
-    """The edges of the largest estimated effects on one example, each cut by itself.
+    """Cut each of the edges of the largest estimated effects on one example by itself.
 
     Args:
         method: what estimates effects, of the model.

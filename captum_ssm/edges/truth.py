@@ -22,11 +22,11 @@ _LARGE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What cutting edges, or removing nodes, was estimated to do, and what it did.
+    """Estimated and true effects of cutting edges, or of removing nodes.
 
     Attributes:
         edges: the edges, as :class:`~captum_ssm.edges.Edge` where they were sampled; or the nodes.
-        examples: the example of each.
+        examples: the number of the example that each belongs to.
         estimated: what the output was expected to lose (n,).
         true: what it lost (n,).
         rounding: the size below which a true effect is rounding.
@@ -55,9 +55,9 @@ class Truth:
 
 
 def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]:
-    """Edges drawn without replacement, half in proportion to their effects and half evenly.
+    """Draw edges without replacement, half in proportion to their effects and half evenly.
 
-    Those of no effect at all, such as edges against causality, are not drawn.
+    Edges without any effect, such as edges against causality, are not drawn.
 
     Returns:
         The example and the edge of each.
@@ -112,13 +112,13 @@ class Interventions:
         self.at_a_time = at_a_time
 
     def numbers(self, *edges: Edges) -> Tensor:
-        """The explained number of every example without some edges, (B,)."""
+        """Return the explained number of every example without some edges, (B,)."""
         with torch.no_grad(), knock_out(self.model, *edges):
             output = logits_of(call_model(self.forward_func, self.inputs, self.additional))
         return contrasted(output, self.target, self.contrast)[0]
 
     def of_single(self, edges: Sequence[tuple[int, Edge]]) -> Tensor:
-        """What the number of an example is without each of single edges, (n,)."""
+        """Return the explained number without each of n single edges, (example, edge), (n,)."""
         groups: dict[tuple[int, str], list[int]] = defaultdict(list)
         for i, (example, edge) in enumerate(edges):
             groups[example, edge.name].append(i)
@@ -133,7 +133,10 @@ class Interventions:
         return found
 
     def _repeated(self, example: int, edges: Edges, times: int) -> Tensor:
-        """The numbers of one example, each of ``times`` copies of it without an edge of its own."""
+        """Return the number of each of ``times`` copies of an example, (times,).
+
+        Edges with positions for each example cut another message in each copy.
+        """
         cut = BatchPart(slice(example, example + 1), len(self.inputs))
 
         def copies(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What another base at a position does to an output: to first order for all of them, or by trying.
+"""Effects of another base at a position on an output: to first order for all, or by running each.
 
     effect[a, p] = gradient[a, p] - gradient[r, p],       r the base that is at p
 
@@ -34,7 +34,7 @@ def variant_effects(
     model: nn.Module | None = None,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Tensor:
-    """What every single-base variant does to the target, to first order, from one backward pass.
+    """Estimate the effect of every single-base variant, to first order, from one backward pass.
 
     :func:`mutagenesis` is the truth that it estimates, at one run for each variant.
 
@@ -97,7 +97,7 @@ def mutagenesis(
     contrast: Any = None,
     at_a_time: int = 64,
 ) -> Tensor:
-    """What every single-base variant does to the target, by running each: 3 L runs of an example.
+    """Run every single-base variant, 3 L of each example, and return its effect on the target.
 
     Args:
         forward_func, one_hot, target, additional_forward_args, contrast: as in
@@ -149,7 +149,7 @@ def mutagenesis(
 
 
 def _checked(one_hot: Any) -> tuple[Tensor, int]:
-    """Sequences, and the dimension of the bases."""
+    """Check one-hot sequences; return them, floating, and the dimension of the bases, 1 or 2."""
     x, _ = single_input(one_hot, "one_hot")
     for dim in (1, 2):
         if x.dim() != 3 or x.shape[dim] != 4:

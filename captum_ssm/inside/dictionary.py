@@ -127,14 +127,7 @@ class SparseAutoencoder(nn.Module):
         return self.W_dec.shape[0]
 
     def encode(self, x: Tensor) -> Tensor:
-        """The features of vectors.
-
-        Args:
-            x: (..., E).
-
-        Returns:
-            (..., F), none of them negative.
-        """
+        """Return the features (..., F), none of them negative, of vectors ``x`` (..., E)."""
         x = x.to(self.W_enc.dtype)
         projected = (x - self.b_dec if self.apply_b_dec_to_input else x) @ self.W_enc
         if self.architecture == "gated":
@@ -151,20 +144,13 @@ class SparseAutoencoder(nn.Module):
         return before.relu() * torch.zeros_like(before).scatter(-1, largest, 1)
 
     def decode(self, features: Tensor) -> Tensor:
-        """The vectors that features stand for.
-
-        Args:
-            features: (..., F).
-
-        Returns:
-            (..., E).
-        """
+        """Return the vectors (..., E) that ``features`` (..., F) stand for."""
         if self.rescale_acts_by_decoder_norm:
             features = features / self.W_dec.norm(dim=-1)
         return features @ self.W_dec + self.b_dec
 
     def forward(self, x: Tensor) -> Tensor:
-        """What its features say of ``x``."""
+        """Encode ``x`` and decode it again, (..., E)."""
         return self.decode(self.encode(x))
 
     def extra_repr(self) -> str:
@@ -173,7 +159,7 @@ class SparseAutoencoder(nn.Module):
         return f"width={self.width}, features={self.features}, {self.architecture}{k}{of}"
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that :meth:`load` and SAELens read.
+        """Write a folder that :meth:`load` and SAELens read.
 
         Args:
             folder: where ``cfg.json`` and ``sae_weights.safetensors`` go; made if missing.
@@ -209,7 +195,7 @@ class SparseAutoencoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, layer: str | None = None) -> SparseAutoencoder:
-        """Reads a folder of SAELens, of any version.
+        """Read a folder of SAELens, of any version.
 
         Args:
             folder: holds ``cfg.json`` and ``sae_weights.safetensors``.
@@ -266,7 +252,7 @@ class SparseAutoencoder(nn.Module):
         return made.to(dtype).eval()
 
 
-#: By architecture, what there is one number of per feature.
+#: The parameters that have one number per feature, by architecture.
 _BIASES = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
@@ -274,7 +260,7 @@ _BIASES = {
     "gated": ("b_gate", "r_mag", "b_mag"),
 }
 
-#: What earlier versions call it.
+#: Names of earlier versions, with the present ones.
 _EARLIER = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -298,17 +284,17 @@ _ADVICE = {
 
 
 def _flat(found: object, path: Path) -> dict[str, Any]:
-    """The settings of any version, with what is known of the model among them and by itself."""
+    """Return the settings of any version by present names, the metadata among them and apart."""
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not settings by name.")
-    own = {_EARLIER.get(name, name): value for name, value in found.items()}
-    nested = own.pop("metadata", None)
-    if nested is None:  # one list of all there is, long ones of the training included
-        nested = {name: own[name] for name in ("model_name", "hook_name") if name in own}
-    settings = {**nested, "architecture": "standard", **own, "metadata": nested}
+    named = {_EARLIER.get(name, name): value for name, value in found.items()}
+    metadata = named.pop("metadata", None)
+    if metadata is None:  # earlier versions have a single list, the training's settings included
+        metadata = {name: named[name] for name in ("model_name", "hook_name") if name in named}
+    settings = {**metadata, "architecture": "standard", **named, "metadata": metadata}
     if settings.get("activation_fn") == "topk":
-        given = settings.get("activation_fn_kwargs") or {}
-        settings |= {"architecture": "topk", "activation_fn": "relu", "k": given.get("k")}
+        kwargs = settings.get("activation_fn_kwargs") or {}
+        settings |= {"architecture": "topk", "activation_fn": "relu", "k": kwargs.get("k")}
     if "reshape_activations" not in settings and "hook_z" in str(settings.get("hook_name")):
         settings["reshape_activations"] = "hook_z"
     return settings
@@ -335,7 +321,7 @@ def _count(settings: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by their present names."""
+    """Return the weights by their present names."""
     weights = dict(weights)
     if "log_threshold" in weights:
         weights["threshold"] = weights.pop("log_threshold").exp()

@@ -18,10 +18,10 @@ class Dictionary(Protocol):
     """Whatever takes activations apart into features, such as a sparse autoencoder."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Activations (..., E) as those of features (..., F)."""
+        """Return the activations (..., F) of the features of vectors (..., E)."""
 
     def decode(self, features: Tensor) -> Tensor:
-        """Those of features (..., F) as activations (..., E)."""
+        """Return the vectors (..., E) that activations (..., F) of features stand for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """What features are at one place in a run; n of them.
+    """The n features that are read at one place in a run.
 
     Attributes:
         site: the place.
@@ -78,13 +78,13 @@ class Readings:
 
     @property
     def writes(self) -> Tensor:
-        """What each adds to the activation at its token (n, W)."""
+        """Return each feature's part of the activation at its token, (n, W)."""
         if self.kind == "whole":
             return self.directions
         return self.activations[:, None] * self.directions
 
     def only(self, chosen: Tensor) -> Readings:
-        """Some of them."""
+        """Keep some of the features, by their numbers (k,)."""
         which = chosen.tolist()
         return Readings(
             self.site,
@@ -100,10 +100,10 @@ class Readings:
 
 
 def tokens_of(met: Met, site: Site) -> Tensor:
-    """An activation as one row for each token, (L, W).
+    """Return an activation as one row for each token, (L, W).
 
     Raises:
-        OptionError: where it has none.
+        OptionError: if the activation has no tokens, or several examples.
     """
     value = met.value.detach()
     if value.dim() < 3 or len(value) != 1:
@@ -115,13 +115,18 @@ def tokens_of(met: Met, site: Site) -> Tensor:
 
 
 def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
-    """An activation as one node for each token, for heads as one for each head of each token."""
+    """Read a whole activation: one node for each token, or of heads one for each head and token.
+
+    Args:
+        site, met: the place, and its activation in the run.
+        gradient: gradient of the target at the activation.
+    """
     x = tokens_of(met, site)
     heads = met.value.shape[2] if site.at == "heads" else 1
     split = x.view(len(x), heads, -1)
-    own = torch.eye(heads).to(x)[None, :, :, None]
-    writes = (split[:, None] * own).flatten(2).flatten(0, 1)
-    reads = (gradient.reshape(split.shape)[:, None] * own).flatten(2).flatten(0, 1)
+    one_head = torch.eye(heads).to(x)[None, :, :, None]
+    writes = (split[:, None] * one_head).flatten(2).flatten(0, 1)
+    reads = (gradient.reshape(split.shape)[:, None] * one_head).flatten(2).flatten(0, 1)
     positions = torch.arange(len(x), device=x.device).repeat_interleave(heads)
     named = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
     indices = [head if heads > 1 else None for _ in range(len(x)) for head in range(heads)]
@@ -130,31 +135,25 @@ def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
     return Readings(site, positions, indices, named, activations, writes, reads, rest, "whole")
 
 
-def of_dictionary(site: Site, met: Met, dictionary: Dictionary) -> Readings:
-    """The features of a dictionary that are active.
+def active_features(site: Site, met: Met, dictionary: Dictionary) -> Readings:
+    """Read the features of a dictionary that are active, one node for each token and feature.
 
     Raises:
-        OptionError: when it does not fit the activation.
+        OptionError: when the dictionary does not fit the activation.
     """
     x = tokens_of(met, site)
     with torch.enable_grad():
         start = x.clone().requires_grad_()
-        try:
-            features = dictionary.encode(start)
-            fits = isinstance(features, Tensor) and features.shape[:-1] == x.shape[:1]
-            written = dictionary.decode(features.detach()) if fits else x.new_zeros(0)
-        except RuntimeError as error:
-            raise _does_not_fit(site, x, dictionary, str(error)) from error
-        if not fits or written.shape != x.shape:
-            raise _does_not_fit(site, x, dictionary, f"it gives {_shape(features)}")
+        features = _encoded(dictionary, start, site)
         positions, indices = features.detach().nonzero(as_tuple=True)
         reads = _reads(features, start, positions, indices)
     with torch.no_grad():
         used, where = torch.unique(indices, return_inverse=True)
         none = features.new_zeros(1, features.shape[-1])
+        # decode(0) is common to all inputs: no feature writes it
         rest = dictionary.decode(none)[0].to(x)
-        each = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)
-        directions = (dictionary.decode(each).to(x) - rest)[where] if len(used) else x[:0]
+        units = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)
+        directions = (dictionary.decode(units).to(x) - rest)[where] if len(used) else x[:0]
         activations = features.detach()[positions, indices].to(x)
     numbers: list[int | None] = list(indices.tolist())
     labels = [f"feature {i}" for i in numbers]
@@ -163,27 +162,39 @@ def of_dictionary(site: Site, met: Met, dictionary: Dictionary) -> Readings:
     )
 
 
+def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
+    """Encode tokens (L, W) as features (L, F); raise unless these decode to (L, W) again."""
+    try:
+        features = dictionary.encode(x)
+        fits = isinstance(features, Tensor) and features.shape[:-1] == x.shape[:1]
+        decoded = dictionary.decode(features.detach()) if fits else x.new_zeros(0)
+    except RuntimeError as error:
+        raise _does_not_fit(site, x, dictionary, str(error)) from error
+    if not fits or decoded.shape != x.shape:
+        raise _does_not_fit(site, x, dictionary, f"it gives {_shape(features)}")
+    return features
+
+
 def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
-    """The derivative of each active feature with respect to the activation at its token.
+    """Derivative of each of the n active features by the activation at its token, (n, W).
 
     Tokens are encoded each by itself, so that one pass back serves a feature of every token.
     """
     reads = start.new_zeros(len(positions), start.shape[1])
     if not len(positions):
         return reads
-    rank = torch.arange(len(positions), device=positions.device)
-    first = torch.searchsorted(positions, positions)  # of each token's features
-    rank = rank - first
+    number = torch.arange(len(positions), device=positions.device)
+    rank = number - torch.searchsorted(positions, positions)  # among the features of its token
     for turn in range(int(rank.max()) + 1):
         chosen = (rank == turn).nonzero()[:, 0]
-        number = features[positions[chosen], indices[chosen]].sum()
-        (gradient,) = torch.autograd.grad(number, start, retain_graph=True)
+        total = features[positions[chosen], indices[chosen]].sum()
+        (gradient,) = torch.autograd.grad(total, start, retain_graph=True)
         reads[chosen] = gradient[positions[chosen]]
     return reads
 
 
-def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
-    """Directions that the user names.
+def named_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
+    """Read the directions that a user names, one node for each token and direction.
 
     Raises:
         OptionError: for a direction of another width, or a position outside.
@@ -198,12 +209,12 @@ def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings
     for position, here in sorted(placed.items()):
         along = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
         inverse = torch.linalg.pinv(along.cpu().double()).mT.to(along)
-        for (number, feature), direction, own in zip(here, along, inverse, strict=True):
-            given = feature.encode
+        for (number, feature), direction, dual in zip(here, along, inverse, strict=True):
+            encode = feature.encode
             positions.append(position)
             indices.append(number)
             labels.append(feature.label or f"direction {number}")
-            reads.append(own if given is None else _vector(given, x, site, "encode"))
+            reads.append(dual if encode is None else _vector(encode, x, site, "encode"))
             directions.append(direction)
     read = torch.stack(reads)
     at = torch.tensor(positions, device=x.device)
@@ -213,6 +224,7 @@ def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings
 
 
 def _positions(feature: Feature, length: int) -> Iterator[int]:
+    """Yield the positions of a feature, counted from 0."""
     if feature.position is None:
         yield from range(length)
         return
@@ -225,7 +237,7 @@ def _positions(feature: Feature, length: int) -> Iterator[int]:
 
 
 def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
-    """A direction (W,) from what the user gave."""
+    """Read a direction (W,) from a vector or the number of a neuron."""
     width = x.shape[1]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < width:
         return torch.zeros_like(x[0]).index_fill(0, torch.tensor([value], device=x.device), 1.0)

@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """What each node of a run adds to each other, directly.
+    """A weighted graph: what each node of a run adds directly to each other node.
 
     Attributes:
         nodes: tokens, features, errors, constants, and last the target; n of them.
@@ -88,10 +88,7 @@ class Graph:
         return f"Graph({len(self.nodes)} nodes, {int((self.edges != 0).sum())} edges: {scores})"
 
     def effects(self) -> Tensor:
-        """What each node adds to the target on all paths, (n,), in the linear network.
-
-        Of a graph that was pruned, on the paths that are left.
-        """
+        """Return each node's contribution to the target over all paths left in the graph, (n,)."""
         sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
         inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
         edges = self.edges.cpu().double()
@@ -121,12 +118,13 @@ class Graph:
         to_graphml(self, path)
 
     def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:
-        """The graph with only the nodes and edges of the greatest influence.
+        """Keep only the nodes and edges of the greatest influence.
 
         Args:
             keep: the share of the influence of features and errors that is kept. Tokens, constants
                 and the target stay. Default: 0.8.
-            keep_edges: the share of that of the edges; others become 0. Default: 0.98.
+            keep_edges: the share of the edges' influence that is kept; other edges become 0.
+                Default: 0.98.
         """
         check_share("keep", keep)
         check_share("keep_edges", keep_edges)
@@ -138,20 +136,19 @@ class Graph:
         return with_strongest_edges(fewer, keep_edges)
 
     def path(self, start: int | None = None) -> list[Node]:
-        """The nodes on the path that carries most from the tokens to the target, token first.
+        """Return the path that carries most from the tokens to the target, token first.
 
-        Of a path as much is carried as the product of its edges' shares in what enters each node.
+        A path carries the product of its edges' shares in all that enters each node.
 
         Args:
             start: the position of the token that it begins with. Default: None, any.
         """
         if start is not None and not -len(self.tokens) <= start < len(self.tokens):
             raise OptionError(f"start={start} is none of the {len(self.tokens)} tokens.")
-        told = _told(self.nodes)
-        weights, _ = influences(self.edges, told)
+        weights, _ = influences(self.edges, _has_influence(self.nodes))
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)
         best = torch.zeros(len(self.nodes), dtype=torch.double)
-        after = [-1] * len(self.nodes)
+        following = [-1] * len(self.nodes)
         best[-1] = 1.0
         for node in order:
             if best[node] == 0:
@@ -159,7 +156,7 @@ class Graph:
             for source in (weights[node] > 0).nonzero()[:, 0].tolist():
                 reached = float(best[node] * weights[node, source])
                 if reached > best[source]:
-                    best[source], after[source] = reached, node
+                    best[source], following[source] = reached, node
         tokens = _tokens(self.nodes).double() * best
         if start is not None:
             at = [node.position == start % len(self.tokens) for node in self.nodes]
@@ -167,8 +164,8 @@ class Graph:
         if not bool(tokens.any()):
             return [self.nodes[-1]]
         found = [int(tokens.argmax())]
-        while after[found[-1]] >= 0:
-            found.append(after[found[-1]])
+        while following[found[-1]] >= 0:
+            found.append(following[found[-1]])
         return [self.nodes[i] for i in found]
 
 
@@ -185,24 +182,24 @@ def check_share(name: str, value: Any) -> None:
 
 
 def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
-    """A graph with only the edges of the greatest influence, and its scores anew.
+    """Keep only the edges of the greatest influence, and compute the scores anew.
 
     Args:
-        graph: it.
+        graph: the graph.
         keep: the share of the edges' influence that is kept; others become 0. Default: 0.98.
     """
-    edges, told = graph.edges, _told(graph.nodes)
-    weights, through = influences(edges, told)
+    edges, counted = graph.edges, _has_influence(graph.nodes)
+    weights, through = influences(edges, counted)
     by_edge = weights * (through + _at_target(through))[:, None]
     stays = _greatest(by_edge.flatten(), keep).view_as(edges)
-    stays |= ~told  # constants are no influence, and stay
+    stays |= ~counted  # constants are no influence, and stay
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
-    found = scores(edges, told, _errors(graph.nodes), _tokens(graph.nodes))
+    found = scores(edges, counted, _errors(graph.nodes), _tokens(graph.nodes))
     return replace(graph, edges=edges, scores={**graph.scores, **found})
 
 
 def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
-    """Which nodes stay when a graph is pruned (k,), and what share of the influence they have.
+    """Return the numbers of the nodes that pruning keeps (k,), and their share of the influence.
 
     Args:
         nodes: of the graph.
@@ -215,8 +212,8 @@ def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
     return stays.nonzero()[:, 0], kept
 
 
-def _told(nodes: Sequence[Node]) -> Tensor:
-    """Which nodes have influence: all but constants, (n,)."""
+def _has_influence(nodes: Sequence[Node]) -> Tensor:
+    """Return True for the nodes that have influence, all but constants, (n,)."""
     return torch.tensor([node.kind != "constants" for node in nodes])
 
 
@@ -233,7 +230,7 @@ def _at_target(through: Tensor) -> Tensor:
 
 
 def _greatest(values: Tensor, share: float) -> Tensor:
-    """The fewest entries that have such a share of the sum."""
+    """Return True for the fewest values (n,) that make up a share of their sum."""
     order = values.argsort(descending=True)
     so_far = values[order].cumsum(0)
     # one that begins below the share is in; the last digits of a sum do not decide

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 
-def influences(edges: Tensor, told: Tensor, entered: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Shares of what enters nodes (m, n), and the influence of each node on the last one (n,).
+def influences(
+    edges: Tensor, counted: Tensor, entered: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return each source's share of what enters a node (m, n), and the influence of nodes (n,).
 
     Args:
-        edges: what each node adds to some, (m, n), targets in rows, the last of them the last node;
-            without cycles.
-        told: which nodes have influence (n,).
-        entered: the nodes that the rows are of (m,); into all others nothing goes. Default: None,
+        edges: contribution of each node to m of the nodes, (m, n), targets in rows, the last of
+            them the last node; without cycles.
+        counted: True for the nodes that have influence (n,).
+        entered: the nodes that the rows are of (m,); nothing enters any other. Default: None,
             all n.
 
     Example:
@@ -28,7 +30,7 @@ def influences(edges: Tensor, told: Tensor, entered: Tensor | None = None) -> tu
         >>> influences(edges, torch.ones(3, dtype=torch.bool))[1].tolist()
         [1.0, 0.75, 0.0]
     """
-    weights = edges.detach().cpu().double().abs() * told
+    weights = edges.detach().cpu().double().abs() * counted
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / total.clamp_min(1e-300), weights)
     row = weights[-1]
@@ -42,19 +44,19 @@ def influences(edges: Tensor, told: Tensor, entered: Tensor | None = None) -> tu
 
 
 def scores(
-    edges: Tensor, told: Tensor, errors: Tensor, tokens: Tensor, entered: Tensor | None = None
+    edges: Tensor, counted: Tensor, errors: Tensor, tokens: Tensor, entered: Tensor | None = None
 ) -> dict[str, float]:
-    """How much of a graph is told apart, not an error.
+    """Score how much of a graph its features explain, not their errors.
 
     Args:
-        edges, told, entered: as for :func:`influences`.
-        errors: which nodes are errors (n,).
-        tokens: which are tokens (n,).
+        edges, counted, entered: as for :func:`influences`.
+        errors: True for the nodes that are errors (n,).
+        tokens: True for tokens (n,).
 
     Returns:
         ``completeness`` and ``replacement``, both 0 to 1.
     """
-    weights, through = influences(edges, told, entered)
+    weights, through = influences(edges, counted, entered)
     reached = through.clone() if entered is None else through[entered]
     reached[-1] += 1.0
     reached = reached * (weights.sum(1) > 0)

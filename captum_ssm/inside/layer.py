@@ -90,7 +90,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         return_convergence_delta: bool = False,
         verify: bool | float | None = None,
     ) -> Any:
-        """What each element of the activation adds to the target.
+        """Attribute the target to each element of the activation.
 
         Args:
             inputs, target, additional_forward_args, contrast, rule, zero_bias, verify: as in
@@ -159,7 +159,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """All that :meth:`attribute` leaves out: biases by module, and what passes the layer by.
+        """Return all that :meth:`attribute` leaves out: biases, and the stream past the layer.
 
         Args:
             inputs, target, additional_forward_args, attribute_to_layer_input: as in
@@ -210,9 +210,9 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         found = self.decompose(
             inputs, target, additional_forward_args, attribute_to_layer_input, **options
         )
-        given = attributions if isinstance(attributions, tuple) else (attributions,)
-        whole = torch.cat([x.to(found.inputs) for x in given], -1)
-        return found.virtual + self._delta(found, [found.inputs], whole)
+        several = attributions if isinstance(attributions, tuple) else (attributions,)
+        joined = torch.cat([x.to(found.inputs) for x in several], -1)
+        return found.virtual + self._delta(found, [found.inputs], joined)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: an activation need not have tokens."""

@@ -116,7 +116,7 @@ def attribution_graph(
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
-    """Layers, and what takes them apart: None, a dictionary, or a list of features."""
+    """Read ``nodes``: each layer with None (whole), a dictionary or a list of features."""
     if isinstance(nodes, Mapping) and nodes:
         return list(nodes.items())
     if not isinstance(nodes, list | tuple) or not nodes:
@@ -126,22 +126,22 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
         )
     found: dict[Layer, list[Feature] | None] = {}
     for one in nodes:
-        own = [one] if isinstance(one, Feature) else None
+        new = [one] if isinstance(one, Feature) else None
         layer = one.layer if isinstance(one, Feature) else one
-        before = found.setdefault(layer, own)
-        if (before is None) != (own is None):
+        before = found.setdefault(layer, new)
+        if (before is None) != (new is None):
             raise OptionError(f"nodes names {layer!r} whole and by features; choose one of them.")
-        if before is not None and own is not None and before is not own:
-            before += own
+        if before is not None and new is not None and before is not new:
+            before += new
     return list(found.items())
 
 
 def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
     """Raise for a dictionary that says it is of another layer of the model."""
-    own = getattr(dictionary, "layer", "")
-    if isinstance(own, str) and own != layer and own in dict(model.named_modules()) and own:
+    of = getattr(dictionary, "layer", "")
+    if isinstance(of, str) and of and of != layer and of in dict(model.named_modules()):
         raise OptionError(
-            f"nodes has a dictionary of {own!r} at {layer!r}. Pass nodes={{{own!r}: dictionary}}."
+            f"nodes has a dictionary of {of!r} at {layer!r}. Pass nodes={{{of!r}: dictionary}}."
         )
 
 
@@ -149,7 +149,7 @@ class _Maker(FlowMethod):
     """Runs a model for a graph."""
 
     def rules(self, rule: Rule | None, verify: bool | float | None) -> Rules:
-        """What the user asks for, checked."""
+        """Check the user's options, and return the rules of the linear network."""
         return self._rules(rule, False, verify, by_layer=False)
 
     def parts(
@@ -163,7 +163,7 @@ class _Maker(FlowMethod):
         top: int,
         show_progress: bool,
     ) -> Parts:
-        """A run, cut at the nodes' layers, and what reaches each node."""
+        """Run the model once, cut at the nodes' layers, and read what reaches each node."""
         model = find_model(self.forward_func, self.model)
         taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
         for site, how in taken.items():

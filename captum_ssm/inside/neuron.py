@@ -88,7 +88,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         return_convergence_delta: bool = False,
         verify: bool | float | None = None,
     ) -> Any:
-        """What each input token, feature or pixel adds to the neuron.
+        """Attribute a neuron to each input token, feature or pixel.
 
         Args:
             inputs, additional_forward_args, rule, baselines, zero_bias, per_token, verify: as in
@@ -141,7 +141,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """All that :meth:`attribute` sums up: features, layers, biases.
+        """Return all that :meth:`attribute` sums up: features, layers, biases.
 
         Args:
             inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: as in
@@ -206,6 +206,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
 
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
+        """Return where the linear network ends, and the function that picks the number there."""
         checks.flags(attribute_to_neuron_input=at_input)
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
@@ -241,7 +242,7 @@ class NeuronMambaLRP(NeuronLatimFlow):
 
 
 def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
-    """The number per example (B,) that a selector chooses of an activation."""
+    """Return the number per example (B,) that a selector picks out of an activation."""
     shapes = [tuple(x.shape) for x in tensors]
     of = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
     if callable(selector):
@@ -274,7 +275,7 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
 
 
 def _selects(entry: int | slice | None, size: int) -> bool:
-    """Whether an index or a slice selects any of so many."""
+    """Whether an index or a slice selects any entry of a dimension of this size."""
     if not isinstance(entry, slice):
         return entry is not None and -size <= entry < size
     try:  # torch takes no steps back
@@ -284,7 +285,7 @@ def _selects(entry: int | slice | None, size: int) -> bool:
 
 
 def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
-    """Raise for a number that cannot be explained, or that padded tokens are a part of."""
+    """Raise for a number (B,) that cannot be explained, or that reads padded tokens."""
     if not bool(number.detach().isfinite().all()):
         raise NonFiniteError(
             f"neuron_selector gives {number.detach().tolist()} of layer {layer!r}, which cannot be "

@@ -14,13 +14,13 @@ from ..attr.engine.fold import shown
 from ..errors import OptionError
 from ..linear import Network, Site
 from ..operators.kernels.arithmetic import sum_tensors, unseen
-from .features import Readings, of_dictionary, of_directions, tokens_of, whole
+from .features import Readings, active_features, named_directions, tokens_of, whole
 from .graph import Graph, Kind, Node, strongest, with_strongest_edges
 from .influence import influences, scores
 
 
 class Parts:
-    """A run whose graph ends and begins anew at the nodes' layers.
+    """The run of a linear network whose autograd graph is cut at the nodes' layers.
 
     Args:
         network: the network, after its forward run.
@@ -54,9 +54,9 @@ class Parts:
         self.edges: list[Tensor] = []
 
     def followed(self, top: int, show_progress: bool) -> Parts:
-        """The same, with what reaches each of the nodes that add most to the target."""
+        """Keep the nodes that add most to the target, find what reaches each, and return itself."""
         with unseen():
-            effects = self._read()
+            effects = self._read_nodes()
             strength = torch.cat([effects[site].abs() for site in self.sites])
             best = torch.zeros_like(strength, dtype=torch.bool)
             best[strength.topk(min(top, len(strength))).indices] = True
@@ -72,9 +72,9 @@ class Parts:
     def graph(
         self, tokens: Sequence[str] | None, inputs: Tensor, keep: float | None = None
     ) -> Graph:
-        """The graph, of which edges between nodes that are left out are never held.
+        """Build the graph; only edges between the nodes that are kept take memory.
 
-        There is an error for each token at each place, and nothing enters errors.
+        Each place has one error node for each token, which nothing enters.
 
         Args:
             tokens: a text for each token that the user gave, or None.
@@ -102,35 +102,39 @@ class Parts:
         found = torch.stack(self.edges)
         found = torch.cat([found, torch.zeros_like(found[:, :1])], 1)  # the target adds to none
         kinds = [node.kind for node in nodes]
-        told, errors, given = (
+        has_influence, errors, is_token = (
             torch.tensor([kind in which for kind in kinds])
             for which in (set(kinds) - {"constants"}, {"error"}, {"token"})
         )
-        _, through = influences(found, told, entered)
-        counted = [
+        _, through = influences(found, has_influence, entered)
+        nodes = [
             replace(node, influence=share)
             for node, share in zip(nodes, through.tolist(), strict=True)
         ]
         writes = [*([None] * len(texts)), *self._writes(), None, None]
         which, kept = torch.arange(len(nodes)), 1.0
         if keep is not None:
-            which, kept = strongest(counted, keep)
+            which, kept = strongest(nodes, keep)
         place = torch.full((len(nodes),), -1)
         place[which] = torch.arange(len(which))
         edges, at = found.new_zeros(len(which), len(which)), place[entered]
         edges[at[at >= 0]] = found[at >= 0][:, which]
         chosen = which.tolist()
         graph = Graph(
-            tuple(counted[i] for i in chosen),
+            tuple(nodes[i] for i in chosen),
             edges,
             tuple(texts),
-            {**scores(found, told, errors, given, entered), "kept": kept},
+            {**scores(found, has_influence, errors, is_token, entered), "kept": kept},
             tuple(writes[i] for i in chosen),
         )
         return graph if keep is None else with_strongest_edges(graph)
 
-    def _read(self) -> dict[Site, Tensor]:
-        """What each node adds to the target on all paths, from the last place to the first."""
+    def _read_nodes(self) -> dict[Site, Tensor]:
+        """Fill ``readings``; return each node's contribution to the target over all paths, (n,).
+
+        It goes from the last place to the first: on the way from a place to the target, the stream
+        at a later place passes through the nodes that are read there.
+        """
         leaves = [self.met[site].leaf for site in self.sites]
         gradients, _ = account(self.network.mode.ledger, self.number, self.constant, leaves)  # type: ignore[arg-type]
         total = dict(zip(self.sites, gradients, strict=True))
@@ -163,31 +167,37 @@ class Parts:
         if how is None:
             return whole(site, met, gradient)
         if isinstance(how, list):
-            return of_directions(site, met, how)
-        return of_dictionary(site, met, how)
+            return named_directions(site, met, how)
+        return active_features(site, met, how)
 
     def _error(self, site: Site) -> Tensor:
-        """What the features that are followed leave over of each token (L, W)."""
+        """Subtract the features that are followed from the activation, (L, W)."""
         found = self.readings[site]
         written = torch.zeros_like(self.values[site])
         written = written.index_add(0, found.positions, found.writes)
         return self.values[site] - written - found.rest
 
     def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        """Each node that something enters: its number (1,), its own constant, its activation."""
+        """Yield, for each node that something enters, its row's number, constant and activation.
+
+        Activation = number (1,), linear in the stream at its token, + constant (1,).
+        """
         for site in self.sites:
             found, rows = self.readings[site], self.met[site].value[0].flatten(1)
             there = self.values[site][found.positions]
-            own = found.activations - (found.reads * there).sum(1)
-            for i in range(len(own)):
+            constants = found.activations - (found.reads * there).sum(1)
+            for i in range(len(constants)):
                 number = (found.reads[i] * rows[found.positions[i]]).sum()[None]
-                yield number, own[i : i + 1], float(found.activations[i])
+                yield number, constants[i : i + 1], float(found.activations[i])
         yield self.number, self.constant, float(self.number.detach())
 
     def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
-        """What all nodes but the target add to a number, in the order of the graph's nodes."""
+        """Return the contributions of all nodes but the target to a number, in the graph's order.
+
+        One backward pass.  Raises NotLinearError unless they sum to the activation.
+        """
         roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
-        if not number.requires_grad:  # of a place that no node is before
+        if not number.requires_grad:  # no node comes before its place
             number = number + 0 * roots[0].sum()
         gradients, biases = account(
             self.network.mode.ledger,
@@ -222,6 +232,7 @@ class Parts:
         return self.errors[site].any(1)
 
     def _inner_nodes(self) -> Iterator[Node]:
+        """Yield the nodes of all places, then the errors of all places."""
         for depth, site in enumerate(self.sites, 1):
             found = self.readings[site]
             kind: Kind = found.kind
@@ -236,7 +247,7 @@ class Parts:
                 yield Node("error", site.name, depth, position, None, size, 0.0, "error")
 
     def _writes(self) -> Iterator[Tensor]:
-        """What each of the inner nodes writes, in their order."""
+        """Yield the part of the activation that each inner node writes, (W,), in their order."""
         for site in self.sites:
             yield from self.readings[site].writes.detach().unbind()
         for site in self.sites:
@@ -245,10 +256,10 @@ class Parts:
     def _texts(
         self, tokens: Sequence[str] | None, inputs: Tensor
     ) -> tuple[list[str], list[int | None]]:
-        """A text and an id for each token that the model reads."""
+        """Return a text and an id for each token that the model reads."""
         if inputs.dim() == 4:
             return ["image"], [None]
-        length, given = inputs.shape[1], self.network.mode.given
+        length, places = inputs.shape[1], self.network.mode.given
         ids: list[int | None] = [None] * length if inputs.dim() == 3 else inputs[0].tolist()
         if tokens is None:
             tokens = [str(i if x is None else x) for i, x in enumerate(ids)]
@@ -256,8 +267,10 @@ class Parts:
             raise OptionError(
                 f"tokens has {len(tokens)} texts, but inputs {length} tokens. Pass one for each."
             )
-        if given is None:
+        if places is None:
             return list(tokens), ids
-        places = given[0].tolist()
-        texts = [tokens[i] if i >= 0 else "(virtual)" for i in places]
-        return texts, [ids[i] if i >= 0 else None for i in places]
+        read = places[0].tolist()
+        return (
+            [tokens[i] if i >= 0 else "(virtual)" for i in read],
+            [ids[i] if i >= 0 else None for i in read],
+        )

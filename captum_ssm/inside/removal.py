@@ -19,16 +19,17 @@ from ..tracing import find_model
 from ..tracing.hooks import hooked
 from .graph import Graph, Node
 
-#: Kinds of nodes that write something which can be taken off.
-_REMOVABLE = ("feature", "direction", "whole", "error")
+#: Kinds of nodes whose estimated effect is compared with the true one: not errors, in which
+#: nothing is told apart.
+_COMPARED = ("feature", "direction", "whole")
 
 
 @contextmanager
 def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[None]:
-    """Run a model without what some nodes of a graph write, all else as the model makes it.
+    """Run a model without the parts of activations that some nodes of a graph write.
 
-    What they wrote in the graph's run is taken off the activation at their places.  It is a true
-    intervention, for an input of as many tokens.
+    Their parts in the graph's run are subtracted from the activations at their places; all else
+    runs on.  It is a true intervention, for an input of as many tokens.
 
     Args:
         model: the model.
@@ -82,7 +83,7 @@ def against_truth(
     contrast: Any = None,
     model: nn.Module | None = None,
 ) -> Truth:
-    """Take the nodes of a graph away one by one, and hold what that does against its edges.
+    """Remove the nodes of a graph one by one, and compare the true effects with the graph's.
 
     Args:
         graph: made of the same arguments, pruned or not.
@@ -97,7 +98,7 @@ def against_truth(
     tensor, _ = single_input(inputs)
     additional = as_tuple(additional_forward_args)
     module = find_model(forward_func, model)
-    nodes = [n for n in graph.nodes if n.kind in _REMOVABLE[:-1] and not n.layer.endswith(".heads")]
+    nodes = [n for n in graph.nodes if n.kind in _COMPARED and not n.layer.endswith(".heads")]
 
     def number(*removed: Node) -> float:
         with torch.no_grad(), without(module, graph, removed):
@@ -110,27 +111,30 @@ def against_truth(
     before = number()
     true = torch.tensor([before - number(node) for node in nodes], dtype=torch.double)
     rounding = 4 * torch.finfo(torch.float32).eps * abs(before)
-    return Truth(nodes, [0] * len(nodes), estimated, true, rounding)
+    examples = [0] * len(nodes)  # a graph is of one example
+    return Truth(nodes, examples, estimated, true, rounding)
 
 
 def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
+    """Return a forward hook that subtracts parts, (position, (W,)) each, from a layer's output."""
+
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         several = isinstance(output, tuple | list)
         tensors = [x for x in (output if several else [output]) if isinstance(x, Tensor)]
         tensors = [x for x in tensors if x.is_floating_point()]
-        width, taken = len(parts[0][1]), list[Tensor]()
-        while tensors and sum(x[0, 0].numel() for x in taken) < width:
-            taken.append(tensors.pop(0))
-        sizes = [x[0, 0].numel() for x in taken]
-        inside = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in taken)
-        if not inside:
+        width, changed = len(parts[0][1]), list[Tensor]()
+        while tensors and sum(x[0, 0].numel() for x in changed) < width:
+            changed.append(tensors.pop(0))
+        sizes = [x[0, 0].numel() for x in changed]
+        fits = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in changed)
+        if not fits:
             raise LayerError(
                 f"layer {layer!r} does not return what it did in the graph's run, {width} features "
                 f"of each token. Run the model on an input of as many tokens."
             )
-        new = {id(x): x.clone() for x in taken}
+        new = {id(x): x.clone() for x in changed}
         for position, written in parts:
-            for x, part in zip(taken, torch.split(written, sizes), strict=True):
+            for x, part in zip(changed, torch.split(written, sizes), strict=True):
                 new[id(x)][:, position] -= part.to(x).view(x.shape[2:])
         if not several:
             return new[id(output)]

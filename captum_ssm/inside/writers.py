@@ -42,7 +42,7 @@ _FEATURE_TYPES = {
 
 
 def to_json(graph: Graph, path: str | Path) -> None:
-    """Writes a graph as circuit-tracer does, and lists it in ``graph-metadata.json`` beside it.
+    """Write a graph as circuit-tracer does, and list it in ``graph-metadata.json`` beside it.
 
     ``circuit-tracer start-server --graph_file_dir FOLDER`` shows it.  There, a node's influence is
     the share of all influence that it and those of more influence have together, so that the slider
@@ -91,7 +91,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
     nodes = _json_nodes(graph)
     content = {
         "metadata": metadata,
-        # What the viewer has open at first: nothing.
+        # The viewer opens nothing at first.
         "qParams": {
             "pinnedIds": [],
             "supernodes": [],
@@ -110,7 +110,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
 
 
 def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the list says once the graph is in it, in place of one of the same name."""
+    """Return the list's content with the graph added, in place of one of the same name."""
     try:
         found = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
         others = [graph for graph in found["graphs"] if graph["slug"] != metadata["slug"]]
@@ -123,12 +123,12 @@ def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
-    together = _together(graph)
+    """Return the nodes with the names, numbers and ids by which the viewer finds them."""
     probability = graph.scores.get("probability")
     nodes = []
-    for node, influence in zip(graph.nodes, together, strict=True):
+    for node, influence in zip(graph.nodes, _cumulative_shares(graph), strict=True):
         number = 0 if node.index is None else node.index
-        # Of constants and the target no token is known: they stand at the two ends.
+        # Constants and the target have no token: they stand at the two ends.
         last = len(graph.tokens) - 1 if node.kind == "target" else 0
         position = last if node.position is None else node.position
         layer, feature, clerp = str(node.depth - 1), -1, node.label or node.layer
@@ -170,12 +170,15 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
 
 
 def _pair(x: int, y: int) -> int:
-    """One number for two, after Cantor, which the viewer takes apart again."""
+    """Return one number for two, by Cantor's pairing, which the viewer inverts."""
     return (x + y) * (x + y + 1) // 2 + y
 
 
-def _together(graph: Graph) -> list[float | None]:
-    """Of each node, the share of it and those of more influence; None of targets."""
+def _cumulative_shares(graph: Graph) -> list[float | None]:
+    """Return for each node the share of all influence that it and stronger ones have.
+
+    None for targets.
+    """
     shares: list[float | None] = [None] * len(graph.nodes)
     counted = [i for i, node in enumerate(graph.nodes) if node.kind != "target"]
     total = sum(graph.nodes[i].influence for i in counted) or 1.0
@@ -204,7 +207,7 @@ _UNWRITABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_graphml(graph: Graph, path: str | Path) -> None:
-    """Writes a graph as GraphML: directed, with all that is known of nodes, and edges' weights.
+    """Write a graph as GraphML: directed, with all that is known of nodes, and edges' weights.
 
     The texts of the tokens stand in the graph's own ``tokens``, a list in JSON, beside its scores.
     A character that XML cannot hold is written as its number: ``\\\\x00``.
@@ -270,7 +273,7 @@ def _hold(element: ElementTree.Element, of: str, values: dict[str, Any]) -> None
 
 
 def _links(graph: Graph) -> list[tuple[int, int, float]]:
-    """The edges that there are: target, source, weight."""
+    """Return the edges that are not 0: target, source, weight."""
     targets, sources = graph.edges.nonzero(as_tuple=True)
     weights = graph.edges[targets, sources].tolist()
     return list(zip(targets.tolist(), sources.tolist(), weights, strict=True))

@@ -25,7 +25,7 @@ _MASK = 1e4
 
 
 class Ledger:
-    """Takes down the constants that enter the graph of a network that is linear in its input.
+    """An account of the constants that enter the graph of a network linear in its input.
 
     A backward pass then hands each constant, its gradient and the name of the module that added it
     to the function given to :meth:`entries_to`.
@@ -58,7 +58,9 @@ class Ledger:
         self._entry: Entry | None = None
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
-        """``out``, of which ``constant`` is a summand; without it if constants are not kept.
+        """Record that ``constant`` is a summand of ``out``, and return ``out``.
+
+        If constants are not kept, return ``out`` without it.
 
         Args:
             out: a tensor of the graph.
@@ -70,32 +72,32 @@ class Ledger:
             constant = constant - _droppable(constant)
             if not may_hold_any(constant):
                 return out
-        self.noted(out, constant)
+        self.record(out, constant)
         return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
-        """:meth:`included` for a tensor that was changed in place.
+        """Do as :meth:`included`, for a tensor that was changed in place.
 
         Args:
             out, constant: as there.
         """
         constant = constant.detach()
-        if out._is_view():  # what reads the whole tensor afterwards does not come by the view
+        if out._is_view():  # later gradients of the whole tensor do not pass the view
             out, constant = _in_base(out, constant)
         if not self.kept:
             out.sub_(_droppable(constant))
             constant = constant - _droppable(constant)
             if not may_hold_any(constant):
                 return
-        self.noted(out, constant)
+        self.record(out, constant)
 
-    def noted(self, out: Tensor, constant: Tensor) -> None:
-        """Note that ``constant`` is a summand of ``out``, whether biases are kept or not.
+    def record(self, out: Tensor, constant: Tensor) -> None:
+        """Record that ``constant`` is a summand of ``out``, whether biases are kept or not.
 
         Args:
             out, constant: as in :meth:`included`.
         """
-        if not out.requires_grad:  # what the model computes under no_grad is a coefficient
+        if not out.requires_grad:  # results under no_grad are coefficients
             return
         where, shape = self._where(), out.shape
         _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
@@ -117,11 +119,7 @@ class Ledger:
             self._entry = before
 
     def write_rest(self, rest: Tensor) -> None:
-        """Take down, in a backward pass, what a mixer's output owes to references.
-
-        Args:
-            rest: it, for each example (B,).
-        """
+        """Hand the part of an output that belongs to references, (B,), to the present entry."""
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 
@@ -131,7 +129,7 @@ class Ledger:
 
 
 def _in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor that a view belongs to, and a constant of the view at its place in it."""
+    """Return the base of a view, and the view's constant at its place in the base's shape."""
     base = view._base
     assert base is not None
     whole = torch.zeros_like(base)
@@ -156,7 +154,7 @@ def _droppable(constant: Tensor) -> Tensor:
 
 
 def share(product: Tensor, factors: int) -> Tensor:
-    """A product of ``factors`` tensors, each of which gets an equal share of its relevance."""
+    """Return a product of ``factors`` tensors whose relevance is shared by them equally."""
     if not product.requires_grad:
         return product
     product.register_hook(  # type: ignore[no-untyped-call]
@@ -167,7 +165,7 @@ def share(product: Tensor, factors: int) -> Tensor:
 
 
 def once(constant: Any) -> Any:
-    """What a tensor holds that is repeated along some of its dimensions, of size 1 along these.
+    """Shrink a tensor to size 1 along the dimensions that it only repeats its numbers along.
 
     Args:
         constant: the tensor; numbers are returned as they are.
@@ -180,17 +178,17 @@ def once(constant: Any) -> Any:
 
 
 def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
-    """What a constant adds to the output, in parts of which each belongs to one example or to none.
+    """Return gradient times constant, summed, but separate for each example.
 
-    Where the gradient is 0 it adds nothing, even if it is infinite there.
+    Where the gradient is 0 the contribution is 0, even if the constant is infinite there.
 
     Args:
-        gradient: that of the tensor of which the constant is a summand, (B, ...).
-        constant: broadcastable to it.
+        gradient: gradient at the tensor of which the constant is a summand, (B, ...).
+        constant: broadcastable to the gradient.
 
     Returns:
-        gradient times constant, summed over the dimensions behind the first that the constant is
-        common to.
+        The product, summed over those dimensions behind the first along which the constant is the
+        same.
 
     Example:
         >>> import torch

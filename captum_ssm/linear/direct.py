@@ -1,7 +1,7 @@
-"""A network's direct paths: what each of its parts writes to the output with no part in between.
+"""A network's direct paths: from the output of each part to the model's output, past all others.
 
-Mixers and what bends within a token, such as an MLP, are cut from what they read, so that their
-outputs are the sources of a graph that holds the residual stream, its norms and the head alone.
+Mixers, and parts within tokens that are not linear, such as MLPs, are cut from their inputs.  Their
+outputs are the sources of a graph of nothing but the residual stream, its norms and the head.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .network import under_rules
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """What a part that acts within tokens returned, or what entered the network's first block.
+    """The output of a part that acts within tokens, or the sequence entering the first block.
 
     Attributes:
         output: its output (B, L, E).
-        mixers: the number of the last mixer call that it has read, counted from 1; 0 for none.
-            Before :meth:`DirectPaths.place`, that of the last one that ran before.
-        part: where it is met when the model runs again. Default: as the input itself.
-        given: which of its tokens each of the first layer's is (B, L), -1 for none; None if they
+        mixers: the number of the last mixer call whose output it depends on, counted from 1; 0 for
+            none. Before :meth:`DirectPaths.place`, the last one that ran before it.
+        part: where to find it when the model runs again. Default: the input itself.
+        given: for each token of the first layer, its place here (B, L), -1 for none; None if they
             are the same. Default: None.
-        is_placed: whether that is known. Default: True.
+        is_placed: whether ``mixers`` and ``given`` are known. Default: True.
 
     Example:
         >>> import torch
@@ -84,6 +84,7 @@ class DirectPaths(Watcher):
     _calls: Counter[nn.Module] = field(default_factory=Counter)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        """Cut the sequences that enter the modules around the first mixer: paths begin there."""
         if self.outputs:
             return None
         self._calls[module] += 1
@@ -101,7 +102,7 @@ class DirectPaths(Watcher):
 
     @property
     def root(self) -> Local | None:
-        """The input, where it is a sequence of embeddings."""
+        """The input, if it is a sequence of embeddings; else None."""
         root = self.mode.root
         if root is None or root.dim() != 3:
             return None
@@ -109,7 +110,7 @@ class DirectPaths(Watcher):
 
     @property
     def beginnings(self) -> list[Local]:
-        """Where direct paths may begin: what entered modules, and the input itself."""
+        """The sequences at which direct paths may begin: ``entries``, and the input itself."""
         root = self.root
         return self.entries if root is None else [*self.entries, root]
 
@@ -126,8 +127,7 @@ class DirectPaths(Watcher):
             replays, stages, given, order: of the run, as there.
         """
         parts = [*self.locals, *self.beginnings]
-        at = [each.part for each in parts]
-        found = place(replays, stages, given, order, at, self.mode.given)
+        found = place(replays, stages, given, order, [each.part for each in parts], self.mode.given)
         placed = [
             replace(part, is_placed=False)
             if there is None
@@ -146,13 +146,13 @@ class DirectPaths(Watcher):
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
     def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
-        """Cut what ``part`` returns from its input if anything in it is not linear.
+        """Cut the output of ``part`` from its input if a function in it was not linear.
 
         Args:
-            part: acts within tokens.
-            stack: until it is left.
+            part: a module that acts within tokens.
+            stack: removes the hooks when it is left.
         """
-        entered: list[tuple[int, int, int]] = []
+        entered: list[tuple[int, int, int]] = []  # calls inside each other: bends, mixers, number
         calls = 0
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -183,10 +183,10 @@ def direct_paths(
     *,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Iterator[DirectPaths]:
-    """Let a forward run that is traced inside the ``with`` leave the graph of its direct paths.
+    """Trace a run inside the ``with``, and it leaves the graph of its direct paths alone.
 
-    Gradients of its output with respect to the sources then pass the residual stream, the frozen
-    norms and the head alone, and no other mixer or MLP: the direct paths of LATIM's ALTI-Logit.
+    Gradients of its output at the sources pass the residual stream, the frozen norms and the head,
+    and no mixer or MLP: the direct paths of LATIM's ALTI-Logit.
 
     Args:
         model: the module; it is not changed.
@@ -220,7 +220,9 @@ def direct_paths(
     """
     with ExitStack() as stack:
         mode = stack.enter_context(under_rules(model, inputs))
-        mode.defers = True  # what only mixers and parts within tokens read is cut from the paths
+        # A function without a linear form is refused only if a gradient reaches it.  None reaches
+        # one that only mixers and parts within tokens read: these are cut.
+        mode.defers = True
         paths = DirectPaths(mode)
         for part in _within_tokens(model, find_mixers(model, layers)):
             paths.cut_if_bent(part, stack)
@@ -228,28 +230,19 @@ def direct_paths(
 
 
 def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:
-    """The parts of the layers that hold no mixer and are no norm, each as large as can be.
+    """Return the largest modules inside layers that hold no mixer and are no norm.
 
-    A layer is a member of the same list of modules as one that holds a mixer.
+    Layers are the members of each list of modules that has a mixer in some member.
     """
-    holding = {outer for mixer in mixers for outer in mixer.around}
-    own = {mixer.module for mixer in mixers}
-    found: dict[nn.Module, None] = {}
-    for layers in holding:
-        if isinstance(layers, nn.ModuleList | nn.Sequential):
-            for layer in layers:
-                _collect(layer, holding, own, found)
-    return list(found)
+    around = {outer for mixer in mixers for outer in mixer.around}
+    mixing = {mixer.module for mixer in mixers}
 
+    def parts(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in around:
+                yield from parts(child)
+            elif child not in mixing and "norm" not in type(child).__name__.lower():
+                yield child
 
-def _collect(
-    module: nn.Module,
-    holding: set[nn.Module],
-    own: set[nn.Module],
-    found: dict[nn.Module, None],
-) -> None:
-    for child in module.children():
-        if child in holding:
-            _collect(child, holding, own, found)
-        elif child not in own and "norm" not in type(child).__name__.lower():
-            found[child] = None
+    lists = [outer for outer in around if isinstance(outer, nn.ModuleList | nn.Sequential)]
+    return list(dict.fromkeys(x for layers in lists for layer in layers for x in parts(layer)))

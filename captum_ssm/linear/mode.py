@@ -23,19 +23,19 @@ from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
-#: They return memory in which nothing is written yet, or zeros.
+#: Functions that return memory in which nothing is written yet, or zeros.
 _BLANK = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
 _BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
-#: Their second factor may be a weight, which a kernel has unpacked.
+#: Functions whose second factor may be a weight, which a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
 
-#: They look ids up as well, in results that do not tell which token is which.
+#: Functions that look ids up as well, in results that do not tell which token is which.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 
 
 class _Refused(torch.autograd.Function):
-    """A value of which nothing tells how it depends on the input."""
+    """A value whose dependence on the input is not known: it raises once a gradient reaches it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, leaf: Tensor, complaint: str) -> Tensor:
@@ -49,12 +49,12 @@ class _Refused(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class LookUp:
-    """What a table holds for the explained ids.
+    """The look-up of the explained ids in one table.
 
     Attributes:
-        leaf: it, (B, L', ...), from which the network is linear.
-        given: which of the explained ids each is (B, L'), -1 for one that is none of them; None if
-            they are the same.
+        leaf: the rows that were looked up, (B, L', ...), in which the network is linear.
+        given: for each row its place among the explained ids (B, L'), -1 for another id; None if
+            the places are 0 .. L - 1.
         table: the table, (V, ...).
     """
 
@@ -67,20 +67,20 @@ class Linearising(TorchFunctionMode):
     """While this mode is on, the graph that a forward run leaves is linear in the input.
 
     Attributes:
-        root: the input from which the network is linear, once it is there.
-        start: the copy of it that the network goes on from.
-        again: what further tables hold for the explained ids, such as that of an adapter.
-        others: further inputs from which the network is linear as well.
+        root: the input in which the network is linear, once it is there.
+        start: the copy of ``root`` that the model goes on with.
+        again: look-ups of the explained ids in further tables, such as that of an adapter.
+        others: further inputs in which the network is linear as well.
         ledger: the constants that entered.
-        given: which of the explained ids each token of the root is (B, L'), -1 for one that is
-            none of them; None if they are the same.
-        bends: how many functions that are not linear were met so far.
-        defers: whether what has no linear form is refused only if a gradient reaches it. Default:
-            False.
-        labels: says which paths a backward pass follows.
+        given: for each token of the root its place among the explained ids (B, L'), -1 for another
+            id; None if the places are 0 .. L - 1.
+        bends: how many calls of functions that are not linear there were so far.
+        defers: whether a function without a linear form is refused only if a gradient reaches it.
+            Default: False.
+        labels: the paths that a backward pass follows.
         where: returns the name of the module that is running.
-        tell: what is told of functions before they are called, of their names and arguments, by
-            these names; empty at first.
+        tell: functions that are called with name and arguments of a torch function before it, by
+            its name; empty at first.
 
     Args:
         ids: the explained token ids, whose lookup is where the network begins; None if the
@@ -128,22 +128,22 @@ class Linearising(TorchFunctionMode):
         self._unwritten = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
-        """What to be in for functions to be left as they are."""
+        """Return contexts in which torch's functions are left as they are."""
         return (unseen_by(self),)
 
     @property
     def divides(self) -> bool:
-        """Whether more than content and gates of mixers may get a share."""
+        """Whether factors other than content and gates may get a share of relevance."""
         return self.rule not in ("frozen", "half") or (self.by_role and self.rule == "half")
 
     @property
     def follows_tangents(self) -> bool:
-        """Whether what opens gates and makes steps depends on the input."""
+        """Whether functions of gates and steps, such as a sigmoid, keep a linear part."""
         return self.rule not in ("frozen", "half")
 
     @property
     def knows_root(self) -> bool:
-        """Whether the network begins at the explained input, and not at ids of whatever tokens."""
+        """Whether the root is the explained input, and not the look-up of some other ids."""
         return self.root is not None and (self._ids is None or self._found)
 
     @property
@@ -152,17 +152,17 @@ class Linearising(TorchFunctionMode):
         return 0 if self._ids is None else self._ids.shape[1]
 
     def begin(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` from which the network is linear, fit to be changed in place."""
+        """Make ``x`` the root, and return a copy of it that the model may change in place."""
         self.root = self.leaf(x.detach().clone())
         self.start = self.root.clone()
         return self.start
 
     def begin_others(self, others: Iterable[Tensor]) -> None:
-        """Let the network begin at further inputs as well."""
+        """Make the network linear in further inputs as well."""
         self.others = tuple(self.leaf(x.detach().clone()) for x in others)
 
     def begun(self, inputs: Tensor) -> Tensor:
-        """What to run the model on: the ids, or a live copy of a floating input."""
+        """Return the input to run the model on: the ids, or a live copy of a floating input."""
         if inputs.is_floating_point() and self.root is not None:
             return self.root.clone()
         return inputs
@@ -187,7 +187,7 @@ class Linearising(TorchFunctionMode):
             return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
 
     def leaf(self, x: Tensor) -> Tensor:
-        """``x``, cut from what it was computed from, as a live tensor."""
+        """Return ``x`` as a live leaf of the graph, cut from the graph that computed it."""
         leaf = x.detach().requires_grad_()
         self._leaves[leaf] = True
         return leaf
@@ -212,7 +212,7 @@ class Linearising(TorchFunctionMode):
                 return self._made_blank(func(*args, **kwargs))
             args, kwargs = self._read(name, args, kwargs)
         found = _ids_and_table(name, args, kwargs)
-        if found is not None and (name == "embedding" or self._are_given(found[0])):
+        if found is not None and (name == "embedding" or self._are_explained(found[0])):
             return self._looked_up(func(*args, **kwargs), *found)
         if not self._any_live((*args, *kwargs.values())):
             return self._without_input(func, name, args, kwargs)
@@ -234,7 +234,7 @@ class Linearising(TorchFunctionMode):
         )
 
     def _unknown(self, value: Any, complaint: str) -> Any:
-        """A value of which nothing tells how it depends on the input: refused now or later."""
+        """Refuse a value whose dependence on the input is not known, now or at its gradient."""
         if not self.defers:
             raise NotLinearError(complaint)
         self.bends += 1
@@ -248,25 +248,25 @@ class Linearising(TorchFunctionMode):
         )
 
     def _made_blank(self, out: Any) -> Any:
-        """Memory, of which it is noted that nothing is written in it."""
+        """Record that nothing is written in the memory of a result, and return the result."""
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
                 self._unwritten[x] = x._version
         return out
 
     def _is_unwritten(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or x.requires_grad:  # as what a function of autograd's returns
+        if not isinstance(x, Tensor) or x.requires_grad:  # such as results of autograd's functions
             return False
         return x in self._unwritten and self._unwritten[x] == x._version
 
     def _read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a function, in which it reads nothing that is not known."""
-        own = name if name == "copy_" else plain(name.removesuffix("_"))
-        if own not in RULES or not torch.is_grad_enabled():
+        """Return a function's arguments; those that it reads are checked by :meth:`known`."""
+        base = name if name == "copy_" else plain(name.removesuffix("_"))
+        if base not in RULES or not torch.is_grad_enabled():
             return args, kwargs
-        writes = int(name[-1] == "_" and own != "__get__")  # to its first argument
+        writes = int(name[-1] == "_" and base != "__get__")  # to its first argument
         weighed = name in _WEIGHED and len(args) > 1 and args[1].dim() < 3
         last = 1 if weighed else len(args)
         args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])
@@ -277,10 +277,11 @@ class Linearising(TorchFunctionMode):
         return isinstance(x, Tensor) and x.requires_grad
 
     def known(self, value: Any) -> Any:
-        """A value that is read, in which a kernel may have written out of torch's sight.
+        """Return a value that is read, if torch's functions wrote it.
 
         Raises:
-            NotLinearError: then, or if this defers, once a gradient reaches it.
+            NotLinearError: if a kernel may have written it, out of torch's sight; where this
+                defers, once a gradient reaches it.
         """
         if type(value) in (tuple, list):
             return type(value)(map(self.known, value))
@@ -294,7 +295,7 @@ class Linearising(TorchFunctionMode):
         )
 
     def constant_part(self, x: Any) -> Any:
-        """``x``, with zeros in place of what depends on the input."""
+        """Return ``x`` with zeros in place of tensors that depend on the input."""
         if type(x) in (tuple, list):
             return type(x)(self.constant_part(item) for item in x)
         return torch.zeros_like(x) if self.is_live(x) else x
@@ -321,7 +322,7 @@ class Linearising(TorchFunctionMode):
             self._bent[x] = True
 
     def overwrite(self, x: Tensor, new: Tensor) -> Tensor:
-        """``x``, changed in place to hold ``new``; what is not live in it is a constant."""
+        """Write ``new`` with its graph into ``x``; without a graph it is a constant."""
         self._bent.pop(x, None)  # type: ignore[no-untyped-call]
         if x.requires_grad and not new.requires_grad:
             if not x._is_view():
@@ -341,7 +342,11 @@ class Linearising(TorchFunctionMode):
         kwargs: dict[str, Any],
         constant: Tensor | None = None,
     ) -> Tensor:
-        """A product whose relevance goes to its live factors by the gate rule."""
+        """Compute a product whose relevance goes to its live factors in equal shares.
+
+        By the rule ``"frozen"`` factors that come straight from an activation get none, if others
+        do not.
+        """
         live = list(self._tensors((*args, *kwargs.values())))
         straight = [a for a in live if not self.is_bent(a)]
         if self.rule == "frozen" and 0 < len(straight) < len(live):
@@ -366,13 +371,13 @@ class Linearising(TorchFunctionMode):
         return False
 
     def _straight(self, value: Any) -> Any:
-        """``value`` with activations as coefficients."""
+        """Detach the tensors in ``value`` that come straight from an activation."""
         if type(value) in (tuple, list):
             return type(value)(self._straight(item) for item in value)
         return value.detach() if self.is_bent(value) else value
 
     def _tensors(self, values: Iterable[Any]) -> Iterable[Tensor]:
-        """The live tensors among ``values``, however nested."""
+        """Yield the live tensors among ``values``, however nested."""
         for value in values:
             if isinstance(value, tuple | list):
                 yield from self._tensors(value)
@@ -382,7 +387,7 @@ class Linearising(TorchFunctionMode):
     def _in_place(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """A function that works in place, by the rule of the one that does not."""
+        """Call an in-place function by the rule of its ordinary form, and write the result."""
 
         def on_a_copy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return func(x.clone(), *args, **kwargs)
@@ -390,21 +395,21 @@ class Linearising(TorchFunctionMode):
         x = args[0].clone()  # other results may need x as it was
         if self.is_bent(args[0]):
             self.mark_bent(x)
-        own = getattr(Tensor, name, on_a_copy)
-        return self.overwrite(args[0], RULES[name](self, own, (x, *args[1:]), kwargs))
+        ordinary = getattr(Tensor, name, on_a_copy)
+        return self.overwrite(args[0], RULES[name](self, ordinary, (x, *args[1:]), kwargs))
 
     def _without_input(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return a function's result for constants, unless it looks up the explained ids."""
+        """Call a function of constants, and follow ids through it; refuse a look-up of them."""
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
         is_look_up = name == "one_hot" or (name in _OUT_OF_SHAPE and out.is_floating_point())
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if is_look_up and self._are_given(*given):
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if is_look_up and self._are_explained(*tensors):
             raise _unknown_look_up(self.where(), name)
         return out
 
-    def _are_given(self, *ids: Tensor) -> bool:
+    def _are_explained(self, *ids: Tensor) -> bool:
         """Whether some of the explained ids are among ``ids``."""
         tags = self._tags
         return tags is not None and any(
@@ -412,9 +417,9 @@ class Linearising(TorchFunctionMode):
         )
 
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
-        """What an embedding returns: the network's input, if it looks up the explained ids.
+        """Return the result ``out`` of a look-up, live if the ids are the explained ones.
 
-        Until they are looked up the network begins at the first ids of all, which may be those of
+        Until these are looked up the network begins at the first ids of all, which may be those of
         a prompt that the function holds; see :attr:`knows_root`.
         """
         tags = self._tags
@@ -439,10 +444,13 @@ class Linearising(TorchFunctionMode):
             self._found = False
             self._tables.clear()
         self._kind = kind
-        return self._of_given(out, given, table)
+        return self._of_explained(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
-        """What an embedding returns that looks up others than the explained ids."""
+        """Return the result ``out`` of a look-up of other ids than the explained ones.
+
+        ``computed``: whether they were computed from the explained ids.
+        """
         assert self._ids is not None
         if self._found:
             if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):
@@ -454,7 +462,7 @@ class Linearising(TorchFunctionMode):
         return self.begin(out) if first else out
 
     def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
-        """Let the network begin at what a table holds for the explained ids."""
+        """Let the network begin at the first look-up of explained ids in a table."""
         if table.data_ptr() in self._computed:
             raise _other_tokens()
         if self._found:
@@ -463,8 +471,8 @@ class Linearising(TorchFunctionMode):
             self._tables[table.data_ptr()] = self.again[-1]
             return leaf.clone()
         if self.root is not None and self.start is not None:
-            # what was looked up before was not the input, but a constant
-            self.ledger.noted(self.start, self.start.detach())
+            # the earlier look-up was not the input, but a constant
+            self.ledger.record(self.start, self.start.detach())
             self.ledger.leaves.append(self.root)
         self._found, self.given = True, given
         start = self.begin(out)
@@ -472,13 +480,15 @@ class Linearising(TorchFunctionMode):
         self._tables[table.data_ptr()] = LookUp(self.root, given, table.detach())
         return start
 
-    def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
-        """What an embedding returns that looks up explained ids, each in any place.
+    def _of_explained(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
+        """Return the result of a look-up of explained ids, each in any place, as live rows.
+
+        A second look-up in the same table takes its rows from the leaf of the first.
 
         Args:
-            out: it, (B, L', ...).
-            given: which of the explained ids each is (B, L'), -1 for one that is none of them.
-            table: where they are looked up.
+            out: the result (B, L', ...).
+            given: for each row its place among the explained ids (B, L'), -1 for another id.
+            table: the table.
         """
         assert self._ids is not None
         everywhere = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
@@ -495,16 +505,16 @@ class Linearising(TorchFunctionMode):
             )
         behind = (1,) * (out.dim() - 2)
         places = match.long().argmax(-1).view(*given.shape, *behind).expand(out.shape)
-        theirs = (given >= 0).view(*given.shape, *behind).to(out.device)
-        constant = torch.where(theirs, torch.zeros_like(out), out).detach()
-        again = torch.where(theirs, leaf.gather(1, places.to(out.device)), constant)
-        if not torch.equal(again.detach(), out.detach()):
+        explained = (given >= 0).view(*given.shape, *behind).to(out.device)
+        constant = torch.where(explained, torch.zeros_like(out), out).detach()
+        live = torch.where(explained, leaf.gather(1, places.to(out.device)), constant)
+        if not torch.equal(live.detach(), out.detach()):
             raise _other_tokens()
-        self.ledger.noted(again, constant)
-        return again
+        self.ledger.record(live, constant)
+        return live
 
     def _without_weights(self, value: Any) -> Any:
-        """Without the graphs of parameters: they are coefficients."""
+        """Detach the parameters in ``value``: they are coefficients."""
         if isinstance(value, Tensor):
             foreign = value.requires_grad and value.is_leaf and value not in self._leaves
             return value.detach() if foreign else value
@@ -516,7 +526,7 @@ class Linearising(TorchFunctionMode):
 def _ids_and_table(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """The ids that a function looks up, and the table; None if it is no look-up."""
+    """Return the ids that a function looks up, and the table; None if it is no look-up."""
     if name == "embedding":
         (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
         # torch.embedding has them the other way round

@@ -73,18 +73,17 @@ class Network(Watcher):
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
-        sites: the activations that are met.
-        keeps_steps: whether what enters and leaves the mixers is kept. Default: True.
+        sites: the activations that are read or cut.
+        keeps_steps: whether the inputs and outputs of mixers are kept. Default: True.
         verify: see :func:`linearised`. Default: False.
-        begins: that from which the network is explained. Default: None, the input.
+        begins: the activation from which the network is explained. Default: None, the input.
         calls: how often each of the mixers has run. Default: never.
         granted: the largest error that was accepted of an operator. Default: 0.
-        mask: True for real tokens (B, L), as the mixers that read the input were told; None if none
-            is padding. Default: None.
-        steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
-            empty.
-        content_only: names of the mixers that have run and have no factor but content to which a
-            rule that divides could give a share, one for each call. Default: empty.
+        mask: True for real tokens (B, L), by the first mixer that reads the input and has a mask;
+            None if none is padding. Default: None.
+        steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
+        content_only: names of the mixers that have run and whose adapters give no factor but
+            content that a rule could share relevance with, one for each call. Default: empty.
 
     Example:
         >>> import torch
@@ -115,12 +114,14 @@ class Network(Watcher):
 
     @property
     def root(self) -> Tensor:
-        """Where the network begins: embeddings (B, L, E), the floating input, or an activation.
+        """The tensor from which the network is explained.
+
+        Embeddings (B, L, E) of token ids, the floating input, or the activation at ``begins``.
 
         Raises:
-            InputError: when token ids were given, and no embedding layer has looked them up, or
-                others of which nothing tells how they follow from these.
-            LayerError: when it begins at an activation, and there was none.
+            InputError: if token ids were given, and none were looked up, or other ids whose places
+                among the given ones are not known.
+            LayerError: if the module at ``begins`` did not run.
         """
         if self.begins is not None:
             leaf = self.met(self.begins).leaf
@@ -142,34 +143,27 @@ class Network(Watcher):
 
     @property
     def roots(self) -> list[Tensor]:
-        """The root, and where it is a look-up of ids those of the same ids in further tables."""
-        again = [] if self.begins is not None else self.mode.again
-        return [self.root, *(x.leaf for x in again)]
+        """The root; if it is a look-up of ids, also their look-ups in further tables."""
+        further = [] if self.begins is not None else self.mode.again
+        return [self.root, *(x.leaf for x in further)]
 
     @property
     def passing(self) -> list[Tensor]:
-        """The input, where the network begins behind it; nothing where it begins with it."""
+        """The input, whose stream may pass by ``begins``; empty if the network begins at it."""
         if self.begins is None or self.mode.root is None:
             return []
         return [self.mode.root, *(x.leaf for x in self.mode.again)]
 
     def met(self, site: Site) -> Met:
-        """What there was at an activation.
-
-        Args:
-            site: one of those that are met.
+        """Return the activation at one of ``sites``.
 
         Raises:
-            LayerError: when it did not run.
+            LayerError: if its module did not run.
         """
         return self.sites.found(site)
 
     def check_ran(self) -> None:
-        """Raise if none of the model's mixers ran.
-
-        Raises:
-            NoMixerError: naming them.
-        """
+        """Raise NoMixerError if none of the model's mixers ran."""
         if not self.calls:
             raise none_ran(self.mixers)
 
@@ -186,13 +180,14 @@ class Network(Watcher):
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
+        """Return the mixer's output anew, by its operator, with a graph that is linear."""
         real = call.output_tensor
         self.calls[mixer] += 1
         self.mode.known(call.hidden_states)
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self.sites.in_heads, mixer.module)
-            linear = self._took(linearize(mixer, call, running=True), mixer, call)
+            linear = self._checked(linearize(mixer, call, running=True), mixer, call)
             out = through(linear, self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
@@ -202,7 +197,7 @@ class Network(Watcher):
         return out.to(real.dtype)
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """What later mixers read beside the stream is live as well."""
+        """Replace outputs that later mixers read beside the stream by live ones."""
         passed_on = self._passed_on.pop(mixer, None)
         if not passed_on:
             return None
@@ -212,9 +207,10 @@ class Network(Watcher):
         return type(output)(parts)
 
     def _is_of_input(self, call: Call) -> bool:
-        """Whether what a mixer reads depends on the one input that has a token for each of its own.
+        """Whether a mixer reads the first input: its tokens are then those of the input.
 
-        That of a tower of images alone depends on the others.
+        The mixers of an image tower read further inputs alone.  The graph is searched from the
+        mixer's input, each node once in a run.
         """
         if not self.mode.others:
             return self.mode.is_live(call.hidden_states)
@@ -232,19 +228,21 @@ class Network(Watcher):
             if unknown:
                 todo += unknown
                 continue
-            known[todo.pop()] = getattr(node, "variable", None) is start or any(
-                known[each] for each in before
-            )
+            is_start = getattr(node, "variable", None) is start
+            known[todo.pop()] = is_start or any(known[each] for each in before)
         return known.get(call.hidden_states.grad_fn, False)
 
-    def _took(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """The linear mixer, in which there is nothing to complain of."""
+    def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
+        """Return the linear mixer, and record its mask and what later mixers read of it.
+
+        Raises for examples without a real token, and for coefficients that are not finite.
+        """
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
         if linear.mask is not None and self.mask is None and self._is_of_input(call):
             self.mask = linear.mask
         self._passed_on[mixer] = linear.passed_on
-        if self.mode.ledger.kept:  # else it may be linearised once more
+        if self.mode.ledger.kept:  # else _verify may linearise it again
             forget()
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
@@ -252,10 +250,9 @@ class Network(Watcher):
         return linear
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
-        """Hold what an operator returns to what its module did.
+        """Check the operator's output ``out`` against its module's, and raise if it is off.
 
-        Where constants were dropped from it on the way it is computed once more, out of sight of
-        the rules that drop them.
+        If constants are not kept, ``out`` lacks them: it is computed again without the rules.
         """
         real = call.output_tensor
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
@@ -267,9 +264,9 @@ class Network(Watcher):
             error = errors.strict if self.verify is True else errors.numbers
             if accepted(error, limit):
                 return
-            assert not isinstance(error, tuple)  # what is noted is taken to hold
+            assert not isinstance(error, tuple)  # on a GPU it is accepted for now, and read later
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
-            if overflowed:  # it is the model's output that will be refused
+            if overflowed:  # the model's output will be refused, which names the cause
                 return
             if self.verify is True and rounding_explains(mixer, call, found, made):
                 self.granted = max(self.granted, error)
@@ -295,29 +292,29 @@ def linearised(
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
-    What the model computes stays what it was.  The gradient of its output with respect to
-    ``network.root`` is that of the frozen network: gradient times input, summed, and what the
-    constants add make up the output.  Take gradients after the ``with``.
+    The model's results stay the same.  The gradient of its output with respect to
+    ``network.root`` is that of the frozen network: gradient times input, summed, and the
+    contributions of constants make up the output.  Take gradients after the ``with``.
 
     Args:
         model: the module; it is not changed, and its hooks are removed when the block ends.
         inputs: the explained token ids, or a floating input; of the latter ``root`` is a live copy
             to run the model on.
-        rule: how relevance is divided among what mixers are made of; see :mod:`.shares`. Default:
+        rule: how relevance is divided among the factors of mixers; see :mod:`.shares`. Default:
             ``"frozen"``.
-        by_role: whether backward passes are to tell roles apart; Default: False.
+        by_role: whether backward passes can follow the paths of one role. Default: False.
         constants: whether biases and other constants are kept. Default: True.
         others: further floating inputs, such as the images of a text, of which ``mode.others`` are
             live copies to run the model on. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        steps: whether what enters and leaves the mixers is kept. Default: True.
+        steps: whether the inputs and outputs of mixers are kept. Default: True.
         verify: check that every operator reproduces its module's output; a number is the
-            tolerance. What is compared is there already, but without constants, when the mixers
-            are linearised once more. Default: False.
-        begins: the activation from which the network is explained; what reaches the output past
-            it is told apart. Default: None, the input.
+            tolerance. Without constants it costs that the mixers are linearised again. Default:
+            False.
+        begins: the activation from which the network is explained; the stream past it is separate.
+            Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
-        reads: those that are only read. Default: none.
+        reads: activations that are only read. Default: none.
 
     Yields:
         The :class:`Network`, complete when the forward run is.
@@ -364,7 +361,10 @@ def under_rules(
     by_role: bool = False,
     constants: bool = True,
 ) -> Iterator[Linearising]:
-    """Run a model under the rules, its mixers aside."""
+    """Run a model inside the ``with`` under the rules for torch's functions.
+
+    Mixers are left to a watcher of the run, :class:`Network` or :class:`.DirectPaths`.
+    """
     names = {module: name for name, module in model.named_modules()}
     where = functools.partial(name_of_running, names, type(model).__name__)
     ids = None if inputs.is_floating_point() else inputs
@@ -385,16 +385,16 @@ def under_rules(
 def through(
     linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """What the mixer returns, computed so that its graph is linear, (B, L, E).
+    """Compute a mixer's output (B, L, E) by its operator, with a graph that is linear.
 
     Args:
         linear: the mixer, linearised at a live input.
         mode: the rules; the output projection runs under them, so it must be on.
-        inside: what goes on from what the operator returns, (B, L, H, P). Default: None, it.
+        inside: function of the operator's output (B, L, H, P), whose result goes on. Default: None.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask, end_to_end = linear.mask, linear.end_to_end
-    del linear  # of long inputs the values take much: they are let go of once they are read
+    del linear  # so that the values, large for long inputs, are freed once they are read
     _cut(operator, mode.rule)
     out = _apply(operator, values, mode, mask)
     out = project(out if inside is None else inside(out))
@@ -402,16 +402,23 @@ def through(
 
 
 def _cut(operator: Operator, rule: Rule) -> None:
-    """Let go of the graphs of coefficients that get no share by a rule."""
+    """Detach the coefficients of an operator that get no share by a rule."""
     for (leaf, name), coefficient in live_coefficients(operator).items():
         if leaf.roles[name] not in FAMILY[rule]:
             leaf.live = {**leaf.live, name: coefficient.detach()}
 
 
 def _apply(
-    operator: Operator, given: list[Tensor], mode: Linearising, mask: Tensor | None
+    operator: Operator, values: list[Tensor], mode: Linearising, mask: Tensor | None
 ) -> Tensor:
-    """What an operator makes of values, taken out of a list so that nobody else holds them."""
+    """Apply an operator and its offset to values (B, L, H, P), with a graph linear by the rule.
+
+    Args:
+        operator: the operator.
+        values: a list of one tensor, which is taken out of it, so that nobody else keeps it alive.
+        mode: the rules.
+        mask: True for real tokens (B, L), or None.
+    """
     if isinstance(operator, Chain):
         # LRP's half is of products of two, one after the other
         together = mode.divides and mode.rule != "half"
@@ -419,17 +426,17 @@ def _apply(
             if together and is_shared(operator.parts[place], mode.rule):
                 outer = Chain(*operator.parts[: place + 1])
                 with unseen():
-                    return shared(outer, given.pop(), mode.rule, mode.ledger, mode.labels, mask)
-            given.append(_apply(operator.parts[place], given, mode, mask))
+                    return shared(outer, values.pop(), mode.rule, mode.ledger, mode.labels, mask)
+            values.append(_apply(operator.parts[place], values, mode, mask))
             mask = follow_mask(operator.parts[place], mask, {})
-        return given.pop()
+        return values.pop()
     if isinstance(operator, Sum) and not operator.live:
         first, *others = operator.parts
-        total = _apply(first, given[:] if others else given, mode, mask)
+        total = _apply(first, values[:] if others else values, mode, mask)
         for part in others:
-            total = total + _apply(part, given if part is others[-1] else given[:], mode, mask)
+            total = total + _apply(part, values if part is others[-1] else values[:], mode, mask)
         return total
-    v = given.pop()
+    v = values.pop()
     if mode.divides and is_shared(operator, mode.rule):
         with unseen():
             return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
@@ -438,5 +445,5 @@ def _apply(
     with unseen():
         out = operator.apply(v)
         bias = operator.offset()
-        # noted as it is: the mode would spread a bias common to all tokens over them
+        # recorded as it is: the mode would spread a bias common to all tokens over them
         return out if bias is None else mode.ledger.included(out + bias, bias)

@@ -1,4 +1,4 @@
-"""What becomes of each of torch's functions when a network is made linear at its input.
+"""A rule for each of torch's functions, by which a network becomes linear at its input.
 
 A tensor is *live* if it depends on the explained input.  Functions fall into a few kinds:
 
@@ -10,7 +10,8 @@ frozen    their result is a coefficient: softmax, sigmoid, exponentials, recipro
 product   of live factors: the gate rule says which of them carries the relevance
 ========  =======================================================================================
 
-Values never change; only what counts as depending on the input does.
+Values never change; only what counts as depending on the input does.  Each rule computes torch's
+function ``func`` at its arguments, and leaves a graph that is linear in the live ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 #: A rule: the mode, torch's function, its arguments.
 Rule = Callable[["Linearising", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: Python's operators and other names, by the function they stand for.
+#: The function that each of Python's operators, and other names, stand for.
 ALIASES = {
     "__add__": "add", "__radd__": "add", "__iadd__": "add_",
     "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub_", "subtract": "sub",
@@ -80,14 +81,14 @@ PRODUCTS = """
     mul matmul mm bmm mv dot einsum outer tensordot inner vdot chain_matmul multi_dot grouped_mm
 """
 
-#: Functions of one number that are 0 at 0, for the arguments that make them so.
+#: Functions of one number that are 0 at 0, if their arguments make them so.
 BENT = """
     silu gelu relu relu6 leaky_relu prelu elu selu celu tanh softsign mish hardswish hardtanh
     hardshrink softshrink tanhshrink abs square sqrt clamp clamp_min clamp_max sin tan asinh
     arcsinh atan arctan erf expm1 log1p sinh sign threshold rrelu
 """
 
-#: Their results are coefficients.
+#: Functions whose results are coefficients.
 FROZEN = """
     softmax softmin gumbel_softmax sigmoid log_sigmoid hardsigmoid softplus exp exp2
     log log2 log10 rsqrt reciprocal rdiv cos cosh logsumexp logcumsumexp norm vector_norm
@@ -96,20 +97,20 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
-#: Of the frozen ones those that are smooth functions of one number each.
+#: Frozen functions that are smooth functions of one number.
 TANGENT = frozenset(("sigmoid", "log_sigmoid", "softplus", "exp", "exp2"))
 
 
 @functools.cache
 def plain(name: str) -> str:
-    """A function's name without the namespace it is in."""
+    """Return a function's name without its namespace, and aliases as the usual name."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return ALIASES.get(name, name)
 
 
 def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Linear in the live tensor; a view of a bent tensor is bent."""
+    """Keep views and other functions of the same numbers; a view of a bent tensor is bent."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -118,18 +119,18 @@ def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def mixing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Linear, and no longer a mere view."""
+    """Keep a function that is linear, and whose result is no view."""
     return func(*args, **kwargs)
 
 
 def extremum(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """max and min: over entries linear, of two tensors a coefficient."""
+    """Keep max and min over entries, and freeze those of two tensors."""
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
 
 def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whatever puts live and constant tensors together without bending either."""
+    """Keep a function that puts live and constant tensors beside each other; record the latter."""
     out = func(*args, **kwargs)
     return (
         out if mode.all_live((*args, *kwargs.values())) else _beside(mode, func, args, kwargs, out)
@@ -137,7 +138,7 @@ def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """where, pad and masked_fill, whose numbers are constants as well."""
+    """Keep where, pad and masked_fill; record constants, numbers among them."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
     numbers = any(isinstance(value, int | float) and value for value in values)
@@ -149,30 +150,30 @@ def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _beside(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """``out``, and note the same function's result with zero for all that is live."""
+    """Return ``out``, and record as constant the function's result with zeros for live tensors."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
 def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and differences of two, where a number is a constant as well."""
+    """Keep a sum or difference of two; record the one that is constant, also a number."""
     (x, other), kwargs = positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
     fixed = [value for value in (x, other) if not mode.is_live(value)]
     if not fixed or (not isinstance(fixed[0], Tensor) and fixed[0] == 0):
         return out
-    # zeros without a shape, and what is repeated once, so that the constant keeps its own
+    # the constant keeps its own shape: the live one becomes a 0 without a shape
     zero = torch.zeros((), dtype=out.dtype, device="cpu")  # one number needs no device
     x, other = (zero if mode.is_live(value) else once(value) for value in (x, other))
     if isinstance(fixed[0], Tensor):
         return mode.ledger.included(out, func(x, other, **kwargs))
-    mode.ledger.noted(out, func(x, other, **kwargs))
+    mode.ledger.record(out, func(x, other, **kwargs))
     return out
 
 
 def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """x[index] = value."""
+    """Assign x[index] = value; record as constants the entries of x that are not live."""
     base, index, value = args
     if mode.is_live(base) and mode.is_live(value):
         func(base, index, value)
@@ -185,18 +186,18 @@ def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def copying(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.copy_(source)."""
+    """Write x.copy_(source)."""
     (x, source), _ = positional(args, kwargs, "self", "src")
     return mode.overwrite(x, source)
 
 
 def product(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A product of any number of tensors."""
+    """Share the relevance of a product among its live factors; see :meth:`.product`."""
     return mode.product(func, args, kwargs)
 
 
 def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The denominator is frozen."""
+    """Freeze the denominator."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
     (numerator, denominator), _ = positional(args, kwargs, "input", "other")
@@ -206,14 +207,14 @@ def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def gated(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """glu: one half times the frozen sigmoid of the other."""
+    """Compute glu: one half times the frozen sigmoid of the other."""
     x, dim = filled(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
 
 def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x less its mean under the frozen probabilities; their entropy, a constant, goes off too."""
+    """Compute x - its mean under the frozen probabilities - their entropy, a constant."""
     x = args[0] if args else kwargs["input"]
     logarithms = frozen(mode, func, args, kwargs)
     (_, dim), _ = positional(args[:2], kwargs, "input", "dim")
@@ -222,12 +223,12 @@ def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dic
     terms = shares * x.masked_fill(shares == 0, 0)
     entropy = torch.special.entr(shares).sum(dim, keepdim=True)
     out = x - terms.sum(dim, keepdim=True) - entropy
-    mode.ledger.noted(out, -entropy)
+    mode.ledger.record(out, -entropy)
     return out
 
 
 def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A coefficient; by some rules what grows smoothly with x follows its tangent."""
+    """Freeze the result; by rules that follow tangents, those in TANGENT keep a linear part."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
         return _tangent(mode, func, args, kwargs)
@@ -236,7 +237,7 @@ def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """f(x), with the derivative at x; what its tangent is at 0 is a constant."""
+    """Return f(x) as its tangent at x: slope times x, and a constant."""
     x, *rest = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         # a checkpoint around the model would take this graph for part of its own
@@ -254,7 +255,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x times the frozen ratio f(x) / x; f(0) must be 0, else the result is a coefficient."""
+    """Return x times the frozen ratio f(x) / x; freeze the result if f(0) is not 0."""
     (x, *rest), kwargs = positional(args, kwargs, "input")
     ratio = _closed_ratio(func, x.detach(), rest, kwargs)
     if ratio is not None:
@@ -276,7 +277,7 @@ def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _closed_ratio(
     func: Any, x: Tensor, rest: Iterable[Any], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """f(x) / x where a single function or x itself is that, else None."""
+    """Return f(x) / x if it is x or a single function of it, else None."""
     name, options = plain(func.__name__), [*rest, *kwargs.values()]
     if name == "silu" and not any(options):  # which may ask for it in place
         return torch.sigmoid(x)
@@ -285,7 +286,7 @@ def _closed_ratio(
 
 
 def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
-    """f(x) / x, and whether f works in place."""
+    """Return f(x) / x, and whether f works in place."""
     # where x is 0 the ratio is the slope, read off close by
     start = torch.where(x == 0, torch.finfo(x.dtype).eps ** 0.5, x)
     scratch = start.clone()
@@ -294,7 +295,7 @@ def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tens
 
 
 def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Positive powers are bent, others coefficients."""
+    """Bend positive powers, and freeze others."""
     exponent = args[1] if len(args) > 1 else kwargs["exponent"]
     if isinstance(exponent, Tensor) or exponent <= 0:
         return frozen(mode, func, args, kwargs)
@@ -302,7 +303,7 @@ def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """linear and the convolutions: a product with a weight, plus a bias by output channel."""
+    """Compute linear and convolutions: a product with a weight, and a bias by output channel."""
     (x, weight, *rest), kwargs = positional(args, kwargs, "input", "weight", "bias")
     bias = rest[0] if rest else None
     if bias is None:
@@ -312,7 +313,7 @@ def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
-    """addmm and its kin: beta times a summand plus alpha times a product."""
+    """Return the rule of addmm and its kin: beta times a summand plus alpha times a product."""
 
     def rule(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)
@@ -338,7 +339,7 @@ def _summed_product(left: Tensor, right: Tensor) -> Tensor:
 def layer_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Centred and scaled by a frozen deviation."""
+    """Center, and scale by a frozen deviation."""
     x, size, weight, bias, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
     )
@@ -349,7 +350,7 @@ def layer_norm(
 def group_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Each group of channels centred and scaled by a frozen deviation."""
+    """Center each group of channels, and scale by a frozen deviation."""
     x, groups, weight, bias, eps = filled(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
     )
@@ -362,15 +363,15 @@ def group_norm(
 def instance_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Each channel of an example centred and scaled by a frozen deviation over its places."""
+    """Center each channel of an example, and scale by a frozen deviation over its places."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
-    x, mean, variance, weight, bias, own, _, eps, *_ = filled(
+    x, mean, variance, weight, bias, of_input, _, eps, *_ = filled(
         args,
         kwargs,
         (*names, "momentum", "eps", "cudnn_enabled"),
         (None, None, None, None, True, 0.1, 1e-5, True),
     )
-    if not own:
+    if not of_input:
         return batch_norm(mode, func, (x, mean, variance, weight, bias, False, 0.1, eps), {})
     out = _standardised(x, tuple(range(2, x.dim())), eps)
     spread = (-1, *(1,) * (x.dim() - 2))
@@ -379,7 +380,7 @@ def instance_norm(
 
 
 def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Scaled by a frozen root mean square."""
+    """Scale by a frozen root mean square."""
     x, size, weight, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
     )
@@ -392,7 +393,7 @@ def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
 def batch_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """With the running statistics an affine map of each channel."""
+    """Apply an affine map to each channel, by the running statistics."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
     x, mean, variance, weight, bias, training, _, eps = filled(
         args, kwargs, (*names, "eps"), (None, None, False, 0.1, 1e-5)
@@ -413,7 +414,7 @@ def batch_norm(
 def normalize(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """A vector divided by its frozen length."""
+    """Divide a vector by its frozen length."""
     x, p, dim, eps = filled(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
     length = torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True)
     out: Tensor = x / length.clamp_min(eps)
@@ -435,26 +436,26 @@ def _scaled_and_shifted(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least, as torch's own norms compute."""
+    """Convert to float32 at least, as torch's own norms compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def filled(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
 ) -> list[Any]:
-    """All arguments in order; ``defaults`` are those of the last names."""
-    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
-    given.update(zip(names, args, strict=False))
-    return [given[name] for name in names]
+    """Return all arguments in order; ``defaults`` are those of the last names."""
+    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
+    values.update(zip(names, args, strict=False))
+    return [values[name] for name in names]
 
 
 def positional(
     args: tuple[Any, ...], kwargs: dict[str, Any], *names: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, those that came by the names of the first positions moved there."""
+    """Move arguments that came by the names of the first positions to these positions."""
     kwargs = dict(kwargs)
-    given = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
-    return (*args, *given), kwargs
+    moved = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
+    return (*args, *moved), kwargs
 
 
 def _table() -> dict[str, Rule]:

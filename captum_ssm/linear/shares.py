@@ -1,10 +1,10 @@
-"""How what a mixer does is divided among all that it is made of.
+"""Rules by which a mixer's relevance is divided among its factors.
 
-A mixer's outer part is a function of its live factors: what is moved (content), what it is matched
-by (key), what asks (query), what lets it through (gate), how far states move on (step).  A rule
-says which of them get a share.  Its output keeps its value; its derivative with respect to a factor
-is the average of the derivatives at nodes between the factor and a reference, times the rule's
-share.  What belongs to the references is a constant of its own.
+A mixer's outer part is a function of its live factors, each of a role: the values that are moved
+(content), keys that they are matched by, queries that ask, gates that let them through, and steps
+by which states move on.  A rule names the roles that get a share.  The output keeps its value; its
+derivative with respect to a factor is the average of the derivatives at nodes between the factor
+and a reference, times the rule's share.  The part of the references is a constant of its own.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Rule = Literal["frozen", "half", "equal", "centred"]
 
 @dataclass(frozen=True)
 class Share:
-    """What a role gets.
+    """The share of relevance that a role gets.
 
     Attributes:
-        reference: what its factors are compared with: what they are at rest, where what they
-            follow from is nothing; their mean over the tokens up to each; or themselves, so that
-            their derivative is that where they are.
+        reference: the value that its factors are compared with: ``"rest"``, their value where the
+            input is 0; ``"mean"``, their mean over the tokens up to each; ``"own"``, themselves, so
+            that the derivative is taken where they are.
         share: factor on the average derivative.
     """
 
@@ -53,7 +53,7 @@ class Share:
 
 _ALL, _ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 0.5), Share("own", 0.5)
 
-#: The family: what each role gets, by rule; those that are not named get nothing.
+#: The share of each role, by rule; roles that are not named get none.
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
     "frozen": {"content": _ALL},
     "half": {"content": _ALL, "gate": _ALL},
@@ -67,28 +67,29 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
     },
 }
 
-#: Between reference and factor: Gauss's two points, exact for products of up to four factors.
+#: Nodes between reference and factor: Gauss's two, exact for products of up to four factors.
 _NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
 
 
 class Labels:
-    """Which paths a backward pass follows: all of them, or those of one label.
+    """The paths that a backward pass follows: all of them, or those of one label.
 
-    A path from the output to the input is labelled by the first factor other than content that it
-    takes; one that takes none is content.  What passes no mixer is content, too.
+    A path from the output to the input has the role of the first factor other than content that it
+    takes as its label, and ``"content"`` if it takes none.
     """
 
     def __init__(self, several: bool) -> None:
         self.several = several
         self.label: Role | None = None
-        #: By label, the gradients of factors at which paths take it, having come by content alone.
+        #: Gradients that came to factors along content alone, by the factors' role: the paths of
+        #: that label go on from there.
         self.begun: dict[Role, dict[tuple[Operator, str], Tensor]] = {}
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
         """Follow the paths of one label inside the ``with``: content first, then the others.
 
-        Those of another label than content begin at mixers: the gradient of the output is to be 0.
+        Paths of other labels than content go on from ``begun``: pass a gradient of 0 at the output.
         """
         self.label = label
         try:
@@ -110,7 +111,7 @@ def shared(
     labels: Labels,
     mask: Tensor | None,
 ) -> Tensor:
-    """What an operator makes of values, its derivative divided among its factors by a rule."""
+    """Apply an operator to ``x`` (B, L, H, P), with a derivative shared among factors by a rule."""
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
     outer = _Outer(operator, rule, chosen, ledger, labels, mask)
@@ -120,14 +121,14 @@ def shared(
 
 @dataclass(frozen=True, eq=False)
 class _Outer:
-    """The outer part of a mixer.
+    """The outer part of a mixer, from the first operator on that has factors with a share.
 
     Attributes:
-        operator: it.
+        operator: the product of these operators.
         rule: the rule.
         chosen: its coefficients that get a share, by leaf and name.
-        ledger: takes down what belongs to the references.
-        labels: says which paths a backward pass follows.
+        ledger: records the part of the references.
+        labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
     """
 
@@ -140,7 +141,7 @@ class _Outer:
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of values and factors along the paths of the present label."""
+        """Return the gradients at values and factors along the paths of the present label."""
         label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
         if label == "content":
@@ -154,7 +155,7 @@ class _Outer:
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The gradients of values and factors."""
+        """Return the gradients at values and factors: averaged over nodes, times the shares."""
         shares, found = FAMILY[self.rule], Gradients()
         stack = (gradient / len(_NODES)).expand(len(_NODES), *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
@@ -166,7 +167,7 @@ class _Outer:
         return shared(of_values, "content"), of_factors
 
     def _back(self, x: Tensor) -> Back:
-        """How gradients go back at the nodes, found once for several passes."""
+        """Return the function that takes gradients back at the nodes; kept for several passes."""
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
@@ -179,7 +180,7 @@ class _Outer:
         return back
 
     def _moved(self, nodes: Tensor) -> Moved:
-        """The factors at the nodes; those that are their own reference stay where they are."""
+        """Return the factors at the nodes; those that are their own reference are left out."""
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}
@@ -202,7 +203,7 @@ class _Outer:
 
 
 class _Averaged(torch.autograd.Function):
-    """An operator's output, with the averaged derivative."""
+    """An operator's output, whose derivative is averaged over the nodes."""
 
     @staticmethod
     def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:
@@ -228,12 +229,12 @@ class _Averaged(torch.autograd.Function):
 
 
 def _by_example(x: Tensor, batch: int) -> Tensor:
-    """Sums (B,) of what has examples, or their windows, in front; what all share is spread."""
+    """Sum over all but examples, or their windows, in front, (B,); spread what has none evenly."""
     return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
 
 
 def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over the tokens up to each, (B, L, ...).
+    """Return the mean over the tokens up to each, (B, L, ...).
 
     Args:
         x: (B, L, ...).

@@ -1,4 +1,4 @@
-"""Activations inside a run: where they are read, and where a linear network begins anew."""
+"""Activations inside a run, which are read, or at which a linear network begins anew."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HEADS = ".heads"
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An activation of a model.
+    """The place of an activation in a model.
 
     Attributes:
-        name: that of the module; with ``.heads`` behind it for what a mixer's operator returns.
+        name: name of the module; of a mixer's heads with ``.heads`` behind it.
         module: the module.
-        at: whether it is what the module returns, what it is given, or what the operator of a
-            mixer returns for each channel of each head, (B, L, H, P), before they are mixed.
+        at: ``"output"`` or ``"input"`` of the module, or ``"heads"``, the output of a mixer's
+            operator for each channel of each head, (B, L, H, P), before they are mixed.
     """
 
     name: str
@@ -44,13 +44,13 @@ def find_site(
     *,
     at_input: bool = False,
 ) -> Site:
-    """The activation that a user names.
+    """Find the activation that a user names.
 
     Args:
         model: the model.
         layer: a module of it, its qualified name, or a mixer's name with ``.heads`` behind it.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        at_input: whether it is what the module is given. Default: False, what it returns.
+        at_input: whether it is the module's input. Default: False, its output.
 
     Returns:
         The :class:`Site`.
@@ -96,11 +96,12 @@ def _name(module: Any, named: dict[str, nn.Module]) -> str | None:
 
 
 def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
-    own = name.removesuffix(HEADS)
-    mixer = next((mixer for mixer in mixers if own in mixer.names), None)
+    """Find the heads of a mixer, by its name with ``.heads`` behind it."""
+    of_mixer = name.removesuffix(HEADS)
+    mixer = next((mixer for mixer in mixers if of_mixer in mixer.names), None)
     if mixer is None or at_input:
         raise LayerError(
-            f"layer {name!r} is read as what the heads of the mixer {own!r} return"
+            f"layer {name!r} is read as what the heads of the mixer {of_mixer!r} return"
             + (
                 ", which has no input of its own: leave attribute_to_layer_input and "
                 "attribute_to_neuron_input False, or pass the mixer."
@@ -113,12 +114,12 @@ def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """An activation of a run.
+    """The activation at a site in a run.
 
     Attributes:
-        value: it, as its tensors one behind the other in the last dimension.
-        sizes: of each tensor in the last dimension.
-        leaf: from where the network goes on, where it is cut there; else None.
+        value: its live tensors, concatenated along the last dimension.
+        sizes: sizes of the tensors in the last dimension.
+        leaf: the tensor that the network goes on from if it is cut there; else None.
     """
 
     value: Tensor
@@ -127,18 +128,18 @@ class Met:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Its tensors."""
+        """The live tensors that ``value`` consists of."""
         return torch.split(self.value, list(self.sizes), -1)
 
 
 @dataclass(eq=False)
 class Sites:
-    """The activations that are met in a run.
+    """The activations that are read or cut in a run.
 
     Attributes:
-        mode: the rules under which it runs.
-        cut: whether the network begins anew at each.
-        met: those that have been, in their order. Default: empty.
+        mode: the rules under which the model runs.
+        cut: the sites, and for each whether the network begins anew there.
+        met: the activations, in the order in which they were computed. Default: empty.
     """
 
     mode: Linearising
@@ -146,7 +147,7 @@ class Sites:
     met: dict[Site, Met] = field(default_factory=dict)
 
     def watch(self, stack: ExitStack) -> None:
-        """Meet them, until a stack is left."""
+        """Hook the modules of all sites, until a stack is left."""
         for site in self.cut:
             module = site.module
             if site.at == "output":
@@ -159,19 +160,14 @@ class Sites:
                 stack.enter_context(before)
 
     def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """What goes on from what a mixer's operator returns.
-
-        Args:
-            module: the mixer.
-            value: (B, L, H, P).
-        """
+        """Read or cut the heads of a mixer, the output (B, L, H, P) of its operator."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._meet(site, value)
         return value
 
     def found(self, site: Site) -> Met:
-        """What was met there."""
+        """Return the activation at a site; raise if its module did not run."""
         if site not in self.met:
             raise LayerError(
                 f"layer {site.name!r} never ran in this call of the model, or as a part of another "
@@ -186,15 +182,16 @@ class Sites:
         return lambda module, args, kwargs: self._meet(site, (args, kwargs))
 
     def _meet(self, site: Site, value: Any) -> Any:
+        """Keep an activation, and return the value to go on with: a copy, or a new leaf."""
         if not torch._C._is_torch_function_enabled():  # a checkpoint runs again, in the backward
             return value
         with unseen(), torch.enable_grad():
             tensors = list(_live(value))
             self._check(site, tensors)
             sizes = tuple(x.shape[-1] for x in tensors)
-            # a copy, also of one: what was met may be changed in place later
+            # a copy, also of one: the model may change the activation in place later
             whole = torch.cat(tensors, -1)
-            if not self.cut[site]:  # a copy goes on, so that what is read stays what it was
+            if not self.cut[site]:  # a copy goes on, for the same reason
                 self.met[site] = Met(whole, sizes, None)
                 copies = [x.clone() for x in tensors]
             else:
@@ -234,7 +231,7 @@ class Sites:
 
 
 def _live(value: Any) -> Iterator[Tensor]:
-    """The tensors that depend on the input, however nested."""
+    """Yield the tensors that depend on the input, however nested."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
@@ -247,7 +244,7 @@ def _live(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
-    """A value with its live tensors replaced, in the order of :func:`_live`."""
+    """Replace the live tensors in a value, in the order of :func:`_live`."""
     if isinstance(value, Tensor):
         return next(new) if value.requires_grad else value
     if isinstance(value, dict):

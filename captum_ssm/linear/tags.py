@@ -1,9 +1,9 @@
-"""Places that ride on token ids, so that a look-up tells which of the explained ids it is of.
+"""Places of explained ids, followed through a run up to the look-up in an embedding's table.
 
-Each function that is given the ids, or what was made of them, works once more on tagged copies of
-its whole numbers: each explained id with a multiple of a large prime, by its place.  A function
-that moves ids moves their tags with them, whatever its name.  One that computes with them leaves
-numbers that are no id with a tag.
+Each function of the ids, or of results of such functions, is called once more on tagged copies of
+its whole numbers: to each explained id a multiple of a large prime is added, by its place.  A
+function that moves ids moves their tags with them, whatever its name.  One that computes with them
+leaves numbers that are no id with a tag.
 
 Copies are on the host: they are small, and a tagged id that is used as an index is out of bounds,
 after which a GPU would do no more work.
@@ -22,10 +22,10 @@ from ..operators.kernels.arithmetic import unseen
 from ..tracing.layer import same_memory
 from ..tracing.replays import begins_with
 
-#: In place of a place: for none of the explained ids, and for what may have been made of some.
+#: In place of a place: none of the explained ids, and a number that may be computed from some.
 NONE, UNTOLD = -1, -2
 
-#: By how many times B * L places are larger, for how they are known.
+#: Multiples of B * L that are added to places, by the way in which these are known.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
 
 #: Room for ids below their tags, and the least prime for tags that fit into 32 bits with them.
@@ -57,7 +57,7 @@ class Tags:
 
     @functools.cached_property
     def _step(self) -> int:
-        """The prime: no smaller modulus than itself, such as a hash table's, takes tags away."""
+        """The prime: a tag survives any smaller modulus, such as a hash table's."""
         each = 2 * self.ids.numel() + 1
         step = (2**31 - _IDS) // each
         step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys
@@ -66,12 +66,12 @@ class Tags:
         return step
 
     def follow(self, x: Tensor) -> bool:
-        """Whether whole numbers are the explained ids, or may have been made of them."""
+        """Whether whole numbers are the explained ids, or may be computed from them."""
         where = _where(x)
         return where is not None and (where == self._began or where in self._memories)
 
     def places(self, x: Tensor) -> Tensor:
-        """Which of the explained ids each of a tensor's numbers is, on the host.
+        """Return the place, among the explained ids, of each of a tensor's numbers, on the host.
 
         Returns:
             Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`.  Those of ids
@@ -82,31 +82,30 @@ class Tags:
         if same_memory(x, self.ids) and _version(x) == self._version is not None:
             return self._numbers(0)
         with unseen():
-            own, first = _on_host(x), self._explained
-            tags = self._tagged(x, own) - own
+            numbers, first = _on_host(x), self._explained
+            tags = self._tagged(x, numbers) - numbers
             places = tags.div(self._step, rounding_mode="floor") - 1
             is_told = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
-            is_same = first.flatten()[places.clamp_min(0) % count] == own
+            is_same = first.flatten()[places.clamp_min(0) % count] == numbers
             places = places.where(is_told & (is_same | (places == NONE)), UNTOLD)
-            is_equal = bool((places == UNTOLD).any()) and torch.equal(own, first)
+            is_equal = bool((places == UNTOLD).any()) and torch.equal(numbers, first)
             return self._numbers(COMPUTED * count) if is_equal else places
 
     def by_example(self, places: Tensor) -> Tensor | None:
-        """Places as numbers of tokens in their own examples (B, L'), :data:`NONE` for none.
+        """Return places as positions in their own examples (B, L'), :data:`NONE` for none.
 
-        Returns:
-            None where some are not told, or lie in other examples, or in no rows.
+        None if some place is not known or lies in another example, or ``places`` are no rows.
         """
         (batch, length), is_given = self.ids.shape, places > NONE
         if places.dim() != 2 or len(places) != batch or bool((places == UNTOLD).any()):
             return None
-        own = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
-        if bool((is_given & ((own < 0) | (own >= length))).any()):
+        at = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
+        if bool((is_given & ((at < 0) | (at >= length))).any()):
             return None
-        return own.where(is_given, NONE)
+        return at.where(is_given, NONE)
 
     def recognize(self, x: Tensor) -> bool:
-        """Follow ids (B, L') if the explained ones are the first of them, and say whether."""
+        """Follow ids (B, L') if the explained ones are the first of them; return whether."""
         with unseen():
             if not begins_with(x, self.ids):
                 return False
@@ -116,12 +115,12 @@ class Tags:
         return True
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function; where it is given what is followed, follow its results."""
-        given = {id(x): x for x in _tensors((args, kwargs))}
-        if not any(map(self.follow, given.values())):
+        """Call a function; if an argument is followed, follow its results."""
+        tensors = {id(x): x for x in _tensors((args, kwargs))}
+        if not any(map(self.follow, tensors.values())):
             return func(*args, **kwargs)
-        ids = {key: x for key, x in given.items() if _where(x) is not None}
-        with unseen():  # it may write to what it is given
+        ids = {key: x for key, x in tensors.items() if _where(x) is not None}
+        with unseen():  # the function may write to its arguments
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
@@ -130,9 +129,9 @@ class Tags:
             return out
         with unseen():
             tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
-            new = {key: tagged.get(key, x.cpu()) for key, x in given.items()}
-            again = _again(func, _swapped(args, new), _swapped(kwargs, new), len(results))
-            pairs = [*zip(results, again, strict=True), *((ids[k], x) for k, x in tagged.items())]
+            new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
+            copies = _on_tagged(func, _swapped(args, new), _swapped(kwargs, new), len(results))
+            pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
             for x, copy in pairs:
                 if not (self.follow(x) or (copy is not None and torch.equal(_on_host(x), copy))):
                     self._keep(x, copy)
@@ -146,23 +145,21 @@ class Tags:
         count = self.ids.numel()
         return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
 
-    def _tagged(self, x: Tensor, own: Tensor) -> Tensor:
-        """Whole numbers with tags, in memory that is laid out as theirs if they are followed."""
+    def _tagged(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """Return the ``numbers`` of ``x`` with tags; as they are if ``x`` is not followed.
+
+        Tagged ones share the memory that is kept for them, so that in-place changes stay there.
+        """
         where = _where(x)
         if where == self._began and where not in self._memories:
             self._keep(self.ids, self._explained + self._step * self._numbers(1))
         if where not in self._memories:
-            return own
+            return numbers
         like, cells = self._memories[where]
-        return _in(cells, x) if like.element_size() == x.element_size() else own + 1
+        return _in(cells, x) if like.element_size() == x.element_size() else numbers + 1
 
     def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
-        """Follow a tensor, and all others in its memory.
-
-        Args:
-            x: the tensor.
-            tagged: the same with tags. Default: None, which are not known.
-        """
+        """Follow a tensor, and all others in its memory; ``tagged`` is None if tags are unknown."""
         size = x.untyped_storage().nbytes() // x.element_size()
         cells = _on_host(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:
@@ -172,8 +169,8 @@ class Tags:
         self._memories[_where(x)] = x, cells
 
 
-def _again(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
-    """What a function makes of tagged copies; as many times None where that is not known."""
+def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
+    """Return the ``count`` results of a function on tagged copies; None each if it fails."""
     try:
         out = func(*args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is no index
@@ -187,7 +184,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _in(cells: Tensor, x: Tensor) -> Tensor:
-    """The part of a whole memory that a tensor is."""
+    """Return the part of a whole memory that a tensor is."""
     return cells.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
@@ -196,7 +193,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _where(x: Tensor) -> Any:
-    """Where the memory of whole numbers begins; None for other tensors."""
+    """Return where the memory of whole numbers begins; None for other tensors."""
     if x.is_floating_point() or x.is_complex() or x.is_quantized or x.dtype == torch.bool:
         return None
     if x.layout != torch.strided or not x.numel():
@@ -208,7 +205,7 @@ def _where(x: Tensor) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, however nested."""
+    """Yield the tensors in a value, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -217,7 +214,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _swapped(value: Any, new: dict[int, Tensor]) -> Any:
-    """A value with others in place of its tensors, by their ids."""
+    """Replace tensors in a value by others, by the Python id of each."""
     if isinstance(value, Tensor):
         return new.get(id(value), value)  # the call may have put it there
     if isinstance(value, dict):

@@ -369,10 +369,22 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     for other in ({"rule": "half"}, {"hops": 1}, {"spans": "all"}, {"contrast": "mean"}):
         with pytest.raises(OptionError, match="another"):
             explain.attribute(PROMPT, TEXT, **{**asked, **other})
-    model, vocabulary = load_bundled()
-    with torch.no_grad():
-        model.lm_head.weight[3] += 1
-    with pytest.raises(OptionError, match="another"):
-        SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(PROMPT, TEXT, **asked)
     with pytest.raises(OptionError, match="resume="):
         explain.attribute(PROMPT, TEXT, resume=tmp_path / "run")
+
+
+@pytest.mark.parametrize("change", ["negated", "permuted", "buffer"])
+def test_answers_of_another_model_are_refused(tmp_path: Path, change: str) -> None:
+    explain = explainer()
+    asked = {"spans": "all", "resume": tmp_path / "run"}
+    weight, scale = explain.model.lm_head.weight, torch.ones(2)
+    explain.model.register_buffer("scale", scale)
+    explain.attribute(PROMPT, "lamp .", **asked)
+    explain.attribute(PROMPT, "lamp .", **asked)
+    with torch.no_grad():
+        if change == "buffer":
+            scale[1] = 2
+        else:
+            weight[3] = -weight[3] if change == "negated" else weight[3].flip(0)
+    with pytest.raises(OptionError, match="another"):
+        explain.attribute(PROMPT, "lamp .", **asked)

@@ -255,8 +255,8 @@ LINEAR = (
     ),
     Fault(
         "log_softmax: its constant's sign",
-        "mode.ledger.noted(out, -entropy)",
-        "mode.ledger.noted(out, entropy)",
+        "mode.ledger.record(out, -entropy)",
+        "mode.ledger.record(out, entropy)",
         ("linear/test_rules.py", "attr/test_contrast.py"),
     ),
     Fault(

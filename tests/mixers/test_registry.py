@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -162,7 +163,7 @@ def test_a_run_of_an_unknown_mixer_is_refused() -> None:
         lambda: list(StateMemory(model).of(ids)),
         lambda: EdgeEffects(model).attribute(ids, (-1, 3)),
         lambda: record(model, ids),
-        lambda: _without_edges(model, ids),
+        *(functools.partial(_without_edges, model, ids, layers) for layers in (0, "ssm", "mamba")),
     ]
     for run in runs:
         with pytest.raises(UnsupportedMixerError) as caught:
@@ -174,8 +175,8 @@ def test_a_run_of_an_unknown_mixer_is_refused() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def _without_edges(model: Any, ids: Tensor) -> None:
-    with knock_out(model, Edges(layers=0, sources=1)):
+def _without_edges(model: Any, ids: Tensor, layers: Any) -> None:
+    with knock_out(model, Edges(layers, sources=1)):
         model(ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..._files import make_folder, replacing, write_whole
 from ...errors import OptionError
-from ...operators.kernels.arithmetic import doubled
 from ..call.targets import Against
 from .hops import Row
 
@@ -36,18 +35,18 @@ class SavedRow:
 def kept(
     questions: Generator[Against, Row, T], folder: Path, of: str
 ) -> Generator[Against, Row, T]:
-    """The same questions, less those that the folder holds answers to.
+    """Yield the questions whose answers are not in a folder, and keep their answers there.
 
     Args:
-        questions: the questions, which follow from the answers alone.
+        questions: the questions, which depend on the answers alone.
         folder: takes each answer as soon as it is there; made if it is missing.
         of: what the answers belong to; see :func:`fingerprint`.
 
     Yields:
-        The questions that are left.
+        The questions that are left; it is sent their answers.
 
     Returns:
-        What they come to.
+        The result of ``questions``.
 
     Raises:
         OptionError: when the folder holds answers of another run.
@@ -82,7 +81,7 @@ def kept(
 def counted(
     questions: Generator[Against, Row, T], description: str, total: int
 ) -> Generator[Against, Row, T]:
-    """The same questions, with a bar that shows how many are answered."""
+    """Yield the same questions, with a bar that shows how many are answered."""
     with progress(desc=description, total=total) as bar:
         answer = None
         while True:
@@ -96,11 +95,27 @@ def counted(
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:
-    """What tells one run from others: the model's weights, and all that is asked of it."""
+    """Hash what the answers depend on: the model's parameters and buffers, and all options.
+
+    Weights that accelerate keeps elsewhere count by their shapes alone.
+    """
     digest = hashlib.sha256()
     for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())
-    weights: Iterable[Tensor] = (p.detach() for p in model.parameters() if not p.is_meta)
-    for weight in weights:
-        digest.update(repr(float(doubled(weight).abs().sum())).encode())
+    for value in model.state_dict().values():
+        for tensor in _plain(value):
+            digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            if not tensor.is_meta:
+                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    """Yield the ordinary tensors that an entry of a state dict consists of, if it is a tensor."""
+    if hasattr(value, "full_tensor"):  # of which each process has a part
+        value = value.full_tensor()
+    if hasattr(value, "__tensor_flatten__"):  # such as a quantized one, and its scales
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value.detach()

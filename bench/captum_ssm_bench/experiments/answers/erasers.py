@@ -125,16 +125,16 @@ def held_with(
     found = memories_of(layer.linear.operator, layer.linear.values)
     (memory,) = (each for each in found if isinstance(each, Memory))
     changed = memory._replace(
-        log_decay=_exchanged(memory.log_decay, eraser, step), erases=_erases(memory, eraser, step)
+        log_decay=_exchanged(memory.log_decay, eraser, step), erasure=_erases(memory, eraser, step)
     )
     size: Tensor = changed.sizes(end)[0, :, source].norm()
     return size
 
 
 def _erases(memory: Memory, eraser: int, step: int | None) -> tuple[Tensor, Tensor] | None:
-    if memory.erases is None:
+    if memory.erasure is None:
         return None
-    asked, taken = memory.erases
+    asked, taken = memory.erasure
     return _exchanged(asked, eraser, step), _exchanged(taken, eraser, step)
 
 
