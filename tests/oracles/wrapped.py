@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -293,11 +292,12 @@ class Explained:
 
     def check(self) -> Tensor:
         """The output; every mode computes the same."""
-        wanted = self._real[1].detach()
-        for mode in ("frozen", "half", "direct"):
-            output = self.walk(mode)[1].detach()
-            torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-9)
-        return wanted
+        outputs = []
+        for mode in ("real", "frozen", "half", "direct"):
+            outputs.append(self.walk(mode)[1].detach())
+        for output in outputs[1:]:
+            torch.testing.assert_close(output, outputs[0], rtol=1e-9, atol=1e-9)
+        return outputs[0]
 
     # --- by gradient ---------------------------------------------------------------------------
 
@@ -315,46 +315,37 @@ class Explained:
 
     # --- by folding ----------------------------------------------------------------------------
 
-    @cached_property
-    def _real(self) -> tuple[Walk, Tensor]:
-        return self.walk("real")
-
-    @cached_property
     def _calls(self) -> list[tuple[Call, Frozen]]:
-        walk, _ = self._real
+        walk, _ = self.walk("real")
         return [(call, frozen(call.module, call.entering, half=False)) for call in walk.calls]
 
     def implicit_attention(self) -> Tensor:
         rows = [
             _times(self.weights, call.matrices(parts.unified.mean(1)))
-            for call, parts in self._calls
+            for call, parts in self._calls()
         ]
         return torch.stack(rows).mean(0)
 
     def rollout(self) -> Tensor:
-        return self._folded([(c, c.matrices(p.unified.mean(1))) for c, p in self._calls])
-
-    @cached_property
-    def _gradients(self) -> tuple[Tensor, ...]:
-        """The gradients of what the calls of mixers left."""
-        walk, number = self._real
-        return torch.autograd.grad(number.sum(), [call.left for call in walk.calls])
+        return self._folded([(c, c.matrices(p.unified.mean(1))) for c, p in self._calls()])
 
     def mamba_attribution(self) -> Tensor:
+        walk, number = self.walk("real")
+        gradients = torch.autograd.grad(number.sum(), [call.left for call in walk.calls])
         found = []
-        for (call, parts), gradient in zip(self._calls, self._gradients, strict=True):
-            alpha = parts.unified.mean(1)
+        for call, gradient in zip(walk.calls, gradients, strict=True):
+            alpha = frozen(call.module, call.entering, half=False).unified.mean(1)
             weighted = (gradient.mean(-1, keepdim=True) * alpha).clamp(min=0)
             found.append((call, call.matrices(weighted)))
         return self._folded(found)
 
     def transformer_attribution(self) -> Tensor:
-        lower, below = self.walk("half")
+        (walk, number), (lower, below) = self.walk("real"), self.walk("half")
+        real = torch.autograd.grad(number.sum(), [call.left for call in walk.calls])
         linear = torch.autograd.grad(below.sum(), [call.left for call in lower.calls])
         found = []
-        for (call, parts), gradient, coefficient in zip(
-            self._calls, self._gradients, linear, strict=True
-        ):
+        for call, gradient, coefficient in zip(walk.calls, real, linear, strict=True):
+            parts = frozen(call.module, call.entering, half=False)
             upper, g = ((x * call.factor) @ parts.weight.T for x in (gradient, coefficient))
             upper, g, v = (x.unflatten(-1, (parts.heads, -1)) for x in (upper, g, parts.values))
             alpha = parts.unified.unflatten(1, v.shape[2:])
@@ -377,13 +368,13 @@ class Explained:
     def latim_norm(self) -> Tensor:
         rows = [
             _times(self.weights, _vectors(call, parts, joined=True).norm(dim=-1))
-            for call, parts in self._calls
+            for call, parts in self._calls()
         ]
         return torch.stack(rows).mean(0)
 
     def latim_alti(self) -> Tensor:
         row = self.weights
-        for mixing in reversed(self._mixings):
+        for mixing in reversed(self._mixings()):
             row = _times(row, mixing)
         return row
 
@@ -396,10 +387,11 @@ class Explained:
         gradients = [
             torch.zeros_like(x) if g is None else g for g, x in zip(found, sources, strict=True)
         ]
-        mixings = self._mixings
+        mixings = self._mixings()
         # by the number of stages that what they read has passed
         read: list[Tensor] = [torch.zeros_like(self.weights) for _ in range(len(mixings) + 1)]
-        for call, (_, parts), gradient in zip(walk.calls, self._calls, gradients, strict=False):
+        for call, gradient in zip(walk.calls, gradients, strict=False):
+            parts = frozen(call.module, call.entering, half=False)
             read[call.stage - 1] += torch.einsum(
                 "bije,bie->bj", _vectors(call, parts), call.sorted(gradient)
             )
@@ -414,12 +406,11 @@ class Explained:
             row = row + read[stage]
         return row.index_add(1, order, (gradients[-1] * entry).sum(-1).detach())
 
-    @cached_property
     def _mixings(self) -> list[Tensor]:
         """ALTI's of every stage, (B, L, L)."""
         stages: dict[int, Tensor] = {}
         streams: dict[int, Tensor | None] = {}
-        for call, parts in self._calls:
+        for call, parts in self._calls():
             joined = _vectors(call, parts, joined=call.stream is not None)
             stages[call.stage] = stages.get(call.stage, 0) + joined
             streams[call.stage] = call.stream
