@@ -127,6 +127,7 @@ class _Subject:
         self.single, self.inputs, self.formula, self.refuses = model, inputs, formula, refuses
         self.model: Any = copy.deepcopy(model).double()
         self.wide: Tensor = _as(inputs, torch.float64)
+        self._at_layers: dict[tuple[str, bool], Any] = {}
         self.hooks, self.pickles = _hooks(self.model), True
         try:
             pickle.dumps(self.model)
@@ -144,6 +145,14 @@ class _Subject:
         """The decomposition of the plain model's output."""
         flow = LatimFlow(self.model)
         return flow.decompose(self.wide, self.target, rule="frozen", features=True)
+
+    def at_layer(self, name: str, at_input: bool) -> Any:
+        """The decomposition of the plain model's output at a layer."""
+        if (name, at_input) not in self._at_layers:
+            explain = LayerLatimFlow(self.model, name)
+            found = explain.decompose(self.wide, self.target, None, at_input)
+            self._at_layers[name, at_input] = found
+        return self._at_layers[name, at_input]
 
     def is_padded(self, side: str) -> bool:
         """Whether the mixers take a batch that is padded on this side."""
@@ -348,11 +357,9 @@ def _adds_up(name: str, found: Any) -> None:
 
 
 def _at_layers(subject: _Subject) -> None:
-    inputs, target = subject.wide, subject.target
     mixers = dict(zip(subject.names, subject.decomposition.mixers, strict=True))
     for name, at_input in subject.places:
-        explain = LayerLatimFlow(subject.model, name)
-        found = explain.decompose(inputs, target, None, at_input)
+        found = subject.at_layer(name, at_input)
         _adds_up(name, found)
         if name in mixers and not at_input:
             first = found.inputs[..., : found.sizes[0]]
@@ -360,7 +367,8 @@ def _at_layers(subject: _Subject) -> None:
 
 
 def _at_neurons(subject: _Subject) -> None:
-    for name, at_input in subject.places:
+    places = subject.places
+    for name, at_input in [*places[:1], *(place for place in places[1:] if not place[1])]:
         seen: list[Tensor] = []
 
         def one(activation: Any, seen: list[Tensor] = seen) -> Tensor:
@@ -380,10 +388,7 @@ def _at_heads(subject: _Subject) -> None:
         name = layer.name
         if not name or subject.names.count(name) > 1:  # a mixer alone, or one that runs again
             continue
-        mixed, found = (
-            LayerLatimFlow(subject.model, each).decompose(subject.wide, subject.target)
-            for each in (name, f"{name}.heads")
-        )
+        mixed, found = subject.at_layer(name, False), subject.at_layer(f"{name}.heads", False)
         _adds_up(f"{name}.heads", found)
         behind = sum(bias for at, bias in found.biases.items() if at.startswith(name))
         adds, wanted = (x.inputs.flatten(1).sum(1) for x in (found, mixed))

@@ -14,6 +14,7 @@ from oracles import conv_matrices, diagonal_matrices, dna, relative_error
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
 from torch import Tensor
+from zoo.adapters import fading
 from zoo.mamba import randomise
 
 from captum_ssm import LatimFlow, StateMemory
@@ -104,14 +105,6 @@ SIZES: dict[str, Any] = {
     "state_size": 3,
 }  # fmt: skip
 LAYOUT = ("se", "mr", "li", "attention", "se")
-
-
-def fading(module: Any) -> Any:
-    """With random parameters; what grows would hide all else."""
-    for name, parameter in randomise(module).named_parameters():
-        if name.endswith("log_poles"):
-            parameter.data = -parameter.data.abs()
-    return module
 
 
 def striped_hyena(**options: Any) -> Any:
