@@ -2,7 +2,8 @@
 
 Every page is at most so high, with all unfolded. The main pages break no rule of axe-core, wide in
 the light theme and narrow in the dark one, and what is too wide on them is scrolled by keyboard.
-The search finds the page that a question is about, and the page on speed begins with its picture.
+The search finds the page that a question is about, the page on speed begins with its picture, and
+no figure is shown as a text.
 
 Usage: python tools/check_site.py SITE, where SITE is what sphinx-build wrote.  It needs Chromium
 and axe-core, see CONTRIBUTING.md.
@@ -75,6 +76,13 @@ def faults_of_heights(page: Page, address: str, pages: list[str]) -> Iterator[st
             yield f"{name}: {height} pixels, more than {LONGEST}"
 
 
+def faults_of_pictures(site: Path, pages: list[str]) -> Iterator[str]:
+    """Figures that a notebook shows as texts."""
+    for name in pages:
+        if "&lt;Figure size" in (site / name).read_text(encoding="utf-8"):
+            yield f"{name}: a text in the place of a figure"
+
+
 def faults_of_access(page: Page, address: str) -> Iterator[str]:
     """What axe-core holds against the main pages, and what a keyboard does not reach there."""
     for name, (width, theme) in product(MAIN, VIEWS):
@@ -124,6 +132,7 @@ def main(site: Path) -> int:
         page = Page(browser)
         faults = [
             *faults_of_heights(page, address, pages),
+            *faults_of_pictures(site, pages),
             *faults_of_access(page, address),
             *faults_of_search(page, address),
             *faults_of_speed(page, address),

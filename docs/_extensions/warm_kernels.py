@@ -57,7 +57,9 @@ def serve(listener: socket.socket) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             from ipykernel.kernelapp import IPKernelApp
 
-            IPKernelApp.launch_instance(argv=["-f", asked["connection"], *asked["options"]])
+            # matplotlib is there before the shell, which else would show figures as texts
+            options = ["--matplotlib=inline", *asked["options"]]
+            IPKernelApp.launch_instance(argv=["-f", asked["connection"], *options])
             os._exit(0)
     for child in children:
         os.kill(child, signal.SIGTERM)
