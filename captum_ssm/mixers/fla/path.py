@@ -6,8 +6,9 @@
 
 with w = SiLU(conv(w_proj h)) on the unit sphere, beta = 2 sigmoid(bt_proj h), and, as options,
 RMSNorms of q and k and the decays f = sigmoid(g_proj h).  A key on its way through P is a state to
-which it is written, and that is erased along w: the scores are the matrices of a delta rule.  Frozen: the probabilities.  They are formed, which takes memory that
-grows with the square of the tokens.
+which it is written, and that is erased along w: the scores are the matrices of a delta rule.
+Frozen: the probabilities.  They are formed, which takes memory that grows with the square of the
+tokens.
 
 The layer takes a mask of padding only where it fills a cache.
 """
