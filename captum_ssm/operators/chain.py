@@ -273,7 +273,7 @@ class Chain(Composite):
         outer: Band = {0: self._ones(1, 1, 1, 1)}
         while middle and middle[0].after_band(outer) is not None:
             banded.append(middle.pop(0))
-        for part in reversed(banded):
+        for part in reversed(banded):  # from the innermost outwards
             combined = part.after_band(outer)
             outer = outer if combined is None else combined
         return outer, middle, {lag: factor.expand(self.shape) for lag, factor in inner.items()}
