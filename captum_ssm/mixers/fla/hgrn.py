@@ -31,10 +31,10 @@ def fla_hgrn(module: Any, call: Call) -> LinearMixer:
     decay = log_forget(module, f, call).exp()
 
     conv = module.i_conv1d if module.use_short_conv else None
-    values, before = value_stream(run(module.i_proj, hidden), conv, mask, 1, silu=True)
+    values, inner = value_stream(run(module.i_proj, hidden), conv, mask, 1, silu=True)
     shape = Shape(*values.shape)
     core = Chain(
-        ElementwiseRecurrence(decay), Diagonal(as_heads(1 - decay), shape, "scan"), *before
+        ElementwiseRecurrence(decay), Diagonal(as_heads(1 - decay), shape, "scan"), *inner
     )
     norm = module.g_norm
     operator = Chain(

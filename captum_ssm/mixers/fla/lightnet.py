@@ -40,8 +40,8 @@ def fla_lightnet(module: Any, call: Call) -> LinearMixer:
     key, log_decay = _weighted(k, mask)
     scan = VectorDecayHeads(q * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
     conv = getattr(module, "v_conv1d", None)
-    values, before = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
-    core = Chain(scan, *before)
+    values, inner = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
+    core = Chain(scan, *inner)
     operator = Chain(
         *masked(mask, scan.shape, values),
         output_gate(F.silu, as_heads(run(module.g_proj, hidden), module.num_heads)),
