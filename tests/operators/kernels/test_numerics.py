@@ -133,13 +133,13 @@ def test_what_is_forgotten(
     lasting = drawn(batch, tokens, lags)
     lasting[0].clamp_(min=0.999)
     windows = []
-    near = pivot_tree._Tree.near
+    near = pivot_tree._Tree.add_near
 
     def noted(tree: pivot_tree._Tree, first: int, window: int) -> None:
         windows.append(window)
         near(tree, first, window)
 
-    monkeypatch.setattr(pivot_tree._Tree, "near", noted)
+    monkeypatch.setattr(pivot_tree._Tree, "add_near", noted)
     factors = [fading, lasting, fading]
     wanted = sum(naive.banded_semiseparable(*f, first_lag) for f in factors)
     assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
