@@ -7,7 +7,7 @@
 
 where m = sqrt(1 - a^2), or 1 at a reset, and a reset is a token at position 0: the beginning, or
 that of the next of several packed sequences.  Frozen: a, m, i and the gate.  The recurrent block
-is told of no padding, so padded tokens take part like any others.
+gets no mask of padding, so padded tokens take part like any others.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .common import (
 )
 from .hgrn import log_forget
 
-#: HGRN2's norm runs as a function that is not told the module's eps.
+#: HGRN2's norm runs as a function that does not get the module's eps.
 _HGRN2_EPS = 1e-5
 
 

@@ -23,7 +23,7 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, run
 from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
 
-#: The norm runs as a function that is not told the module's eps.
+#: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-5
 #: Tokens of a chunk: of so many all products of decays are held.
 _TOKENS = 16

@@ -23,7 +23,7 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, output_gate, run
 from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
 
-#: The norm runs as a function that is not told the module's eps.
+#: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-6
 #: In place of k at padded tokens and of the first z: its exponential is 0 beside any other.
 _NOTHING = -1e4
