@@ -7,7 +7,7 @@
 
 where m = sqrt(1 - a^2), or 1 at a reset, and a reset is a token at position 0: the beginning, or
 that of the next of several packed sequences.  Frozen: a, m, i and the gate.  The recurrent block
-is told of no padding, so padded tokens take part like any others.
+gets no mask of padding, so padded tokens take part like any others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor
 
 def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """sigmoid of one affine map per head, weights (H, D / H, D / H) and biases (H, D / H)."""
-    heads = torch.unflatten(u, -1, weight.shape[:2])  # examples in front, as constants are told by
+    # examples stay in the first dimension, by which constants are recorded
+    heads = torch.unflatten(u, -1, weight.shape[:2])
     with full_precision(u.device):
         maps = torch.einsum("blhi,hij->blhj", heads, weight.to(u)) + bias.to(u)
     return torch.sigmoid(maps).flatten(2)

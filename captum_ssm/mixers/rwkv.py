@@ -12,7 +12,7 @@ of h and the value projection then mixes them: no convolution per value channel 
 
 In evaluation the model halves its stream every few blocks and scales the output projections of
 later blocks to fit, in place at its first run; h is normalized, so this reaches W_o alone.  The
-model is told of no padding.
+model gets no mask of padding.
 """
 
 from __future__ import annotations

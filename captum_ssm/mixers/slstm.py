@@ -89,7 +89,7 @@ def _run(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tens
     scales = torch.zeros_like(entering[:, :, 0])
     with unseen(), full_precision(entering.device):
         state = output = torch.zeros_like(entering[:, 0, 0])
-        total = torch.full_like(state, -torch.inf)
+        log_n = torch.full_like(state, -torch.inf)
         for t in range(entering.shape[1]):
             fed[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
             i, f, z, o = (entering[:, t] + fed[:, t]).unbind(1)
@@ -98,9 +98,9 @@ def _run(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tens
                 ratio = activation_ratio(torch.tanh, "tanh", state)
                 output, scales[:, t] = torch.sigmoid(o) * ratio * state, ratio.log()
             else:
-                kept = F.logsigmoid(f) + total
-                total = torch.logaddexp(kept, i)
-                state = (kept - total).exp() * state + (i - total).exp() * torch.tanh(z)
-                output, scales[:, t] = torch.sigmoid(o) * state, -total
+                kept = F.logsigmoid(f) + log_n
+                log_n = torch.logaddexp(kept, i)
+                state = (kept - log_n).exp() * state + (i - log_n).exp() * torch.tanh(z)
+                output, scales[:, t] = torch.sigmoid(o) * state, -log_n
     # before the first token there is no state: any scale will do
     return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, fed

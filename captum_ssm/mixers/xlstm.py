@@ -6,7 +6,7 @@
     y = sigmoid(o) (w (s - mean s) / sigma(s) + b)          output = W_o y
 
 with m[-1] = 0 and the LayerNorm per head.  Frozen: the gates, q, k, the normalizer, 1 / sigma; the
-centering of the LayerNorm is linear and stays.  The model is told of no padding.
+centering of the LayerNorm is linear and stays.  The model gets no mask of padding.
 
 The blocks of xLSTMLMModel have a convolution, whose output a learnt skip hands on past the cell:
 

@@ -121,6 +121,7 @@ class Chain(Composite):
         Reorderings act on the vector, not on the channels, so that the core can be a stream.
         """
         if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
+            # channels of a head share a matrix: one of them is mapped wherever all are alike
             if _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None:
                 return self._mean_in_turn(x, transposed)
             return _mean_at_once(self.parts, x, transposed)
@@ -273,7 +274,7 @@ class Chain(Composite):
         outer: Band = {0: self._ones(1, 1, 1, 1)}
         while middle and middle[0].after_band(outer) is not None:
             banded.append(middle.pop(0))
-        for part in reversed(banded):
+        for part in reversed(banded):  # from the innermost outwards
             combined = part.after_band(outer)
             outer = outer if combined is None else combined
         return outer, middle, {lag: factor.expand(self.shape) for lag, factor in inner.items()}

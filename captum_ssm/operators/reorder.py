@@ -222,7 +222,7 @@ class Windows:
         return self._as_windows(only)
 
     def assemble(self, blocks: Tensor, rows: range) -> Tensor:
-        """Matrices within windows (B W, T, T) as rows of matrices over all tokens (B, R, L)."""
+        """Rows of matrices over all tokens, (B, R, L), from those within windows (B W, T, T)."""
         blocks = torch.unflatten(blocks, 0, (-1, len(self.places)))  # (B, W, T, T)
         place = self._place_of[rows.start : rows.stop]
         window = place // self.places.shape[1]  # (R,)

@@ -30,7 +30,7 @@ from .common import (
 )
 from .hgrn import log_forget
 
-#: HGRN2's norm runs as a function that is not told the module's eps.
+#: HGRN2's norm runs as a function that does not get the module's eps.
 _HGRN2_EPS = 1e-5
 
 
@@ -64,8 +64,8 @@ def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
         q * module.head_f_dim**-0.5, k, steps(log_decay, mask), module.head_i_dim
     )
     conv = getattr(module, "i_conv1d", None)
-    values, before = value_stream(run(module.i_proj, hidden), conv, mask, module.head_i_dim)
-    core = Chain(scan, *before)
+    values, inner = value_stream(run(module.i_proj, hidden), conv, mask, module.head_i_dim)
+    core = Chain(scan, *inner)
     norm = frozen_rms_norm(core.affine(values), module.g_norm.weight, _HGRN2_EPS, whole=True)
     operator = Chain(*masked(mask, scan.shape, values), norm, core)
     # the layer reads o_proj by its weight, so an adapter around it would change nothing

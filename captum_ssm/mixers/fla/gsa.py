@@ -23,7 +23,7 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, run
 from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
 
-#: The norm runs as a function that is not told the module's eps.
+#: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-5
 #: Tokens of a chunk: of so many all products of decays are held.
 _TOKENS = 16
@@ -44,11 +44,11 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
     scan = VectorDecayHeads(slots, written, log_decay, module.head_v_dim)
     conv = getattr(module, "v_conv1d", None)
-    values, before = value_stream(
+    values, inner = value_stream(
         run(module.v_proj, hidden), conv, mask, module.head_v_dim, repeat=groups
     )
-    u = Chain(*before).affine(values) if before else values
-    core = Chain(scan, Diagonal(torch.sigmoid(u), scan.shape, "activation"), *before)
+    u = Chain(*inner).affine(values) if inner else values
+    core = Chain(scan, Diagonal(torch.sigmoid(u), scan.shape, "activation"), *inner)
     s = core.affine(values)
     ratio = torch.sigmoid(s)
     operator = Chain(

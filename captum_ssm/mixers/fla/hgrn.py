@@ -31,11 +31,9 @@ def fla_hgrn(module: Any, call: Call) -> LinearMixer:
     decay = log_forget(module, f, call).exp()
 
     conv = module.i_conv1d if module.use_short_conv else None
-    values, before = value_stream(run(module.i_proj, hidden), conv, mask, 1, silu=True)
+    values, inner = value_stream(run(module.i_proj, hidden), conv, mask, 1, silu=True)
     shape = Shape(*values.shape)
-    core = Chain(
-        ElementwiseRecurrence(decay), Diagonal(as_heads(1 - decay), shape, "scan"), *before
-    )
+    core = Chain(ElementwiseRecurrence(decay), Diagonal(as_heads(1 - decay), shape, "scan"), *inner)
     norm = module.g_norm
     operator = Chain(
         Diagonal(as_heads(F.silu(run(module.g_proj, hidden))), shape, "gate"),

@@ -23,7 +23,7 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, output_gate, run
 from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
 
-#: The norm runs as a function that is not told the module's eps.
+#: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-6
 #: In place of k at padded tokens and of the first z: its exponential is 0 beside any other.
 _NOTHING = -1e4
@@ -40,8 +40,8 @@ def fla_lightnet(module: Any, call: Call) -> LinearMixer:
     key, log_decay = _weighted(k, mask)
     scan = VectorDecayHeads(q * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
     conv = getattr(module, "v_conv1d", None)
-    values, before = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
-    core = Chain(scan, *before)
+    values, inner = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
+    core = Chain(scan, *inner)
     operator = Chain(
         *masked(mask, scan.shape, values),
         output_gate(F.silu, as_heads(run(module.g_proj, hidden), module.num_heads)),

@@ -87,10 +87,10 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
         module.head_v_dim,
     )
     conv = getattr(module, "v_conv1d", None)
-    values, before = value_stream(
+    values, inner = value_stream(
         run(module.v_proj, hidden), conv, mask, module.head_v_dim, repeat=groups
     )
-    core = Chain(scan, *before)
+    core = Chain(scan, *inner)
     operator = Chain(*norm_and_gate(module, hidden, core.affine(values)), core)
     return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
 

@@ -1,6 +1,7 @@
 """Outputs of the submodules of a mixer in its call, so that an adapter need not run them again.
 
-Hooks at both ends of a submodule fill a :class:`Heard`; :func:`told` gives its output to adapters.
+Hooks at both ends of a submodule fill a :class:`Heard`, from which :func:`known_output` serves
+adapters.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def forget() -> None:
         heard.clear()
 
 
-def told(module: nn.Module, x: Tensor) -> Tensor | None:
+def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return ``module(x)`` from the run, with a graph if ``x`` has one; None if unknown."""
     heard = (_heard.get() or {}).get(module)
     output = None if heard is None else heard.unchanged

@@ -141,33 +141,33 @@ def _correct(  # type: ignore[no-untyped-def]
     carried = tl.zeros((BLOCK, STATES), wide)
     for step in tl.range(0, tokens, num_stages=AHEAD):
         token = tl.cast(tokens - 1 - step if TRANSPOSED else step, tl.int64)
-        given = tl.load(x + token * x_l, mask=mapped, other=0.0).to(wide)[:, None]
+        value = tl.load(x + token * x_l, mask=mapped, other=0.0).to(wide)[:, None]
         read = tl.load(query + token * query_l, mask=held, other=0.0).to(wide)[None, :]
-        asked = tl.load(key + token * key_l, mask=held, other=0.0).to(wide)[None, :]
-        written = asked * tl.load(beta + token * beta_l).to(wide)
+        erases = tl.load(key + token * key_l, mask=held, other=0.0).to(wide)[None, :]
+        written = erases * tl.load(beta + token * beta_l).to(wide)
         if DECAYING:
             log = tl.load(decay + token * decay_l, mask=held, other=0.0).to(wide)[None, :]
             fading = tl.exp2(log * BINARY)
-            asked *= fading
+            erases *= fading
         else:
             fading = 1.0
         if ERASING:
-            asked = tl.load(erase + token * erase_l, mask=held, other=0.0).to(wide)[None, :]
+            erases = tl.load(erase + token * erase_l, mask=held, other=0.0).to(wide)[None, :]
         taken = written
         if APART:
             size = tl.load(steps + token * steps_l, mask=held, other=0.0).to(wide)[None, :]
-            taken = asked * size
+            taken = erases * size
         if TRANSPOSED:
-            carried += read * given
+            carried += read * value
             found = tl.sum(carried * taken, 1)[:, None]
             result = tl.sum(carried * written, 1)[:, None] if APART else found
-            carried = carried * fading - asked * found
+            carried = carried * fading - erases * found
         else:
-            found = tl.sum(carried * asked, 1)[:, None]
+            found = tl.sum(carried * erases, 1)[:, None]
             if APART:
-                carried = carried * fading - taken * found + written * given
+                carried = carried * fading - taken * found + written * value
             else:
-                carried = carried * fading + written * (given - found)
+                carried = carried * fading + written * (value - found)
             result = tl.sum(carried * read, 1)[:, None]
         place = (out + token * heads * channels)[:, None]
         tl.store(place, result.to(out.dtype.element_ty), mask=mapped[:, None])

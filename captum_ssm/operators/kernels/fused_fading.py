@@ -89,11 +89,11 @@ def _fade(  # type: ignore[no-untyped-def]
         step = begin + place
         token = (tokens - 1 - step if TRANSPOSED else step).to(tl.int64)[:, None]
         present = (step < tokens)[:, None] & (channel < channels)
-        given = tl.load(x + token * x_l, mask=present, other=0.0).to(wide)
+        value = tl.load(x + token * x_l, mask=present, other=0.0).to(wide)
         source = token + 1 if TRANSPOSED else token
         led = present & (step > 0)[:, None]  # nothing leads to the first
         fading = tl.load(decay + source * decay_l, mask=led, other=1.0).to(wide)
-        faded, held = tl.associative_scan((fading, given), 0, composed)
+        faded, held = tl.associative_scan((fading, value), 0, composed)
         held += faded * carried[None, :]
         carried = tl.sum(tl.where((place == T - 1)[:, None], held, 0.0), 0)
         tl.store(out + token * channels, held.to(out.dtype.element_ty), mask=present)

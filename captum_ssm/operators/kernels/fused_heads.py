@@ -153,21 +153,21 @@ def _attend(  # type: ignore[no-untyped-def]
         fading = tl.exp2(log * BINARY)
         since = tl.cumprod(fading, 0)
         between = tl.cumprod(tl.where(late > early, fading[:, None], 1.0), 0)
-        given = tl.load(x + at * x_l, mask=mapped, other=0.0).to(tl.float32)
+        value = tl.load(x + at * x_l, mask=mapped, other=0.0).to(tl.float32)
         if SCALED:
             factor = tl.load(scale + at * scale_l, mask=present[:, None], other=0.0).to(tl.float32)
             if not TRANSPOSED:
-                given *= factor
+                value *= factor
         reads = tl.load(read + at * read_l, mask=held, other=0.0).to(tl.float32)
         keys = tl.load(key + at * key_l, mask=held, other=0.0).to(tl.float32)
-        inner = tl.dot(reads, tl.trans(keys), input_precision="ieee")
-        inner = tl.where(late >= early, inner * between, 0.0)
-        found = tl.dot(inner, given, input_precision="ieee")
+        within = tl.dot(reads, tl.trans(keys), input_precision="ieee")
+        within = tl.where(late >= early, within * between, 0.0)
+        found = tl.dot(within, value, input_precision="ieee")
         found += tl.dot(reads * since[:, None], carried, input_precision="ieee")
         until = tl.sum(tl.where(late == T - 1, between, 0.0), 0)
         keys *= until[:, None]
         carried *= tl.sum(tl.where(place == T - 1, since, 0.0), 0)
-        carried += tl.dot(tl.trans(keys), given, input_precision="ieee")
+        carried += tl.dot(tl.trans(keys), value, input_precision="ieee")
         if SCALED and TRANSPOSED:
             found *= factor
         tl.store(out + at * heads * channels, found.to(out.dtype.element_ty), mask=mapped)

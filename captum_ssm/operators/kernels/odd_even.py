@@ -54,7 +54,7 @@ class FadingSteps:
         self._ladder: _Ladder | None = None
 
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size, or in place."""
+        """Map vectors (S, B, T, H) of the tokens ``part`` to ``out``, which may be ``x`` itself."""
         if self._ladder is None or self._ladder.out is not out:
             self._ladder = _Ladder(out, self._scratch, self.transposed)
         arriving: Tensor | None = None
@@ -65,7 +65,7 @@ class FadingSteps:
         self._state = last.clone()
 
     def stream(self, x: Tensor, part: slice) -> Tensor:
-        """Values (B, T, H, 1) of the tokens ``part`` to outputs, valid until the next call."""
+        """Map values (B, T, H, 1) of the tokens ``part``; valid until the next call."""
         self._outputs = self._outputs or Scratch(x)
         out = self._outputs("out", 1, *x.shape[:3])
         self(x[None, ..., 0], part, out)
@@ -110,7 +110,7 @@ class _Ladder:
 
         Args:
             x: the vectors (S, B, T, H); they may be the outputs.
-            decay: those of the steps between two tokens (B, T - 1, H).
+            decay: decays of the steps between two tokens (B, T - 1, H).
             arriving: the decayed output of the token before the first; None for zero.
         """
         if not x.stride(-1):  # loops are slow over two operands of one number for all channels

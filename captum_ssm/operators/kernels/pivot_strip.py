@@ -101,6 +101,7 @@ def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> 
     """The strip's columns that are wholly written no earlier than the rows begin, by the tree."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
+    # from the first of these columns, or an earlier token that writes to one of them
     start = max(0, rows.start - max(last, last - first))
     part = slice(start, min(tokens, rows.stop - min(0, first)))
     found = recurrence.cut(part).strip_of_product(

@@ -106,9 +106,9 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
     out = unit.new_empty(batch, len(channels), states, tokens, tokens)
     for matrices, channel in zip(out.unbind(1), channels, strict=True):
         head, within = divmod(channel, per_head)
-        left = unit[within].view(1, 1, 1, per_head)
-        alone = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
-        for state, operator in enumerate(alone):
+        left = unit[within].view(1, 1, 1, per_head)  # the sum over channels is of this one alone
+        one_each = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
+        for state, operator in enumerate(one_each):
             matrices[:, state] = operator.contract(left, one)
     return out
 

@@ -199,7 +199,7 @@ def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
-        after = fading_log_sums(key, log_decay)
+        after = fading_log_sums(key, log_decay)  # up to and with each token; past: before it
         past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # a token reads the state before its own step: decays count from the step before
         decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(like)

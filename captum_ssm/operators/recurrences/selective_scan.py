@@ -134,7 +134,7 @@ class SelectiveScan(FadingRecurrence):
             leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
             each = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
             pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
-            out = list[Tensor]()
+            out = list[Tensor]()  # of each group of heads, which share B and C
             for x, dt, rates, b, c in zip(*each, *pairs, strict=True):
                 scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
                 assert isinstance(scanned, Tensor)
