@@ -1,4 +1,4 @@
-"""What is said of a target that does not fit the model's output, and which form does."""
+"""Errors for a target that does not fit the model's output, with a form that does."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
 
 
 def in_few_words(entries: Tensor | Sequence[Any]) -> str:
-    """A list, of which a long one is cut short."""
+    """Return a list in words, a long one cut short."""
     listed = entries.tolist() if isinstance(entries, Tensor) else list(entries)
     shown_ones = ", ".join(map(str, listed[:_ENTRIES]))
     return f"[{shown_ones}{', ...' if len(listed) > _ENTRIES else ''}]"
 
 
 def shown(target: Any) -> str:
-    """A target in few words."""
+    """Return a target in few words."""
     if isinstance(target, Tensor | np.ndarray) and target.ndim:
         return f"{type(target).__name__} of shape {tuple(target.shape)} and {target.dtype}"
     text = repr(target)
@@ -99,7 +99,7 @@ def shown(target: Any) -> str:
 
 
 def _names(output: Tensor) -> list[str]:
-    """What the dimensions behind the batch are called."""
+    """Return names of the dimensions behind the batch."""
     dims = output.dim() - 1
     return {1: ["class"], 2: ["position", "token"]}.get(dims, ["index"] * dims)
 
@@ -110,7 +110,7 @@ def _dimensions(output: Tensor) -> str:
 
 
 def _form(output: Tensor, token: int = 0) -> str:
-    """The form of a target that fits this output, with an example."""
+    """Return the form of a target that fits this output, with an example."""
     batch, dims = len(output), output.dim() - 1
     if dims == 0:
         return "Leave the target out: the model returns one number per example."
@@ -128,7 +128,7 @@ def _form(output: Tensor, token: int = 0) -> str:
 
 
 def _meant_for_all(target: Any, output: Tensor) -> str:
-    """A hint for a list or tensor of the indices of one example, for which it is a tuple."""
+    """Return a hint for a list or tensor of one example's indices, which should be a tuple."""
     dims = output.dim() - 1
     flat = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
     if dims < 2 or not isinstance(flat, list) or len(flat) != dims:
