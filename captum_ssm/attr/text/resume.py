@@ -103,7 +103,7 @@ def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> st
         for tensor in _plain(value):
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if not tensor.is_meta:
-                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+                digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
