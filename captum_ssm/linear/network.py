@@ -361,7 +361,10 @@ def under_rules(
     by_role: bool = False,
     constants: bool = True,
 ) -> Iterator[Linearising]:
-    """Run a model under the rules, its mixers aside."""
+    """Run a model inside the ``with`` under the rules for torch's functions.
+
+    Mixers are left to a watcher of the run, :class:`Network` or :class:`.DirectPaths`.
+    """
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearising(ids, rule, running.name, constants, by_role)

@@ -466,8 +466,8 @@ def _table() -> dict[str, Rule]:
     )
     for names, rule in kinds:
         rules.update(dict.fromkeys(names.split(), rule))
-    own = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize)
-    rules.update({rule.__name__: rule for rule in own})
+    norms = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize)
+    rules.update({rule.__name__: rule for rule in norms})
     return rules | {
         "__setitem__": assigning,
         "copy_": copying,

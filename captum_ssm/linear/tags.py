@@ -116,11 +116,11 @@ class Tags:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; if an argument is followed, follow its results."""
-        given = {id(x): x for x in _tensors((args, kwargs))}
-        ids = {key: x for key, x in given.items() if _where(x) is not None}
+        tensors = {id(x): x for x in _tensors((args, kwargs))}
+        ids = {key: x for key, x in tensors.items() if _where(x) is not None}
         if not any(map(self.follow, ids.values())):
             return func(*args, **kwargs)
-        with unseen():  # it may write to what it is given
+        with unseen():  # the function may write to its arguments
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
@@ -129,7 +129,7 @@ class Tags:
             return out
         with unseen():
             tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
-            new = {key: tagged.get(key, x.cpu()) for key, x in given.items()}
+            new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
             copies = _on_tagged(func, _swapped(args, new), _swapped(kwargs, new), len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
             for x, copy in pairs:

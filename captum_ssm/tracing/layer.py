@@ -46,11 +46,11 @@ class Layer:
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
         stage: number of the stage that it belongs to; None if the run was not arranged.
-        order: for each of the mixer's tokens its place among the first layer's (L,); None if they
-            are in the same order.
-        has_stream: whether the layer's input passes it by on a residual stream: True unless replays
-            showed that it does not.
-        checked: the errors found when the operator was made; None if it was not checked.
+        order: which of the first layer's tokens each of the mixer's is (L,); None if they are the
+            same.
+        has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
+            to do unless replays showed that it does not.
+        checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:
         >>> import torch
