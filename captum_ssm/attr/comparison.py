@@ -241,6 +241,7 @@ def _made(
     model: nn.Module | None,
     layers: Sequence[str | nn.Module] | None,
 ) -> Attribution:
+    """Make a class's method on the model; return an instance as it is."""
     if not isinstance(method, type):
         return method
     if issubclass(method, SSMAttribution):

@@ -57,6 +57,7 @@ class FlowMethod(LinearMethod):
         by_layer: bool,
         **more: bool,
     ) -> Rules:
+        """Check the options of the linear network."""
         chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias, **more)
         if zero_bias and chosen not in ("frozen", "half"):
@@ -374,7 +375,7 @@ class LatimFlow(FlowMethod):
         zero_bias: bool = False,
         verify: bool | float | None = None,
     ) -> Tensor:
-        """output - attributions - biases per example (B,).
+        """Return output - attributions - biases per example (B,).
 
         Args:
             attributions: what :meth:`attribute` returned.

@@ -197,7 +197,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         contrast: Any = None,
         mixing: str = "alti",
     ) -> Tensor:
-        """output - attributions - biases per example (B,).
+        """Return output - attributions - biases per example (B,).
 
         Args:
             attributions: what :meth:`attribute` returned for token ids or embeddings.

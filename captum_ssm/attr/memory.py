@@ -283,6 +283,7 @@ class LayerMemory:
         return operator.select(heads), values[:, :, heads.start : heads.stop]
 
     def _at(self, name: str, token: Any) -> int:
+        """Return a token counted from 0; raise if it is outside."""
         tokens = self.linear.operator.shape.tokens
         number = checks.integer(name, token)
         if not -tokens <= number < tokens:

@@ -116,7 +116,7 @@ class Edges:
 
     @property
     def relations(self) -> list[Relation]:
-        """How targets and sources have to stand to each other."""
+        """The relations of targets to sources that are named."""
         found: list[Relation] = []
         if isinstance(self.targets, str):
             found.append(RELATIONS[self.targets])

@@ -162,6 +162,7 @@ class Parts:
         return effects
 
     def _readings(self, site: Site, gradient: Tensor) -> Readings:
+        """Read the nodes at a site: whole, by directions, or by a dictionary."""
         how, met = self.taken[site], self.met[site]
         if how is None:
             return whole(site, met, gradient)

@@ -129,6 +129,7 @@ class Trace:
         return self._last[1]
 
     def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
+        """Call the adapter; of coefficients that are not finite blame the first layer's."""
         device = layer.output.device
         with torch.inference_mode(False), torch.no_grad(), full_precision(device):
             linear = linearize(layer.mixer, layer.call, running=running)
@@ -343,6 +344,7 @@ class Recorder(Watcher):
         return given
 
     def returned(self, mixer: Mixer, call: Call) -> None:
+        """Record the call as a layer."""
         record, block = self.record, call.block
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=output)
@@ -353,6 +355,7 @@ class Recorder(Watcher):
         self._pending.append(layer)
 
     def left(self, mixer: Mixer, output: Any) -> Any:
+        """Record the output behind hooks; it joins the graph if one is kept."""
         layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
         if graph == "tail" and is_last:

@@ -241,6 +241,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
 
     def both(module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the outputs of module and operator in float64."""
         with torch._C._EnableTorchFunction(), _Widened():  # also where functions are out of sight
             output = module.forward(*wide.args, **wide.kwargs)
         wide_call = replace(wide, output=output)

@@ -61,6 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
+        """Return a target's indices as entries of the kept positions."""
         if index is None:
             return None
         if isinstance(target, Total):

@@ -232,6 +232,7 @@ def call_model(
 def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
+    """Call a module on embeddings (B, L, E), as its parameters allow."""
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
@@ -329,6 +330,7 @@ class BatchPart:
         self.part, self.batch = part, batch
 
     def __call__(self, value: Any) -> Any:
+        """Take the examples out of a tensor; return any other value as it is."""
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch:
             value = value[self.part]
             return value.clone() if value.is_inference() else value

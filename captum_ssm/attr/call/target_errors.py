@@ -17,7 +17,7 @@ _ENTRIES = 16
 
 
 def is_missing(output: Tensor) -> TargetError:
-    """No target, where the model returns several numbers per example."""
+    """Return the error for no target, if the model returns several numbers per example."""
     return TargetError(
         f"The model returns {tuple(output.shape[1:])} numbers per example, so a target is needed. "
         f"{_form(output)}"
@@ -25,7 +25,7 @@ def is_missing(output: Tensor) -> TargetError:
 
 
 def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
-    """An index that is a float, a bool, a text or the like."""
+    """Return the error for an index that is a float, a bool, a text or the like."""
     return TargetError(
         f"target={shown(target)} does not consist of integers: it holds {part!r}, of class "
         f"{type(part).__name__}. {_form(output)}"
@@ -33,7 +33,7 @@ def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
 
 
 def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
-    """A list or tensor with more or fewer entries than examples."""
+    """Return the error for a list or tensor with more or fewer entries than examples."""
     entries = "1 entry" if count == 1 else f"{count} entries"
     return TargetError(
         f"target={shown(target)} has {entries} for a batch of {len(output)} examples"
@@ -42,7 +42,7 @@ def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
 
 
 def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
-    """An entry with more or fewer indices than one example's output has dimensions."""
+    """Return the error for more or fewer indices than one example's output has dimensions."""
     dims = output.dim() - 1
     found = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
     text = f"target={shown(target)} names {found} per example and does not fit an output of shape "
@@ -55,7 +55,7 @@ def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> T
 
 
 def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetError:
-    """An index beyond the size of its dimension."""
+    """Return the error for an index beyond the size of its dimension."""
     size, name = output.shape[place + 1], _names(output)[place]
     return TargetError(
         f"target={shown(target)} is out of range for an output of shape {tuple(output.shape)}: "
@@ -65,7 +65,7 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 
 
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
-    """A position that is padding.
+    """Return the error for a position that is padding.
 
     Args:
         index: the target of each example (B, 2).

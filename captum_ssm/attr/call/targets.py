@@ -290,6 +290,7 @@ def contrasted(
 
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the number and its constant, not yet checked to be finite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
         second = second_index(contrast, output)

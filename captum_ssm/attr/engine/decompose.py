@@ -328,6 +328,7 @@ def _by_role(
     found = {role: torch.zeros_like(tokens) for role in ROLES}
 
     def along(role: Role) -> Tensor:
+        """Return the relevance of tokens (B, L) along the paths of one role."""
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
             gradients = torch.autograd.grad(

@@ -84,6 +84,7 @@ def each_factor(
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:
+    """Return an operator's sum over states as terms; raise if it is none."""
     terms = terms_of(operator)
     if terms is None:
         raise OptionError(

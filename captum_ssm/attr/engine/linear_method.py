@@ -160,6 +160,7 @@ def decompositions(
 def _decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
 ) -> tuple[list[Decomposition], Alone | None]:
+    """Decompose each question; example by example if parts of a batch do not add up."""
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
         sums_up = all(map(exact, found))

@@ -55,6 +55,7 @@ def in_strips(
     quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
+        """Yield strips of the rows, with their changed entries."""
         matrix = whole
         few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and quick and len(within) > tokens // _FEW:

@@ -107,6 +107,7 @@ class Codec:
         return marks
 
     def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+        """Find the spans of a template's tokens."""
         try:
             return find_spans(text, ids, self._tokenizer.decode, self._marks)
         except InputError as error:

@@ -331,6 +331,7 @@ class SSMLLMAttribution(Attribution):
         return Hop(rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows)))
 
     def _read_target(self, target: Any) -> Tensor:
+        """Read a text as token ids (n,)."""
         if not isinstance(target, str):
             text = read_ids(target, "The target")
         else:

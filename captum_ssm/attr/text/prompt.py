@@ -106,6 +106,7 @@ def _filled(ids: Tensor, what: str) -> Tensor:
 
 
 def _ids_of(prompt: Any, codec: Codec) -> Tensor:
+    """Return the token ids (L,) of a str, a chat, a list or a tensor."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=True)
     if isinstance(prompt, list | tuple) and prompt:

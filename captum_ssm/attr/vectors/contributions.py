@@ -270,6 +270,7 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
 def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
+    """Split one product behind its innermost part that mixes channels within tokens."""
     mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]

@@ -119,6 +119,7 @@ def contributions_to(
     is_zero = is_unmixed = True
 
     def enter_locals(layers_read: int) -> None:
+        """Enter the parts that depend on mixer call ``layers_read`` or a later one."""
         nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()
