@@ -1,4 +1,7 @@
-"""Explanations for state-space and gated-linear-RNN models, in the Captum workflow."""
+"""Explanations for state-space and gated-linear-RNN models, in the Captum workflow.
+
+CONTRIBUTING.md lists the files to read first, and docs/words.md explains the code's own words.
+"""
 
 from __future__ import annotations
 

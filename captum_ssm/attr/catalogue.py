@@ -1,6 +1,6 @@
-"""The methods, said once: what each says, what it costs and needs, and what may be set of it.
+"""A catalogue of the methods: their numbers, costs, needs and options.
 
-The command, Insights, the report and the documentation read it.  The methods do not know of it.
+The command, Insights, the report and the documentation read it; the methods do not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .rollout import ImplicitAttentionRollout
 from .transformer_attribution import TransformerAttribution
 from .vectors.logit import MIXINGS
 
-#: Arguments of ``attribute`` that are no options: what is explained, and how it is gone about.
+#: Arguments of ``attribute`` that are no options of one method.
 _OF_EVERY_CALL = {
     "self",
     "inputs",
@@ -71,7 +71,7 @@ _LIMITS: dict[str, tuple[float | None, float | None]] = {
 
 
 class Option(NamedTuple):
-    """An argument of ``attribute`` that is a method's own.
+    """An argument of ``attribute`` that only some methods have.
 
     Attributes:
         name: of the argument.
@@ -88,10 +88,10 @@ class Option(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a method does beside the model's forward run.
+    """The work of a method beside the model's forward run.
 
     Attributes:
-        makes: what it makes of the mixers' operators; empty for nothing.
+        makes: what it computes from the mixers' operators; empty for nothing.
         backward: how many backward runs it takes. Default: 0.
         linear: whether time and memory grow with the number of tokens alone. Default: False, with
             its square.
@@ -112,15 +112,15 @@ class Cost(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What is said of a method.
+    """The description of a method.
 
     Attributes:
         method: its class.
-        cost: what it does.
-        says: what its numbers are.
-        needs: what it asks for beside the inputs.
+        cost: its cost.
+        says: the meaning of its numbers.
+        needs: arguments that it needs beside the inputs.
         holds_identity: whether it multiplies matrices to which the identity is added, so that the
-            asking token's own entry says nothing of any source. Default: False.
+            query's own entry is no relevance. Default: False.
     """
 
     method: type[SSMAttribution]
@@ -136,7 +136,7 @@ class Entry(NamedTuple):
 
     @property
     def options(self) -> list[Option]:
-        """What may be set of it, in the order of its signature.
+        """The options of the method, in the order of its signature.
 
         Example:
             >>> from captum_ssm.attr.catalogue import METHODS
@@ -150,6 +150,7 @@ class Entry(NamedTuple):
 
 
 def _option(name: str, default: Any) -> Option:
+    """Describe an argument by its name and default."""
     words: tuple[str | None, ...] = tuple(_WORDS.get(name, ()))
     if words and default is None:
         words = (None, *words)
@@ -221,9 +222,9 @@ METHODS: tuple[Entry, ...] = (
     ),
 )
 
-#: What explains if nothing else is said: what adds to the output, and what reaches the token that
-#: is asked, whatever the output.  Rollouts leave little beside the identity where layers write
-#: little, and gradients of attention where the model is sure.
+#: The default methods: contributions to the output, and to the query's token, whatever the output.
+#: Rollouts find little beside the identity if layers write little, and gradients of attention if
+#: the model is sure.
 DEFAULT = (LatimFlow, LatimNorm)
 
 #: Captum's own methods that are offered beside them, in the order in which they are listed.
@@ -243,7 +244,7 @@ OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), 
 
 
 def holds_identity(method: Any) -> bool:
-    """Whether a method's own entry of the asking token holds the identity, which says nothing.
+    """Whether the query's own entry of a method includes the identity, which is no relevance.
 
     Args:
         method: the method, its class, or its name as Captum shows it.
@@ -261,7 +262,7 @@ def holds_identity(method: Any) -> bool:
 
 
 def method_named(name: str, argument: str) -> type[Attribution]:
-    """A method of this package or of Captum by its name.
+    """Return a method of this package or of Captum by its name.
 
     Args:
         name: of the class, or as Captum shows it; upper and lower case, and what is neither letter

@@ -94,12 +94,12 @@ def compare(
     per_token: bool = True,
     internal_batch_size: int | None = None,
 ) -> Comparison:
-    """What several methods say of the same input and target.
+    """Explain the same input and target by several methods.
 
     The model runs once for all methods that read one traced forward run, and each gradient is taken
     once; nothing of it is left when the call returns.  Methods that run the model under rules of
     their own (:class:`LatimFlow`, :class:`MambaLRP`, :class:`LatimLogit`, Captum's) run it
-    themselves.  The results are those of the single calls.
+    themselves.  The results equal the results of single calls.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -169,10 +169,10 @@ def compare(
         with _sharing(ours), cut.counting():
             further = cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
-                own = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
-                given = (cut(embedded.get(name, tensor)), *further)
+                of_method = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
+                arguments = (cut(embedded.get(name, tensor)), *further)
                 summed = per_token or name in embedded
-                found, its_sums = _relevance(method, given, own, summed, grid)
+                found, its_sums = _relevance(method, arguments, of_method, summed, grid)
                 if not isinstance(found, Tensor):
                     raise OptionError(
                         f"{name} returned {type(found).__name__} in place of one tensor. Leave out "
@@ -186,7 +186,7 @@ def compare(
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
-    """The methods by names of which no two are the same."""
+    """Return the methods by unique names."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
     if not isinstance(methods, Sequence | Mapping):
@@ -208,9 +208,9 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
 
 
 def _checked(method: Any) -> Attribution | type[Attribution]:
-    """A method or a class that can be made, also by its name."""
+    """Return a method, or a class that can be made here, which may come by its name."""
     if isinstance(method, str):
-        from .catalogue import method_named  # which methods do without
+        from .catalogue import method_named  # it imports all methods
 
         method = method_named(method, "methods")
     kind = method if isinstance(method, type) else type(method)
@@ -229,7 +229,7 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that a function or a class cannot do without."""
+    """Return the names of a function's, or a class's, arguments without a default."""
     parameters = inspect.signature(function).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
@@ -241,6 +241,7 @@ def _made(
     model: nn.Module | None,
     layers: Sequence[str | nn.Module] | None,
 ) -> Attribution:
+    """Make a class's method on the model; return an instance as it is."""
     if not isinstance(method, type):
         return method
     if issubclass(method, SSMAttribution):
@@ -250,7 +251,7 @@ def _made(
 
 
 class _Logits(nn.Module):
-    """A model as Captum's methods want it: its output is one tensor."""
+    """A model whose output is one tensor, as Captum's methods need it."""
 
     def __init__(self, forward_func: Callable[..., Any]) -> None:
         super().__init__()
@@ -284,7 +285,7 @@ def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
 def _embeddings(
     name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    """What the model looks up for ids, which a method made here can be given in their place."""
+    """Return the embeddings of ids, for a method that was made here; raise if there are none."""
     found = embeddings_of(forward_func, ids) if made_here else None
     if found is None:
         raise InputError(
@@ -295,7 +296,7 @@ def _embeddings(
 
 
 def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
-    """A context in which the methods share a forward run that serves them all."""
+    """Return a context in which the methods share one forward run."""
     traced = [method for method in methods if isinstance(method, ImplicitMethod)]
     graph: Graph = "all" if any(method.needs_gradient for method in traced) else "tail"
     return shared_forward(graph, streams=any(method.needs_streams for method in traced))
@@ -304,38 +305,38 @@ def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
 def _chosen(
     options: Mapping[str, Mapping[str, Any]] | None, names: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """The options of each method."""
-    given: Any = {} if options is None else options
-    if not isinstance(given, Mapping) or not all(isinstance(x, Mapping) for x in given.values()):
+    """Return the options of each method."""
+    named: Any = {} if options is None else options
+    if not isinstance(named, Mapping) or not all(isinstance(x, Mapping) for x in named.values()):
         raise OptionError(
             f"options={options!r} must be a dict of dicts: the arguments of each method by its "
             "name, for example options={'LatimFlow': {'zero_bias': True}}."
         )
-    for name in given:
+    for name in named:
         if name not in names:
             raise OptionError(f"options names {name!r}, but the methods are {list(names)}.")
-    return {name: given.get(name, {}) for name in names}
+    return {name: named.get(name, {}) for name in names}
 
 
 def _cut(cut: BatchPart, name: str, value: Any) -> Any:
-    """An option, for the examples of the cut alone."""
+    """Return an option for the examples of the cut alone."""
     return cut.target(value) if name == "contrast" else cut(value)
 
 
 def _relevance(
     method: Attribution,
-    given: tuple[Tensor, Any, tuple[Any, ...]],
+    arguments: tuple[Tensor, Any, tuple[Any, ...]],
     options: Mapping[str, Any],
     per_token: bool,
     grid: PatchGrid | None,
 ) -> tuple[Any, Sums | None]:
-    """What the method says, by token if asked for, and its sums; Captum's own know no tokens."""
-    inputs, target, additional = given
-    asked = {"target": target, "additional_forward_args": additional or None}
+    """Return a method's relevance and its sums; Captum's methods are summed by token here."""
+    inputs, target, additional = arguments
+    named = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):
-        return attribute_with_sums(method, inputs, **asked, **{"per_token": per_token, **options})
+        return attribute_with_sums(method, inputs, **named, **{"per_token": per_token, **options})
     with nullcontext() if grid is None else grid.watch():
-        found, sums = attribute_with_sums(method, inputs, **asked, **options)
+        found, sums = attribute_with_sums(method, inputs, **named, **options)
     if not per_token or not isinstance(found, Tensor) or found.dim() == 2:
         return found, sums
     return found.sum(-1) if grid is None else grid.sums(found), sums

@@ -57,6 +57,7 @@ class FlowMethod(LinearMethod):
         by_layer: bool,
         **more: bool,
     ) -> Rules:
+        """Check the options of the linear network."""
         chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias, **more)
         if zero_bias and chosen not in ("frozen", "half"):
@@ -80,7 +81,7 @@ class FlowMethod(LinearMethod):
         return_convergence_delta: bool,
         ends: Inner | None = None,
     ) -> Any:
-        """Relevance in the inputs' shape or per token, with the delta if asked for."""
+        """Return relevance in the inputs' shape or per token, with the delta if asked for."""
         checks.flags(per_token=per_token)
         start = out_of_tuple(baselines)
 
@@ -171,7 +172,7 @@ class LatimFlow(FlowMethod):
         return_convergence_delta: bool = False,
         verify: bool | float | None = None,
     ) -> Any:
-        """What each input token, feature or pixel adds to the target.
+        """Attribute the target to each input token, feature or pixel.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -182,8 +183,8 @@ class LatimFlow(FlowMethod):
                 Default: None, for models that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            contrast: what the target is held against: None, nothing; a second target, whose output
-                is taken off, or the token alone where the target is a position and a token;
+            contrast: what the target is compared with: None, nothing; a second target, whose output
+                is subtracted, or the token alone where the target is a position and a token;
                 ``"mean"``, the mean of all entries; ``"others"``, the log-odds
                 against all other entries; ``"all"``, the log-probability; ``"runner-up"``, the
                 greatest of all others. Default: None.
@@ -253,7 +254,7 @@ class LatimFlow(FlowMethod):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """All that :meth:`attribute` sums up: features, layers, biases.
+        """Return all that :meth:`attribute` sums up: features, layers, biases.
 
         Args:
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
@@ -298,7 +299,7 @@ class LatimFlow(FlowMethod):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> list[Decomposition]:
-        """:meth:`decompose` for several targets, at the cost of one forward run.
+        """Decompose several targets, at the cost of one forward run; see :meth:`decompose`.
 
         Args:
             inputs, additional_forward_args, contrast, rule, baselines, zero_bias: as in
@@ -338,17 +339,17 @@ class LatimFlow(FlowMethod):
         zero_bias: bool = False,
         verify: bool | float | None = None,
     ) -> T:
-        """Questions to one forward run of which each may follow from the answers before.
+        """Answer questions to one forward run, each of which may depend on earlier answers.
 
         Args:
             inputs: one example.
-            positions: where the output is asked for.
+            positions: the positions of the output that are asked for.
             ask: see :func:`~captum_ssm.attr.engine.linear_method.in_turn`.
             additional_forward_args, rule, baselines, zero_bias, verify: as in :meth:`attribute`,
                 with the same defaults.
 
         Returns:
-            What the questions come to.
+            The result of the generator that ``ask`` returns.
         """
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
         start = out_of_tuple(baselines)
@@ -374,7 +375,7 @@ class LatimFlow(FlowMethod):
         zero_bias: bool = False,
         verify: bool | float | None = None,
     ) -> Tensor:
-        """output - attributions - biases per example (B,).
+        """Return output - attributions - biases per example (B,).
 
         Args:
             attributions: what :meth:`attribute` returned.

@@ -66,7 +66,7 @@ class ImplicitAttention(ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Raw attention: the query's row of the mean over layers.
+        """Return raw attention: the query's row of the mean over layers.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -113,13 +113,13 @@ class ImplicitAttention(ImplicitMethod):
             query_at = None
             if recipe == "published_code":
                 query_at = published.query_positions(run.weights)
-            asked, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
+            weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
                 for layer in shown(used[::-1], self.name, show_progress):
                     operator = chosen.operator(layer)
                     if query_at is None:
-                        asked = carry(asked.to(layer.values), at, layer)
-                        row = reduced(operator, chosen.reduce, Budget()).rmatvec(asked)
+                        weights = carry(weights.to(layer.values), at, layer)
+                        row = reduced(operator, chosen.reduce, Budget()).rmatvec(weights)
                         row = layer.linear.branch_scale * row
                     else:
                         published.check_tokens(layer, at)
@@ -153,7 +153,7 @@ class ImplicitAttention(ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """The implicit attention matrices, row i saying what token i takes from each token.
+        """Return the implicit attention matrices; row i is what token i takes from each token.
 
         Args:
             inputs: as in :meth:`attribute`.
@@ -194,7 +194,7 @@ class ImplicitAttention(ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """The matrices of a channel's single states (hidden-attention paper, eq. 16).
+        """Return the matrices of a channel's single states (hidden-attention paper, eq. 16).
 
         Their sum is the channel's matrix.  Every recurrence with a diagonal decay has them.
 
@@ -224,7 +224,7 @@ class ImplicitAttention(ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Factors]:
-        """The factors of :meth:`states` in Mamba and Mamba-2 (eqs. 17-20): query, key, history.
+        """Return the factors of :meth:`states` in Mamba and Mamba-2: query, key, history.
 
         Args:
             inputs, channels, layers, additional_forward_args, show_progress, verify: as in

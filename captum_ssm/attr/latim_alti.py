@@ -86,7 +86,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """The query's row over all layers; the relevances of a row sum to 1.
+        """Return the query's row over all layers, whose relevances sum to 1.
 
         The rollout needs every row of the maps of earlier layers, and therefore time, but no
         memory, quadratic in L.
@@ -164,7 +164,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """The maps, row i saying which tokens token i is made of.
+        """Return the maps; row i is the share of each token in token i.
 
         Args:
             inputs: as in :meth:`attribute`.
@@ -192,6 +192,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
+        """Return the mixing of a stage whose layers are verified."""
         for layer in stage:
             verify_layer(layer, verify)
         return AltiShares(

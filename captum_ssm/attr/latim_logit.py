@@ -1,4 +1,4 @@
-"""LatimLogit: what each token adds to a logit through each layer (LATIM, table 1)."""
+"""LatimLogit: contributions of tokens to a logit through each layer (LATIM, table 1)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .vectors.logit import MIXINGS, LogitContributions, MakeShares, contribution
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How contributions are traced back.
+class _Options:
+    """The checked options of a call.
 
     Attributes:
-        make: makes the shares of a stage.
-        description: of the progress bar; None for no bar.
-        verify: whether operators are held to their modules; a number is the tolerance.
+        make: makes the mixing of a stage.
+        description: label of the progress bar; None for no bar.
+        verify: whether operators are checked against their modules; a number is the tolerance.
     """
 
     make: MakeShares
@@ -93,7 +93,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         return_convergence_delta: bool = False,
         verify: bool | float = True,
     ) -> Any:
-        """What each input token adds to the target.
+        """Attribute the target to each input token.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -132,13 +132,13 @@ class LatimLogit(LatimMethod, LinearMethod):
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         checks.flags(per_token=per_token)
-        asked = self._asked(mixing, show_progress, verify)
+        chosen = self._options(mixing, show_progress, verify)
 
         def explain(
             request: Request, questions: Sequence[Against], cut: BatchPart
         ) -> list[Explained]:
             with layout_of(request, per_token) as layout:
-                run, found = self._contributions(request, questions, asked)
+                run, found = self._contributions(request, questions, chosen)
                 rows = run.laid_out([parts.tokens for parts in found], layout)
             return [(row, parts.delta) for row, parts in zip(rows, found, strict=True)]
 
@@ -163,10 +163,10 @@ class LatimLogit(LatimMethod, LinearMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> LogitContributions:
-        """All that :meth:`attribute` sums up: contributions by layer, biases.
+        """Return all that :meth:`attribute` sums up: contributions by layer, biases.
 
-        What each layer adds is traced back by itself, in a time that grows with the square of the
-        number of layers; :meth:`attribute` traces back their sum.
+        The contribution of each layer is traced back by itself, in a time that grows with the
+        square of the number of layers; :meth:`attribute` traces back their sum.
 
         Args:
             inputs, target, additional_forward_args, contrast, mixing, show_progress, verify: as in
@@ -175,14 +175,14 @@ class LatimLogit(LatimMethod, LinearMethod):
         Returns:
             A :class:`~captum_ssm.attr.vectors.logit.LogitContributions`.
         """
-        asked = self._asked(mixing, show_progress, verify)
+        chosen = self._options(mixing, show_progress, verify)
         ((found,),) = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast)],
             additional_forward_args,
             None,
             lambda request, questions, cut: self._contributions(
-                request, questions, asked, by_layer=True
+                request, questions, chosen, by_layer=True
             )[1],
         )
         return found
@@ -197,7 +197,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         contrast: Any = None,
         mixing: str = "alti",
     ) -> Tensor:
-        """output - attributions - biases per example (B,).
+        """Return output - attributions - biases per example (B,).
 
         Args:
             attributions: what :meth:`attribute` returned for token ids or embeddings.
@@ -220,16 +220,20 @@ class LatimLogit(LatimMethod, LinearMethod):
         )
         return self._delta(found, [found.tokens], attributions)
 
-    def _asked(self, mixing: str, show_progress: bool, verify: bool | float) -> Asked:
+    def _options(self, mixing: str, show_progress: bool, verify: bool | float) -> _Options:
         make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
         chosen = read_options(0, show_progress, verify)
-        return Asked(make, self.name if chosen.show_progress else None, chosen.verify)
+        return _Options(make, self.name if chosen.show_progress else None, chosen.verify)
 
     def _contributions(
-        self, request: Request, questions: Sequence[Against], asked: Asked, by_layer: bool = False
+        self,
+        request: Request,
+        questions: Sequence[Against],
+        chosen: _Options,
+        by_layer: bool = False,
     ) -> tuple[Run, list[LogitContributions]]:
-        """A run, and what its tokens add to the answer of each question."""
-        request = replace(request, direct=True, verify=asked.verify is not False)
+        """Run the model once; return the run, and the contributions to each question's number."""
+        request = replace(request, direct=True, verify=chosen.verify is not False)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         run = traced(replace(request, kept=kept))
         if kept is not None and not kept.fit(run.output):
@@ -238,19 +242,20 @@ class LatimLogit(LatimMethod, LinearMethod):
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             for layer in run.layers:
-                verify_layer(layer, asked.verify)
+                verify_layer(layer, chosen.verify)
             run = replace(run, questions=[_question(run, each) for each in questions])
             found = contributions_to(
-                run, self.activation, asked.make, asked.description, by_layer=by_layer
+                run, self.activation, chosen.make, chosen.description, by_layer=by_layer
             )
-        if self.activation == "linearized" and asked.verify is not False:
+        if self.activation == "linearized" and chosen.verify is not False:
             _require_sums(found, run)
         numbers = [(q, x.output) for q, x in zip(questions, found, strict=True)]
-        require_alone(run, asked.verify, numbers)
+        require_alone(run, chosen.verify, numbers)
         return run, found
 
 
 def _question(run: Run, asked: Against) -> Question:
+    """Return a target and its number (B,), with the graph of the direct paths."""
     kept = run.request.kept
     whole = run.output if kept is None else kept.whole(run.output)
     require_real_target(target_index(asked.target, whole), whole, run.mask)
@@ -264,7 +269,7 @@ def _question(run: Run, asked: Against) -> Question:
 def _require_sums(found: Sequence[LogitContributions], run: Run) -> None:
     """Raise unless the parts of every output sum to it."""
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
-        return  # what cancels out on the way may round to more than the sum
+        return  # parts that cancel each other may round to more than the sum
     for parts, question in zip(found, run.questions, strict=True):
         written = torch.cat([parts.layers, parts.locals, parts.embedding[None]])  # (parts, B, L)
         if not sums_up(parts, written.transpose(0, 1), together=True):

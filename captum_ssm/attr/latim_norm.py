@@ -81,7 +81,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """The query's row of the mean over layers; for one layer alone, name it in ``layers``.
+        """Return the query's row of the mean over layers; for one layer name it in ``layers``.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -143,7 +143,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """The maps, row i saying how much token i takes from each token.
+        """Return the maps; row i is how much token i takes from each token.
 
         Args:
             inputs: as in :meth:`attribute`.
@@ -173,7 +173,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     @underflow_flushed()
     def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:
-        """The norms (B, Q, L) of queries ``index`` (B, Q)."""
+        """Return the norms (B, Q, L) of the vectors of queries ``index`` (B, Q)."""
         out = parts.weight.new_zeros(*index.shape, parts.shape.tokens)
         for tile in tiles([parts], index):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)
@@ -186,6 +186,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         return out
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
-        """The rows of a layer's map, weighted by the query (B, L)."""
+        """Return the sum of a layer's rows, weighted by the query ``weights`` (B, L)."""
         parts = Contributions(layer, self.activation, layer.way)
         return weighted_rows(weights, lambda index: self._map(layer, parts, index))

@@ -1,4 +1,4 @@
-"""What states and caches remember: of each token what is there, for how long, and who erased it."""
+"""Memories of states and caches: each token's share, how long it lasts, and who erased it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _ELEMENTS = 2**24
 
 
 class StateMemory(Explainer):
-    """What the states of a model's recurrences, and caches of attention, hold of each token.
+    """The share of each token in the states of recurrences, and in the caches of attention.
 
-    The state after token t is the sum of what each token up to t has written and what the steps
-    since have left of it: decays of heads or single states, and of delta rules the corrections
-    that erase along a key.  Everything is found for one token at a time, in a time linear in the
-    length.  The cache of causal attention holds each token's value in a place of its own, whole for
-    as long as it is read; beside its operator, which is a matrix, it takes memory linear in the
-    length as well.
+    The state after token t is the sum of the shares of all tokens up to t: what a token wrote,
+    less what later steps took by decays, and by the corrections of delta rules that erase along a
+    key.  Shares are found for one token at a time, in a time linear in the length.  The cache of
+    causal attention holds each token's value unchanged as long as it is read; beside its operator,
+    which is a matrix, it takes memory linear in the length as well.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -63,7 +62,7 @@ class StateMemory(Explainer):
         *,
         verify: bool | float = True,
     ) -> list[LayerMemory]:
-        """The memories of all layers that have a state or a cache.
+        """Run the model once, and return the memories of all layers with a state or a cache.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -91,8 +90,8 @@ class StateMemory(Explainer):
                 linear = layer.linear
                 for heads in alike(linear.operator):
                     one = range(heads.start, heads.start + 1)
-                    given = linear.operator.select(one), linear.values[:, :, one.start : one.stop]
-                    count = len(memories_of(*given))
+                    values = linear.values[:, :, one.start : one.stop]
+                    count = len(memories_of(linear.operator.select(one), values))
                     found += [LayerMemory(layer.name, linear, n, heads) for n in range(count)]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
@@ -106,13 +105,13 @@ class StateMemory(Explainer):
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """What one recurrence, or the cache of one attention, holds of each token.
+    """The memory of one recurrence, or the cache of one attention.
 
     Attributes:
-        name: of the mixer.
+        name: name of the mixer.
         linear: the mixer at the input.
-        which: number of the recurrence among those of its heads.
-        heads: the mixer's heads that it is of, which others may pass by.
+        which: number of the recurrence among the recurrences of its heads.
+        heads: the mixer's heads that have this recurrence.
     """
 
     name: str
@@ -131,14 +130,14 @@ class LayerMemory:
 
     @underflow_flushed()
     def held(self, token: int, *, by_head: bool = False) -> Tensor:
-        """How large the share of each token is in the state after a token was read.
+        """Return the size of each token's share in the state after a token was read.
 
-        Of a cache it is the size of what its value becomes behind the head's output weights.
+        For a cache, the size of a token's value behind the head's output weights.
 
         Args:
             token: the token; negative ones count from the end.
-            by_head: whether heads (of Mamba-1, channels) are told apart. Default: False, the norm
-                of all heads together.
+            by_head: whether heads (of Mamba-1, channels) are separate. Default: False, the norm of
+                all heads together.
 
         Returns:
             (B, L), or (B, H, L); 0 for tokens that are read later.
@@ -149,15 +148,15 @@ class LayerMemory:
 
     @underflow_flushed()
     def state(self, token: int) -> Tensor:
-        """The state after a token was read, (B, H, N, P); its shares of all tokens add up to it.
+        """Return the state after a token was read, (B, H, N, P), the sum of all shares.
 
-        Of a cache N is L: each token's value in its own place.
+        For a cache, N is L: each token's value in its own place.
         """
         return self._states([self._at("token", token)])[:, 0]
 
     @underflow_flushed()
     def states_at(self, tokens: Sequence[int]) -> Tensor:
-        """The states after several tokens, (B, T, H, N, P), in one pass over all steps.
+        """Return the states after several tokens, (B, T, H, N, P), in one pass over all steps.
 
         Args:
             tokens: the tokens; negative ones count from the end.
@@ -169,15 +168,14 @@ class LayerMemory:
         return torch.cat([memory.states(at) for memory in self._memories()], 2)
 
     def read(self, query: int, until: int | None = None) -> Tensor:
-        """What a later token reads of each token, as shares of all that it reads, (B, L).
+        """Return the share of each token in all that a later token reads, (B, L).
 
-        Each share is the projection of what the query takes from the token on all that it takes,
-        so that they sum to 1 over all tokens.
+        Each share is the projection of the vector that the query takes from the token on the sum of
+        these vectors, so that the shares sum to 1.
 
         Args:
             query: the token that reads.
-            until: only what the state held after this token; 0 for what came later. Default: None,
-                all.
+            until: return 0 for tokens after this one. Default: None, all.
         """
         at = self._at("query", query)
         operator, values = self._some(self.heads)
@@ -192,20 +190,19 @@ class LayerMemory:
 
     @underflow_flushed()
     def erased(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
-        """Who took away what the state after a token has lost of a source.
+        """Divide the loss of a source's share up to a token among the tokens in between.
 
-        What fades is divided among the tokens between in proportion to their logarithms of
-        decays; the corrections of a delta rule, and what states hear of outputs, are what each of
-        them took. Nobody takes anything from a cache; what a window leaves behind counts for the
-        first token that does not read it.
+        Fading is divided in proportion to the logarithms of their decays; the corrections of a
+        delta rule, and outputs that states read, are what each of them took. A cache loses nothing;
+        a token that leaves its window counts for the first token that does not read it.
 
         Args:
             source: the token that wrote.
             token: the token after which the state is looked at.
-            by_head: whether heads are told apart. Default: False, their sum.
+            by_head: whether heads are separate. Default: False, their sum.
 
         Returns:
-            (B, L), or (B, H, L): the loss, all of it; 0 but for tokens between.
+            The loss, (B, L) or (B, H, L); 0 for tokens not in between.
         """
         first, last = self._at("source", source), self._at("token", token)
         found = self._by_head(lambda memory: memory.erased(first, last))
@@ -213,36 +210,34 @@ class LayerMemory:
 
     @underflow_flushed()
     def held_without(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
-        """How much a state would hold of a source, had each token left the state as it was.
+        """Return the size of a source's share with one token's step undone, for each token.
 
-        That is the share of the source with one token's step undone, its decay and what it erases
-        by a delta rule, and all others as they are; less what is held, it is what would come back
-        without that token. By another text, in which the token is missing, later steps may become
-        others as well.
+        Undone are the token's decay and its correction by a delta rule; all other steps stay. Less
+        :meth:`held`, it is what would come back without that token. In a text without the token,
+        later steps may change as well.
 
         Args:
             source: the token that wrote.
             token: the token after which the state is looked at.
-            by_head: whether heads are told apart. Default: False, the norm of all heads together.
+            by_head: whether heads are separate. Default: False, the norm of all heads together.
 
         Returns:
-            (B, L), or (B, H, L): by the token left out; what is held for those that are not
-            between.
+            (B, L) or (B, H, L), by the token undone; :meth:`held` for tokens not in between.
         """
         first, last = self._at("source", source), self._at("token", token)
         found = self._by_head(lambda memory: memory.without(first, last))
         return found if by_head else found.norm(dim=1)
 
     def half_lives(self) -> Tensor:
-        """After how many tokens half of a share is left, by the decays at this input (B, H, N).
+        """Return after how many tokens half of a share is left, by the decays here, (B, H, N).
 
-        N is 1 where heads fade as a whole; of a cache, where nothing does, it is infinite.  What a
-        delta rule erases, a state hears of outputs, and a window leaves behind, comes on top.
+        N is 1 if heads fade as a whole; for a cache, which does not fade, it is infinite.  Erasing
+        by a delta rule, outputs that a state reads, and windows shorten it further.
         """
         return self._by_head(lambda memory: memory.half_lives())
 
     def reach(self, queries: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """How far back tokens read, by head: mean and spread of the distance, (B, H, Q) each.
+        """Return how far back tokens read: mean and spread of the distance, (B, H, Q) each.
 
         The moments of the operator's rows by the size of their entries: the effective receptive
         field.
@@ -261,10 +256,11 @@ class LayerMemory:
         return mean, spread.sqrt()
 
     def _by_head(self, of: Callable[[Memory | Cache], Tensor]) -> Tensor:
-        """What is found of some heads at a time, together (B, H, ...)."""
+        """Concatenate the results of a function of a few heads' memory, (B, H, ...)."""
         return torch.cat([of(memory) for memory in self._memories()], 1)
 
     def _memories(self) -> Iterator[Memory | Cache]:
+        """Yield the memories of the heads, a few heads at a time."""
         batch, tokens, heads, per_head = self.linear.operator.shape
         each = batch * tokens * max(self._of_one_head().width, per_head)
         count = max(1, _ELEMENTS // each)
@@ -280,13 +276,14 @@ class LayerMemory:
         return memories_of(*self._some(self.heads[:1]))[self.which]
 
     def _some(self, heads: range) -> tuple[Operator, Tensor]:
-        """The operator and the values of some heads."""
+        """Return the operator and the values of some heads."""
         operator, values = self.linear.operator, self.linear.values
         if len(heads) == operator.shape.heads:
             return operator, values
         return operator.select(heads), values[:, :, heads.start : heads.stop]
 
     def _at(self, name: str, token: Any) -> int:
+        """Return a token counted from 0; raise if it is outside."""
         tokens = self.linear.operator.shape.tokens
         number = checks.integer(name, token)
         if not -tokens <= number < tokens:

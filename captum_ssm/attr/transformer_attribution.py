@@ -16,7 +16,7 @@ from ..tracing.gradients import recordable
 from .call import checks
 from .call.query import Query
 from .call.targets import Against
-from .engine.fold import LayerMatrix, fold, given
+from .engine.fold import LayerMatrix, fold, formed
 from .engine.linear_method import coefficients
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
@@ -143,28 +143,24 @@ class TransformerAttribution(ImplicitMethod):
         chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
         checks.flags(normalize_rows=normalize_rows)
 
-        pending: list[list[Tensor]] = []  # the coefficients of the questions yet to be asked
+        # For each question that is left, the coefficients g of all layers.  ``relevance`` is called
+        # for each question of a run in turn: the first call fills the list for all of them.
+        pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
             found = run.gradients([layer.output for layer in used], [layer.name for layer in used])
             gradients = dict(zip(used, found, strict=True))
-            if self.form == "lrp" and not pending:  # one more run, for all that is asked of this
+            if self.form == "lrp" and not pending:
                 asked = [Against(question.target, None) for question in run.questions]
                 pending.extend(found for _, found in coefficients(run.request, asked))
-            of_layers = pending.pop(0) if pending else []
-            propagated = dict(zip(run.layers, of_layers, strict=True)) if of_layers else {}
+            of_layers = pending.pop(0) if pending else [None] * len(run.layers)
+            propagated = dict(zip(run.layers, of_layers, strict=True))
 
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
-                linear = layer.linear
-                at = range(linear.operator.shape.heads) if chosen.heads is None else chosen.heads
-                behind_hooks, factor = gradients[layer], layer.factor
-                returned = behind_hooks if factor is None else behind_hooks * factor
-                gradient = _behind(linear, layer.in_order(returned))[:, :, at]
-                coefficient = None
-                if layer in propagated:
-                    coefficient = _behind(linear, layer.in_order(propagated[layer]))[:, :, at]
-                return given(_weighted(operator, linear.values[:, :, at], gradient, coefficient))
+                return formed(
+                    _beta(layer, operator, gradients[layer], propagated[layer], chosen.heads)
+                )
 
             with recordable(run.request.model):  # gradients pass the output projections again
                 return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
@@ -181,8 +177,29 @@ class TransformerAttribution(ImplicitMethod):
         )
 
 
-def _behind(linear: LinearMixer, gradient: Tensor) -> Tensor:
-    """The gradient of a mixer's output (B, L, E) before its output projection, (B, L, H, P)."""
+def _beta(
+    layer: Layer,
+    operator: Operator,
+    gradient: Tensor,
+    coefficient: Tensor | None,
+    heads: Sequence[int] | None,
+) -> Tensor:
+    """Return a layer's matrix beta, the mean over heads of (G . R)+, (B, L, L).
+
+    ``gradient`` and ``coefficient`` are at the layer's output (B, L, E), the gradient behind hooks
+    of others; without a coefficient R = A, the ``operator`` of the ``heads``, None for all.
+    """
+    linear, factor = layer.linear, layer.factor
+    at = range(linear.operator.shape.heads) if heads is None else heads
+    gradient = gradient if factor is None else gradient * factor
+    gradient = _before_projection(linear, layer.in_order(gradient))[:, :, at]
+    if coefficient is not None:
+        coefficient = _before_projection(linear, layer.in_order(coefficient))[:, :, at]
+    return _weighted(operator, linear.values[:, :, at], gradient, coefficient)
+
+
+def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
+    """Pull a gradient at a mixer's output (B, L, E) back to before W_out, (B, L, H, P)."""
     with torch.enable_grad():
         before = torch.zeros_like(linear.values, requires_grad=True)
         out = linear.project(before)
@@ -193,7 +210,7 @@ def _behind(linear: LinearMixer, gradient: Tensor) -> Tensor:
 def _weighted(
     operator: Operator, values: Tensor, gradient: Tensor, coefficient: Tensor | None
 ) -> Tensor:
-    """The mean over heads of (grad . R)+, some heads at a time, (B, L, L).
+    """Return the mean over heads of (G . R)+, some heads at a time, (B, L, L).
 
     Args:
         operator: A.

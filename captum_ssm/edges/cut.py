@@ -97,12 +97,7 @@ class KnockOut(Protocol):
 
 
 class CutCall:
-    """One call of a mixer, of which messages are cut.
-
-    Args:
-        mixer, call, number: the call, and its number among the mixer's calls in the run.
-        acting: the knock-outs that name edges of the mixer, the innermost last.
-    """
+    """One call of a mixer, and the knock-outs ``acting`` on its messages, the innermost last."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
@@ -176,10 +171,7 @@ class CutCall:
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
-        """Return (B, L) that positions count in, and the position of each token of the mixer.
-
-        The positions are (B, L'); None if they are 0 .. L - 1.
-        """
+        """Return (B, L) that positions count in, and each token's position (B, L'), or None."""
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
@@ -239,10 +231,7 @@ class CutCall:
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Sum the messages along pairs, less those of the mean token if it replaces them.
-
-        (B, L, H, P), before the projection.
-        """
+        """Sum messages along pairs (B, L, H, P), less the mean token's if these replace them."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
@@ -298,10 +287,7 @@ class CutCall:
 
 
 class _Without(torch.autograd.Function):
-    """Subtract messages from an output, and refuse gradients.
-
-    The messages' coefficients depend on the input in ways that autograd does not record.
-    """
+    """Subtract messages from an output; refuse gradients, which their coefficients have, too."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, lost: Tensor) -> Tensor:

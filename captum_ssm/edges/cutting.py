@@ -239,10 +239,7 @@ class _KnockOut(Watcher):
         self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Return the mixer's output without the messages, or None where it stays as it is.
-
-        While it listens to another run, it keeps the messages of this run instead.
-        """
+        """Return the mixer's output without the messages, None if it stays; or keep a donor's."""
         if self.looks_away:
             return None
         number = self._calls[mixer.module]
@@ -257,10 +254,7 @@ class _KnockOut(Watcher):
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return (B, L) of the model's input, and for each token of the layer its place there.
-
-        The places are (B, L'), -1 for a token from elsewhere.
-        """
+        """Return (B, L) of the model's input, and each token's place there (B, L'), -1 for none."""
         places = None if self._given is None else self._given.places.get((layer, number))
         if self._given is None or places is None:
             raise InputError(

@@ -28,7 +28,7 @@ from .truth import Interventions, Truth, sampled
 
 
 class EdgeEffects(Explainer):
-    """What each message between tokens adds to an output: the estimated effect of cutting it.
+    """Estimated effects of cutting each message between tokens on an output.
 
     One forward and one backward run give them for every layer, target and source.  By default the
     gradient is the model's own, and the norms that read a message are taken as they are without

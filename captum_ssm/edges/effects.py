@@ -147,26 +147,26 @@ class LayerEffects:
                 yield some, self.readers.rows(index.expand(batch, -1))
 
     def by_source(self) -> Tensor:
-        """The sum over targets (B, L)."""
+        """Return the sum over targets (B, L)."""
         if self.readers is not None:
             return self._summed(1)
         sent = self.linear.operator.transpose(self._left)
         return (sent * self.linear.values).sum((-1, -2))
 
     def by_target(self) -> Tensor:
-        """The sum over sources (B, L)."""
+        """Return the sum over sources (B, L)."""
         if self.readers is not None:
             return self._summed(2)
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
 
     def _summed(self, over: int) -> Tensor:
-        """The matrix summed over targets (1) or sources (2), strip by strip."""
+        """Sum the matrix over targets (1) or sources (2), strip by strip, (B, L)."""
         rows = range(self.linear.operator.shape.tokens)
         found = [part.sum(over) for _, part in self.strips(rows)]
         return sum_tensors(found) if over == 1 else torch.cat(found, 1)
 
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
-        """The effect of cutting edges together, (B,).
+        """Return the effect of cutting edges together, (B,).
 
         Raises:
             OptionError: for edges with ``selection``.
@@ -273,7 +273,7 @@ class Effects:
         return self._on_given(self._total(layers, LayerEffects.by_target))
 
     def of(self, *edges: Edges) -> Tensor:
-        """The effect of cutting edges together, (B,): to first order, the sum of their effects.
+        """Return the effect of cutting edges together, (B,): to first order, their sum.
 
         Args:
             *edges: which; an edge that two of them name counts twice.
@@ -327,6 +327,7 @@ class Effects:
         return [found for one in ([layers] if single else layers) for found in self._one(one)]
 
     def _one(self, layer: Any) -> list[LayerEffects]:
+        """Return the layers of one number or name."""
         number = checks.as_integer(layer)
         count = len(self.layers)
         if number is not None and -count <= number < count:

@@ -91,7 +91,7 @@ def knockout_windows(
     replace: Replacement = None,
     verify: bool | float = True,
 ) -> KnockoutWindows:
-    """The probability of an answer without the edges from kinds of tokens, by window of layers.
+    """Measure the probability of an answer without edges from kinds of tokens, by window of layers.
 
     For every kind of tokens, such as those of a question's subject, and every layer, the edges from
     them to the tokens that answer are cut in a window of layers around it: Mamba Knockout
@@ -203,7 +203,7 @@ def parts_off(
     layers: Layers = None,
     heads: bool = False,
 ) -> PartScores:
-    """A user's score of a model with parts of it switched off: kinds of mixers, layers and heads.
+    """Score a model with parts of it switched off: kinds of mixers, layers and heads.
 
     A mixer that is off writes nothing.  Which mixers there are is seen in the first run, of the
     model as it is.

@@ -116,7 +116,7 @@ class Edges:
 
     @property
     def relations(self) -> list[Relation]:
-        """How targets and sources have to stand to each other."""
+        """The relations of targets to sources that are named."""
         found: list[Relation] = []
         if isinstance(self.targets, str):
             found.append(RELATIONS[self.targets])
@@ -255,16 +255,10 @@ def _products(
     at: Tensor,
     along_sources: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of one example as products, (targets (L',), sources (L',)) each.
+    """Return pairs of one example as products, (targets (L',), sources (L',)) each.
 
-    Tokens of ``some`` that have the same tokens at the other end share a product.
-
-    Args:
-        named: targets and sources (B, L') and relations of each of the edges.
-        example: number of the example.
-        some: the tokens whose pairs are returned: sources if ``along_sources``, else targets.
-        at: positions of the example's tokens (L',).
-        along_sources: whether it goes by sources.
+    They are the pairs of ``some`` tokens, sources if ``along_sources``, else targets.  Tokens with
+    the same ones at the other end share a product.  ``at`` are the tokens' positions (L',).
     """
     position = torch.arange(len(at))
     ends = [(t[example], s[example]) for t, s, _ in named]
@@ -311,10 +305,7 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU.
-
-    A relation names all: it is looked at later, for pairs.
-    """
+    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU."""
     if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)
     found = _of_given(name, given, size).gather(1, at.clamp_min(0))

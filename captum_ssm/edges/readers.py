@@ -138,6 +138,7 @@ class NormCalls:
     def _note(
         self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Record a call of a norm, and the gradient at its output."""
         # a fused norm is given the stream in two parts, and returns the sum as well
         parts = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         made = first_tensor(output)

@@ -47,7 +47,7 @@ class Truth:
 
     @property
     def sign_agreement(self) -> float:
-        """How often both have the same sign, of the edges that do more than rounding does."""
+        """The share of equal signs, among edges whose true effect is more than rounding."""
         counted = self.true.abs() > self.rounding
         if not bool(counted.any()):
             return float("nan")

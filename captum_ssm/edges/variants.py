@@ -131,6 +131,7 @@ def mutagenesis(
         asked = cut.target(target), cut.target(contrast)
 
         def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
+            """Return the target of each sequence, (n,)."""
             given = sequences.mT if dim == 1 else sequences
             with torch.no_grad(), repaired_scans():
                 output = logits_of(
@@ -171,7 +172,7 @@ def _own_gradient(
     contrast: Any,
     model: nn.Module | None,
 ) -> Tensor:
-    """The gradient of the target at the sequences, in their shape."""
+    """Return the model's gradient of the target at the sequences, in their shape."""
     find_model(forward_func, model)  # refuses what leads to none, as by a rule
     if torch.is_inference_mode_enabled():
         raise GradientModeError(

@@ -15,7 +15,7 @@ from .layer import Layer
 
 
 class Dictionary(Protocol):
-    """Whatever takes activations apart into features, such as a sparse autoencoder."""
+    """An encoder and decoder of features, such as a sparse autoencoder."""
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations (..., F) of the features of vectors (..., E)."""

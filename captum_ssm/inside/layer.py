@@ -199,7 +199,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         attribute_to_layer_input: bool = False,
         **options: Any,
     ) -> Tensor:
-        """output - attributions - biases per example (B,): what reaches it past the layer.
+        """Return output - attributions - biases (B,): what reaches the output past the layer.
 
         Args:
             attributions: what :meth:`attribute` returned.
@@ -240,6 +240,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         zero_bias: bool,
         verify: bool | float | None,
     ) -> Decomposition:
+        """Decompose the target over one layer, and join the parts of the batch."""
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
         site = self._site(layer, at_input=at_input)
         start = out_of_tuple(baselines)

@@ -45,7 +45,7 @@ def attribution_graph(
     show_progress: bool = False,
     verify: bool | float | None = None,
 ) -> Graph:
-    """The exact parts of an output, and of these parts, down to the tokens.
+    """Decompose an output exactly into nodes' contributions, and these again, down to the tokens.
 
     One forward run of the network that :class:`~captum_ssm.LatimFlow` makes linear, and one
     backward pass for each node.  What enters a node adds up to its activation.

@@ -180,7 +180,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         attribute_to_neuron_input: bool = False,
         **options: Any,
     ) -> Tensor:
-        """activation - attributions - biases per example (B,).
+        """Return activation - attributions - biases per example (B,).
 
         Args:
             attributions: what :meth:`attribute` returned.

@@ -132,8 +132,7 @@ class Parts:
     def _read_nodes(self) -> dict[Site, Tensor]:
         """Fill ``readings``; return each node's contribution to the target over all paths, (n,).
 
-        It goes from the last place to the first: on the way from a place to the target, the stream
-        at a later place passes through the nodes that are read there.
+        From the last place to the first: paths pass later places through the nodes read there.
         """
         leaves = [self.met[site].leaf for site in self.sites]
         gradients, _ = account(self.network.mode.ledger, self.number, self.constant, leaves)  # type: ignore[arg-type]
@@ -163,6 +162,7 @@ class Parts:
         return effects
 
     def _readings(self, site: Site, gradient: Tensor) -> Readings:
+        """Read the nodes at a site: whole, by directions, or by a dictionary."""
         how, met = self.taken[site], self.met[site]
         if how is None:
             return whole(site, met, gradient)
@@ -192,10 +192,7 @@ class Parts:
         yield self.number, self.constant, float(self.number.detach())
 
     def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
-        """Return the contributions of all nodes but the target to a number, in the graph's order.
-
-        One backward pass.  Raises NotLinearError unless they sum to the activation.
-        """
+        """Return all nodes' contributions to a number; raise unless they sum to the activation."""
         roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
         if not number.requires_grad:  # no node comes before its place
             number = number + 0 * roots[0].sum()

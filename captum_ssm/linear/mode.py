@@ -342,10 +342,9 @@ class Linearising(TorchFunctionMode):
         kwargs: dict[str, Any],
         constant: Tensor | None = None,
     ) -> Tensor:
-        """Compute a product whose relevance goes to its live factors in equal shares.
+        """Compute a product that shares relevance equally among its live factors.
 
-        By the rule ``"frozen"`` factors that come straight from an activation get none, if others
-        do not.
+        By the rule ``"frozen"`` all goes to those that do not come straight from an activation.
         """
         live = list(self._tensors((*args, *kwargs.values())))
         straight = [a for a in live if not self.is_bent(a)]
@@ -447,10 +446,7 @@ class Linearising(TorchFunctionMode):
         return self._of_explained(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
-        """Return the result ``out`` of a look-up of other ids than the explained ones.
-
-        ``computed``: whether they were computed from the explained ids.
-        """
+        """Return the result of a look-up of other ids, perhaps computed from the explained ones."""
         assert self._ids is not None
         if self._found:
             if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):

@@ -422,6 +422,7 @@ def normalize(
 
 
 def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    """Center, and divide by a frozen deviation over ``dims``."""
     wide = _wide(x)
     centred = wide - wide.mean(dims, keepdim=True)
     variance = centred.detach().square().mean(dims, keepdim=True)
@@ -459,6 +460,7 @@ def positional(
 
 
 def _table() -> dict[str, Rule]:
+    """Return the rule of each function, by its plain name."""
     rules: dict[str, Rule] = {}
     kinds: tuple[tuple[str, Rule], ...] = (
         (VIEWS, linear),

@@ -205,6 +205,7 @@ class Sites:
         return _replaced(value, iter(copies))
 
     def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
+        """Raise for a second call, for no live tensor, and for shapes that are no activation."""
         if site in self.met:
             raise LayerError(
                 f"layer {site.name!r} runs several times in one call of the model, so that it has "

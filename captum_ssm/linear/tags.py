@@ -57,7 +57,7 @@ class Tags:
 
     @functools.cached_property
     def _step(self) -> int:
-        """The prime: a tag survives any smaller modulus, such as a hash table's."""
+        """The prime that tags are multiples of; they survive a hash table's smaller modulus."""
         each = 2 * self.ids.numel() + 1
         step = (2**31 - _IDS) // each
         step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys

@@ -1,4 +1,4 @@
-"""What an adapter returns, held to what adapters promise before anything is computed from it."""
+"""Calls of adapters, whose results are checked before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .find import Mixer
 
 
 def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
-    """What the mixer's adapter returns."""
+    """Call the mixer's adapter, and check its result; errors name the mixer and the adapter."""
     try:
         with _blaming(mixer, "raised"):
             found: Any = mixer.linearize(mixer.module, call)
@@ -42,16 +42,16 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
 
 
 def _of_another_batch(call: Call) -> Tensor | None:
-    """A tensor among a call's arguments that has the sequence's tokens and other examples."""
+    """Return an argument of the call with the sequence's tokens, but another number of examples."""
     batch, tokens = call.hidden_states.shape[:2]
-    given = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
-    of_tokens = (x for x in given if x.dim() >= 2 and tokens in x.shape[1:])
+    tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+    of_tokens = (x for x in tensors if x.dim() >= 2 and tokens in x.shape[1:])
     return next((x for x in of_tokens if len(x) not in (1, batch)), None)
 
 
 @contextmanager
 def _blaming(mixer: Mixer, what: str) -> Iterator[None]:
-    """Let what an adapter's code raises name the mixer and the adapter."""
+    """Turn an exception of an adapter's code into an error that names the mixer and the adapter."""
     try:
         yield
     except Exception as error:
@@ -70,7 +70,7 @@ def _means_something_else(error: Exception) -> bool:
 
 
 def _complaint(found: Any, call: Call) -> str | None:
-    """What is wrong with an adapter's answer, and what is expected in its place; None: nothing."""
+    """Say how an adapter's result is wrong, and what is expected; None if it is right."""
     if not isinstance(found, LinearMixer):
         return f"returned {_named(found)} in place of a captum_ssm.mixers.LinearMixer"
     parts: tuple[Any, ...] = found.values, found.operator, found.project, found.mask
@@ -114,7 +114,7 @@ def _complaint(found: Any, call: Call) -> str | None:
 
 
 def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
-    """The output projection, which only answers for itself once it is called."""
+    """Return the output projection with checks of its argument and result at each call."""
     project: Callable[[Tensor], Any] = linear.project
     shape, live = tuple(linear.operator.shape), linear.values.requires_grad
     expected = (*shape[:2], width)
@@ -143,7 +143,7 @@ def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
 
 
 def _follows(x: Tensor) -> bool:
-    """Whether gradients are wanted of what is computed from ``x``."""
+    """Whether results computed from ``x`` have to be in its graph."""
     return torch.is_grad_enabled() and x.requires_grad
 
 
@@ -155,7 +155,7 @@ def _cut_off(what: str, source: str) -> str:
 
 
 def _named(value: Any) -> str:
-    """A value in few words."""
+    """Return a value in few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return "None" if value is None else f"an object of class {type(value).__name__}"
@@ -163,12 +163,11 @@ def _named(value: Any) -> str:
 
 def _error(mixer: Mixer, complaint: str) -> AdapterError:
     adapter = mixer.linearize
-    own = getattr(adapter, "__qualname__", type(adapter).__qualname__)
+    name = getattr(adapter, "__qualname__", type(adapter).__qualname__)
     where = getattr(adapter, "__module__", type(adapter).__module__)
     like = mixer.architecture.like
     served = f", which is served with like={like!r}" if like else ""
     return AdapterError(
         f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}{served}: its adapter "
-        f"{where}.{own} "
-        f"{complaint}. {HOW_TO} says what an adapter returns."
+        f"{where}.{name} {complaint}. {HOW_TO} says what an adapter returns."
     )

@@ -1,4 +1,4 @@
-"""Runs without a cache that compute what they would compute with one."""
+"""Runs without a cache, with the same results as runs with one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hooks import hooked
 
 
 def without_caches(model: nn.Module, stack: ExitStack) -> None:
-    """Ask every module that offers a cache not to use it, until ``stack`` is closed."""
+    """Let every module that offers a cache run without it, until ``stack`` is closed."""
     stack.enter_context(lasting(_packed.enter))
     stack.callback(_calls.clear)  # an interrupt calls no hooks
     for module in model.modules():
@@ -33,10 +33,10 @@ def without_caches(model: nn.Module, stack: ExitStack) -> None:
 
 
 def _set_aside(module: Any) -> Undo:
-    """Put back, at the end, the state that RecurrentGemma keeps by itself.
+    """Return what puts back the state that RecurrentGemma keeps by itself.
 
-    In transformers 4 it does so without a cache, too: the next call goes on from it, and a batch of
-    another size fails.
+    In transformers 4 it keeps one without a cache, too: the next call goes on from it, and a batch
+    of another size fails.
     """
     kept = module.recurrent_states
 
@@ -50,16 +50,16 @@ def _forget(module: Any, *_: Any) -> None:
     module.recurrent_states = None
 
 
-#: How modules call the cache that they are given.
+#: Names of modules' arguments for a cache.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 
 
 class _CacheCalls(threading.local):
-    """Of this thread's calls of modules that offer a cache, whether each would have used it.
+    """This thread's calls of modules that offer a cache.
 
     Attributes:
-        wanted: of the calls that run, the outermost first.
-        dropped: modules that have returned no cache although they were to.
+        wanted: for each call that runs, the outermost first, whether it would have used a cache.
+        dropped: modules that have returned no cache although they should have.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,9 @@ _calls = _CacheCalls()
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Set ``use_cache`` to False in a call's arguments; refuse one that continues from a cache."""
     names = _parameters(type(module).forward)
-    if "cache_params" in names:  # which Mamba of transformers 4 drops if asked to use no cache
+    if "cache_params" in names:  # Mamba of transformers 4 ignores it if use_cache is False
         Call(args, kwargs, None).refuse_cache("cache_params", names.index("cache_params") - 1)
     position = names.index("use_cache") - 1
     wanted = args[position] if position < len(args) else kwargs.get("use_cache")
@@ -88,7 +89,7 @@ def _without_cache(
     if not _calls.wanted:
         _refuse_to_continue(module, args, kwargs)
         _calls.dropped.update([module] if wanted else [])
-    # a module inside another is told by that one, which was told otherwise
+    # a module inside another gets its argument from that one, which was changed already
     _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
     if position < len(args):
         args = (*args[:position], False, *args[position + 1 :])
@@ -97,7 +98,7 @@ def _without_cache(
 
 
 def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a call is to go on from the cache that an earlier one has not returned."""
+    """Raise if a call continues from a cache that an earlier call would have returned."""
     names = _parameters(type(module).forward)[1:]
     # None by name is a cache that was not returned; by position it fills a gap
     by_place = {name for name, x in zip(names, args, strict=False) if x is not None}
@@ -116,22 +117,23 @@ def _finished(*_: Any) -> None:
 
 
 def _keep_apart_as_with_a_cache() -> Undo:
-    """Let transformers take positions that begin anew for packed texts only where it would.
+    """Let transformers find packed texts only in calls that would not have used a cache.
 
-    It does so where there is neither a mask nor a cache; a call with a cache reads one text.
+    Without a mask and a cache it takes positions that begin anew for several texts; a call with a
+    cache reads one text.
     """
     code = sys.modules.get("transformers.masking_utils")
-    own: Callable[[Tensor], Tensor | None] | None
-    own = getattr(code, "find_packed_sequence_indices", None)
-    if own is None:
+    original: Callable[[Tensor], Tensor | None] | None
+    original = getattr(code, "find_packed_sequence_indices", None)
+    if original is None:
         return lambda: None
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def found(*args: Any, **kwargs: Any) -> Tensor | None:
-        return None if _calls.wanted and _calls.wanted[0] else own(*args, **kwargs)
+        return None if _calls.wanted and _calls.wanted[0] else original(*args, **kwargs)
 
-    setattr(code, own.__name__, found)
-    return lambda: setattr(code, own.__name__, own)
+    setattr(code, original.__name__, found)
+    return lambda: setattr(code, original.__name__, original)
 
 
 _packed = Shared(_keep_apart_as_with_a_cache)

@@ -1,4 +1,4 @@
-"""Models that answer differently each time they are asked, whose explanation would be chance."""
+"""Models whose output is random, so that an explanation would be, too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .hooks import name_of_running
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
 
-#: What the classes of modules that drop at random are called.
+#: Parts of names of modules' classes that drop at random.
 _DROPS = ("drop", "stochasticdepth")
-#: Where attention layers that keep no probability of their own look theirs up.
+#: Entry of a configuration in which attention layers may look up their probability.
 _IN_CONFIG = "attention_dropout"
 
 _OF_BATCH = "normalises by the mean and variance of the batch, so that examples mix"
@@ -26,8 +26,8 @@ _DROPOUT = "drops at random"
 _DROPOUTS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
 """
-#: Functions that are random, or read across the batch, where they are told to: by which argument,
-#: where it stands, and its default.
+#: Functions that are random, or read across the batch, if an argument is true: the argument's name,
+#: position and default, and a complaint.
 _TOLD: dict[str, tuple[str, int, Any, str]] = {
     "rrelu": ("training", 3, False, "draws its slopes at random"),
     "batch_norm": ("training", 5, False, _OF_BATCH),
@@ -37,7 +37,7 @@ _TOLD: dict[str, tuple[str, int, Any, str]] = {
 
 
 def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
-    """By functions' names, what raises for those that are told to be random."""
+    """Return functions, by the name of a torch function, that raise if its call is random."""
     return dict.fromkeys(_TOLD, functools.partial(_refuse, model))
 
 
@@ -102,7 +102,7 @@ def _named(name: str, module: nn.Module) -> str:
 
 
 def _complaints(module: nn.Module) -> Iterator[str]:
-    """What a module in training mode does that differs from call to call or mixes examples."""
+    """Yield reasons why a module in training mode is random or mixes examples."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         yield _OF_BATCH
     if isinstance(module, nn.RReLU):

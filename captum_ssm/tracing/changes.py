@@ -1,7 +1,7 @@
-"""Changes to what all threads share, each undone by the thread that made it, or by a fork.
+"""Changes to state that all threads share, each undone by the thread that made it, or by a fork.
 
-A forked process goes on with one thread alone.  What the others were in the middle of would stay
-with it for good: hooks, replaced functions, locks that nobody opens any more.
+A forked process goes on with one thread alone.  Changes by other threads would never be undone in
+it: hooks, replaced functions, locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Undo: TypeAlias = Callable[[], None]
 
 #: Held while something changes, and while the process forks.
 _lock = threading.RLock()
-#: What undoes the changes that last, the latest last, and the threads that made them.
+#: The changes that last, the latest last: the thread that made each, and the function to undo it.
 _lasting: dict[object, tuple[int, Undo]] = {}
 
 
@@ -27,7 +27,7 @@ def lasting(change: Callable[[], Undo]) -> Iterator[None]:
     If another thread forks the process meanwhile, the change is undone in the child.
 
     Args:
-        change: makes the change and returns what undoes it; no other change happens meanwhile.
+        change: makes the change and returns a function that undoes it; runs alone, under a lock.
     """
     key = object()
     with _lock:
@@ -43,7 +43,7 @@ def lasting(change: Callable[[], Undo]) -> Iterator[None]:
 class Shared:
     """A change that the first of its users makes and the last one undoes.
 
-    Its :meth:`enter` is what :func:`lasting` wants, so that users may be nested and of any thread.
+    Pass its :meth:`enter` to :func:`lasting`; users may be nested and of any thread.
     """
 
     def __init__(self, change: Callable[[], Undo]) -> None:
@@ -52,7 +52,7 @@ class Shared:
         self._undo: Undo | None = None
 
     def enter(self) -> Undo:
-        """One user more; what is returned makes it one less."""
+        """Count one user more, and return a function that counts one less."""
         if self._undo is None:
             self._undo = self._change()
         self._users += 1
@@ -66,7 +66,7 @@ class Shared:
 
 
 def _undo_those_of_others() -> None:
-    """Undo, in a forked process, what threads have changed that did not come along."""
+    """Undo, in a forked process, the changes of threads that do not exist there."""
     try:
         for key, (thread, undo) in reversed(list(_lasting.items())):
             if thread != threading.get_ident():

@@ -15,7 +15,7 @@ from .changes import Shared, Undo, lasting
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Switch compiled code off until the last user leaves; the switch is the process's own."""
+    """Switch compiled code off in the whole process, until the last user leaves."""
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         if _has_compiled_parts(model):
             raise NoMixerError(

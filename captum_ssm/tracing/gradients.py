@@ -1,4 +1,4 @@
-"""What keeps a model's run out of autograd's reach, put right for the time of a ``with``."""
+"""Models made fit for autograd to record their run, for the time of a ``with``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .changes import Undo, lasting
 from .hooks import swap_first
 
 Function = Callable[..., Any]
-#: Parameters or buffers of a module, as it holds them.
+#: The dictionary of a module's parameters or buffers.
 Named = dict[str, Any]
 
-#: Where modules of transformers keep what they checkpoint with.
+#: Attribute of modules of transformers for the function that they checkpoint with.
 _CHECKPOINTING = "_gradient_checkpointing_func"
 
 
@@ -38,7 +38,7 @@ def recordable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def graphs_dropped(model: nn.Module) -> Iterator[None]:
-    """Detach what the model keeps of its run as plain attributes.
+    """Detach tensors of the run that the model keeps as plain attributes.
 
     RecurrentGemma keeps its last state: with it the graph of the whole run, and a model that can
     neither be copied nor pickled.
@@ -71,7 +71,7 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
 
 
 def in_graph(x: Tensor) -> Tensor:
-    """The same values as part of an autograd graph.
+    """Return the same values as part of an autograd graph.
 
     A frozen model on token ids records nothing by itself.
     """
@@ -79,9 +79,9 @@ def in_graph(x: Tensor) -> Tensor:
 
 
 def begun(x: Tensor) -> Tensor:
-    """The same values where an autograd graph begins.
+    """Return the same values at the start of an autograd graph.
 
-    They are no leaf, to which a model could not write: what it does to a record is noticed later.
+    They are no leaf, for the model may write to them; :meth:`.Layer.check_unchanged` sees that.
     """
     return x.detach() - x.new_zeros((), requires_grad=True)
 
@@ -93,20 +93,20 @@ def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing of transformers in the form that has a graph inside its layers."""
+    """Let transformers checkpoint in the form that has a graph inside layers, not "reentrant"."""
     with ExitStack() as stack:
         for module in model.modules():
-            mine = _checkpointing(module)
-            if isinstance(mine, functools.partial) and "use_reentrant" in mine.keywords:
-                other = functools.partial(_from_live, functools.partial(mine, use_reentrant=False))
-                stack.enter_context(_checkpointed_by(module, other))
+            present = _checkpointing(module)
+            if isinstance(present, functools.partial) and "use_reentrant" in present.keywords:
+                other = functools.partial(present, use_reentrant=False)
+                stack.enter_context(_checkpointed_by(module, functools.partial(_from_live, other)))
         yield
 
 
 def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a function of what joins the graph before.
+    """Checkpoint a function after its first argument has joined the graph.
 
-    In transformers 4 hooks on a layer run inside its checkpoint.  One that lets a graph begin there
+    In transformers 4 hooks on a layer run inside its checkpoint.  A hook that begins a graph there
     is gone when the backward pass runs the layer again.
     """
     live = swap_first(args, in_graph)[0] if torch.is_grad_enabled() else args
@@ -115,7 +115,7 @@ def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: A
 
 @contextmanager
 def checkpoints_off(model: nn.Module) -> Iterator[None]:
-    """Run what gradient checkpointing of transformers would run twice once, and keep its graph."""
+    """Let transformers keep the graph of layers that it would checkpoint, and run them once."""
     with ExitStack() as stack:
         for module in model.modules():
             if _CHECKPOINTING in vars(module):
@@ -128,11 +128,11 @@ def _at_once(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Checkpointing:
-    """A module's checkpointing function, another one in threads that explain the module.
+    """A module's checkpointing function, which other functions replace in some threads.
 
     Attributes:
-        original: the module's own.
-        others: by thread, those in its place, the latest last.
+        original: the module's own function.
+        others: the functions that replace it, by thread, the latest last.
     """
 
     def __init__(self, original: Function) -> None:
@@ -143,12 +143,12 @@ class _Checkpointing:
         return self.current()(*args, **kwargs)
 
     def current(self) -> Function:
-        """The function of the calling thread."""
+        """Return the function of the calling thread."""
         return self.others.get(threading.get_ident(), [self.original])[-1]
 
 
 def _checkpointing(module: nn.Module) -> Any:
-    """The function that the module checkpoints with in this thread; None if it never does."""
+    """Return the function that the module checkpoints with in this thread; None if none."""
     held = vars(module).get(_CHECKPOINTING)
     return held.current() if isinstance(held, _Checkpointing) else held
 
@@ -177,7 +177,7 @@ def _checkpointed_by(module: nn.Module, function: Function) -> AbstractContextMa
 
 @dataclass
 class _Lent:
-    """An inference tensor in whose place is a copy, and how many threads it is lent to."""
+    """An inference tensor that a copy replaces, and how many threads use the copy."""
 
     original: Tensor
     users: int
@@ -187,9 +187,9 @@ _lent: dict[tuple[int, str], _Lent] = {}
 
 
 def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
-    """Copies in place of parameters and buffers that are inference tensors, shared ones once.
+    """Replace parameters and buffers that are inference tensors by copies, shared ones by one.
 
-    They stay until the last thread leaves.
+    The copies stay until the last thread leaves.
     """
 
     def lend() -> Undo:
@@ -206,7 +206,7 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
-    """Whether the entry now holds a copy, made here or by another thread."""
+    """Put a copy into an entry that is an inference tensor; return whether it has one now."""
     key = (id(named), name)
     if key in _lent:
         _lent[key].users += 1

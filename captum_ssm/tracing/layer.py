@@ -1,4 +1,4 @@
-"""One recorded call of a mixer, and the operator that it was."""
+"""One recorded call of a mixer, and its operator in that call."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .way import AffineStep, Way
 class Layer:
     """One recorded mixer call.
 
-    Its operator was made where the mixer returned, of the mixer as it was in that moment, and is
-    kept while there is memory for it.  One that was not kept is made again when it is asked for,
-    and held to what the mixer had returned.  Layers are made by :func:`~captum_ssm.trace`.
+    Its operator is made directly after the mixer returned, and kept if there is memory.  An
+    operator that was not kept is made again when it is read, and checked against the output that
+    the mixer returned.  Layers are made by :func:`~captum_ssm.trace`.
 
     Args:
         linearized: makes the linear mixer of a layer that keeps none.
@@ -124,46 +124,37 @@ class Layer:
 
     @property
     def output(self) -> Tensor:
-        """What left the mixer, (B, L, E), or in windows (B W, T, E); see :meth:`in_order`.
+        """The mixer's output behind hooks of others, (B, L, E), or in windows (B W, T, E).
 
-        That is what it returned, unless a hook of somebody else's changed it.
+        See :meth:`in_order`.
         """
         return self._left
 
     def hook_factor(self, left: Tensor) -> Tensor | None:
-        """What hooks have multiplied the mixer's output with; see :func:`hook_factor`.
+        """Return the factor of the output ``left`` by hooks; see :func:`hook_factor`.
 
-        Nothing (0,) where a hook has written to the output, so that none remembers what it was.
-
-        Args:
-            left: what hooks have made of it.
+        (0,) also if a hook has written to the output, which is then not known.
         """
         if self._versions != self._versions_of(self.call.hidden_states, self.call.output_tensor):
             return left.new_empty(0)
         return hook_factor(self.call.output_tensor, left)
 
     def leave(self, left: Tensor, factor: Tensor | None) -> None:
-        """Note what left the mixer.
-
-        Args:
-            left: it, (B, L, E).
-            factor: what hooks have multiplied the mixer's output with; see :func:`hook_factor`.
-                None if no hook changed it.
-        """
+        """Record the output behind hooks (B, L, E), and its factor, see :func:`hook_factor`."""
         self._left = left
         self._factor = factor
         self._versions = self._versions_of(self.call.hidden_states, left)
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks of others changed what the mixer returned."""
+        """Whether hooks of others changed the mixer's output."""
         return self._factor is not None
 
     @property
     def factor(self) -> Tensor | None:
-        """What hooks of others multiply the mixer's output with; None if they leave it alone.
+        """Factor of hooks of others on the mixer's output; None if they leave it alone.
 
-        It is (B, L, 1) or (B, L, E), laid out like :attr:`output`.
+        (B, L, 1) or (B, L, E), laid out like :attr:`output`.
 
         Raises:
             InputError: when a hook does something else than scale tokens or drop features.
@@ -179,20 +170,16 @@ class Layer:
 
     @property
     def written(self) -> LinearMixer:
-        """The linear mixer with what hooks of others make of its output.
-
-        Raises:
-            InputError: when a hook does something else than scale tokens or drop features.
-        """
+        """The linear mixer, its output multiplied with :attr:`factor`."""
         factor = self.factor
         return self.linear if factor is None else scaled_output(self.linear, self.in_order(factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
-        """Where the tokens lie, for a mixer of a map or of windows of one; else None.
+        """The map that the tokens lie in, for a mixer of a map or of its windows; else None.
 
-        Where no module around it received a map, the mixer is not linearised to be asked: that
-        takes memory while the run's graph still takes the most.
+        If no module around it received a map, it is None without linearising the mixer, which would
+        take memory while the run's graph takes most of it.
         """
         received_map = any(len(size) >= 4 for size in self.call.around.values())
         return self.linear.map if received_map else None
@@ -203,23 +190,13 @@ class Layer:
         return self.output.shape[1] if self.map is None else math.prod(self.map.size)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """``x``, laid out like :attr:`output`, by the operator's tokens: (B, L, E).
-
-        Args:
-            x: (B, L, E), or in windows (B W, T, E).
-        """
+        """Lay ``x``, laid out like :attr:`output`, out by the operator's tokens, (B, L, E)."""
         if self.map is not None:
             return self.map.in_order(x)
         return x if self.order is None else x.index_select(1, self.order.argsort().to(x.device))
 
     def arrange(self, stage: int | None, order: Tensor | None) -> None:
-        """Put the operator's tokens into the order of those of the run's first layer.
-
-        Args:
-            stage: number of the stage that the layer belongs to; None if that is not known.
-            order: which of the first layer's tokens each of the mixer's is (L,); None if they are
-                the same.
-        """
+        """Set :attr:`stage` and :attr:`order`, by which the operator's tokens are arranged."""
         self.stage, self.order = stage, order
 
     @property
@@ -237,11 +214,7 @@ class Layer:
         return self._linear
 
     def keep(self, linear: LinearMixer) -> None:
-        """Keep the linear mixer that was made in the run.
-
-        Args:
-            linear: it.
-        """
+        """Keep the linear mixer that was made in the run."""
         self._linear = linear
 
     @property
@@ -260,33 +233,33 @@ class Layer:
         return self.linear.bias
 
     def reconstruction_error(self) -> float:
-        """max|a - b| / max|b| of the operator's output a against the real module's output b.
+        """Return max|a - b| / max|b|, a the operator's output and b the module's.
 
-        Some 1e-7 for a model in float32.
+        About 1e-7 for a model in float32.
         """
         with torch.no_grad(), full_precision(self.output.device):
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
     def join(self, stream: Tensor | None, way: Way | None) -> None:
-        """Note what the mixer's output is added to, by the operator's tokens.
+        """Record how the mixer's output joins the residual stream.
 
         Args:
-            stream: it (B, L, E); None if it is no residual stream.
-            way: what is done to the output before; None if that was not seen.
+            stream: the stream by the operator's tokens (B, L, E); None if there is none.
+            way: the steps of the output before; None if they were not seen.
         """
         self._joined, self._way, self._has_joined = stream, way, True
 
     @property
     def way(self) -> Way:
-        """What is done to the mixer's output before it joins the residual stream.
+        """The steps from the mixer's output to its summand in the residual stream.
 
-        What an adapter says of it counts more than a number that was seen: it may be relative to
+        A factor that the adapter declares replaces a factor that was seen: it may be relative to
         another stream.
 
         Raises:
-            InputError: when what joins the stream was not seen to follow from the output by factors
-                and products within tokens, or it joins more than once or by no sum.
+            InputError: when the output was not seen to join the stream once, by a sum, after
+                factors and products within tokens.
         """
         declared, seen = self.linear.branch_scale, self._seen_scale
         if declared != 1 and (self._way is None or seen is not None):
@@ -304,7 +277,7 @@ class Layer:
 
     @property
     def _seen_scale(self) -> float | None:
-        """The only number that the output was seen to be multiplied with, if that is all."""
+        """The number that the output is multiplied with, if these are all steps seen; else None."""
         factors = [step.factor for step in self._way or () if step == AffineStep(step.factor)]
         if self._way is None or len(factors) < len(self._way):
             return None
@@ -313,10 +286,7 @@ class Layer:
 
     @property
     def residual_in_order(self) -> Tensor | None:
-        """The residual stream by the operator's tokens, to which :attr:`way` leads.
-
-        None where nobody asked for it, or there is none.
-        """
+        """The stream that the end of :attr:`way` is added to, by the operator's tokens; or None."""
         declared, seen = self.linear.branch_scale, self._seen_scale
         if self._joined is None or declared == 1 or not seen:
             return self._joined
@@ -348,15 +318,15 @@ class Layer:
 
 
 def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
-    """What a mixer's output was multiplied with by hooks, (B, L, 1) or (B, L, E).
+    """Find the factor by which hooks changed a mixer's output.
 
     Args:
-        returned: what the mixer returned, (B, L, E).
-        left: what hooks have made of it.
+        returned: the output (B, L, E) of the mixer.
+        left: the output behind hooks.
 
     Returns:
-        The factors; None if nothing was changed; nothing (0,) if it was by no factor for each
-        token, nor by one that keeps or drops each feature.
+        (B, L, 1), or (B, L, E) of ones and zeros; None if hooks changed nothing; (0,) if they did
+        something else.
     """
     returned, left = returned.detach(), left.detach()
     if same_memory(returned, left) or _is_copy(returned, left):
@@ -374,7 +344,7 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
 
 
 def _is_copy(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same; on a device they are taken to, and that is read later."""
+    """Whether two tensors are equal; on a GPU that is assumed, and read later."""
     if x.shape != y.shape:
         return False
     return holds((x == y).all()) if are_noted(x) else torch.equal(x, y)
@@ -386,7 +356,7 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
-    """The linear mixer over tokens of which ``order`` (L,) says where each of its own is."""
+    """Reorder a linear mixer's tokens; ``order`` (L,) is the new place of each."""
     if order is None:
         return linear
     shape, project = linear.operator.shape, linear.project

@@ -26,13 +26,13 @@ _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
 def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer:
-    """What the mixer's adapter returns, with the weights in reach whenever they are read.
+    """Call the mixer's adapter with the weights loaded, and load them when its projection runs.
 
     Args:
         mixer: the mixer.
         call: its recorded call.
-        running: whether what is around the mixer is running, with its weights loaded; then they are
-            in reach until it ends. Default: False.
+        running: whether the modules around the mixer are running, their weights loaded. Default:
+            False.
     """
     hooked = _hooked(mixer, running)
     with _loaded(hooked, mixer.module, call) as moved:
@@ -42,9 +42,9 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 
 def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
-    """The modules that hooks bring weights in for, those aside that are loaded because they run.
+    """Return the modules whose weights have to be loaded: offloaded ones that do not run.
 
-    Of split ones weights are gathered, whether they run or not.
+    And split modules, whose weights are gathered whether they run or not.
     """
     around = () if running else reversed(mixer.around)
     return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
@@ -53,7 +53,7 @@ def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
 def _loading(
     hooked: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
 ) -> LinearMixer:
-    """The linear mixer whose projection brings its weights in, where they are elsewhere."""
+    """Return the linear mixer with a projection that loads its weights for each call."""
     if not hooked:
         return linear
 
@@ -65,10 +65,9 @@ def _loading(
 
 
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
-    """The linear mixer with its output projection as it is now, whatever becomes of the module.
+    """Return the linear mixer with its present output projection, whatever becomes of the module.
 
-    Weights that are brought in for each call would stay in memory with it; these are left to their
-    hooks.
+    Offloaded weights would stay in memory with it; these are left to their hooks.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):
@@ -82,7 +81,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
 
 def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
-    """The tensors that a linear mixer consists of."""
+    """Yield the tensors that a linear mixer consists of."""
     yield linear.values
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()
@@ -109,9 +108,9 @@ def _is_hooked(module: nn.Module) -> bool:
 
 @contextmanager
 def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterator[Call]:
-    """The mixer as it is inside its forward; yields the call with the arguments that arrive there.
+    """Load the weights of modules, and yield the call with arguments on the mixer's device.
 
-    The hooks are off meanwhile: run for a submodule, one would take its weights away again.
+    Their hooks are off meanwhile: a submodule's would unload its weights after its own call.
     """
     with whole(hooked), ExitStack() as stack:
         for module in filter(_is_hooked, hooked):  # none of them twice
@@ -124,11 +123,11 @@ def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterat
 
 
 def _load(module: nn.Module, stack: ExitStack, *args: Any, **kwargs: Any) -> Any:
-    """Load one module's weights until the stack is left; the arguments on their device."""
-    own = vars(module)
-    hooked = {name: own.pop(name) for name in _ATTRIBUTES}
-    stack.callback(own.update, hooked)
-    own["forward"] = hooked["_old_forward"]
+    """Load one module's weights until the stack is left; return the arguments on their device."""
+    attributes = vars(module)
+    hooked = {name: attributes.pop(name) for name in _ATTRIBUTES}
+    stack.callback(attributes.update, hooked)
+    attributes["forward"] = hooked["_old_forward"]
     hook = hooked["_hf_hook"]
     moved = hook.pre_forward(module, *args, **kwargs)
     stack.callback(hook.post_forward, module, None)

@@ -31,10 +31,10 @@ class Projection:
     """y W + rest, from (B, L, H, P) to (B, L, E).
 
     Attributes:
-        stored: W (C, E) in the precision that the module holds it in.
-        dtype: what it is computed in.
-        rest: what the projection makes of zeros, broadcastable to (B, L, E); None for nothing.
-        check: raises for what the operator cannot have returned. Default: None, anything goes.
+        stored: W (C, E) in the precision of the module's weight.
+        dtype: precision of computation.
+        rest: the projection of zeros, broadcastable to (B, L, E); None for 0.
+        check: raises for a wrong argument. Default: None, no check.
     """
 
     stored: Tensor
@@ -52,11 +52,7 @@ class Projection:
         return product(y, self.stored.T)
 
     def __call__(self, y: Tensor) -> Tensor:
-        """What the mixer returns.
-
-        Args:
-            y: what leaves its operator, (B, L, H, P).
-        """
+        """Project the operator's output ``y`` (B, L, H, P)."""
         if self.check is not None:
             self.check(y)
         out = self.product(y.flatten(-2))
@@ -64,7 +60,7 @@ class Projection:
 
 
 def projection_of(linear: LinearMixer) -> Projection:
-    """The affine map that a mixer's ``project`` is at this moment.
+    """Find the affine map that a mixer's ``project`` is at this moment.
 
     Most projections are one call of torch's ``linear``, whose weight is read off.  Any other is
     found by projecting unit vectors: it may be any module, adapters included, and may add
@@ -85,15 +81,15 @@ def projection_of(linear: LinearMixer) -> Projection:
         count = min(places, channels - start)
         probe = values.new_zeros(places, channels)
         probe[range(count), range(start, start + count)] = _PROBE
-        found_here = linear.project(probe.view(values.shape)) - at_rest
-        parts.append(found_here.flatten(0, 1)[:count] / _PROBE)
+        rows = linear.project(probe.view(values.shape)) - at_rest
+        parts.append(rows.flatten(0, 1)[:count] / _PROBE)
     return Projection(torch.cat(parts), values.dtype, at_rest)
 
 
 def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], Tensor] | None:
-    """Return what refuses an output projection that differs between examples; None for others.
+    """Return a projection that raises, for one that differs between examples; None for others.
 
-    It raises where the projection is used.  In the run PEFT would leave its hooks on the model.
+    It raises when it is used: an error in the run would leave PEFT's hooks on the model.
     """
     hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
     chosen = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
@@ -113,25 +109,20 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
 
 def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
-    """The weight (E, C) and bias of the only product that a projection is, else None.
+    """Return weight (E, C) and bias of a projection that is one product; None for others.
 
-    What it is given is read by nobody, and holds what memory happened to hold.
+    Its argument is never read: empty memory will do.
     """
-    given = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
-    heard = _Overheard(given)
-    # also where the functions that are called go unseen otherwise
-    with torch._C._EnableTorchFunction(), heard:
-        output = linear.project(given)
-    return heard.weight_before(output)
+    empty = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
+    calls = _LinearCalls(empty)
+    # also where torch's functions are out of sight otherwise
+    with torch._C._EnableTorchFunction(), calls:
+        output = linear.project(empty)
+    return calls.weight_before(output)
 
 
 def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
-    """A mixer whose output is multiplied with a factor behind its projection.
-
-    Args:
-        linear: the mixer.
-        factor: for each token (B, L, 1), or for each feature, alike for all tokens (B, L, E).
-    """
+    """Multiply a mixer's output with factors of tokens (B, L, 1), or of features (B, L, E)."""
     projection = projection_of(linear)
     if factor.shape[-1] == 1:
         tokens = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
@@ -149,37 +140,40 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     return replace(linear, project=replace(projection, stored=stored, rest=rest))
 
 
-class _Overheard(TorchFunctionMode):
-    """Keeps the calls of torch's ``linear``: input, weight, bias and result."""
+class _LinearCalls(TorchFunctionMode):
+    """Records the calls of torch's ``linear``: input, weight, bias and result.
 
-    def __init__(self, given: Tensor) -> None:
+    A call on the projection's argument itself, ``first``, is not computed.
+    """
+
+    def __init__(self, first: Tensor) -> None:
         super().__init__()
-        self._given = given
+        self._first = first
         self._calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def weight_before(self, output: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (E, C) and bias, if one call is all between both ends, else None."""
+        """Return weight (E, C) and bias if the output is that of a single call; else None."""
         if len(self._calls) != 1:
             return None
         x, weight, bias, result = self._calls[0]
         unchanged = result is output and result._version == 0
-        if not (unchanged and self._is_given(x)):
+        if not (unchanged and self._is_first(x)):
             return None
         return weight.detach(), None if bias is None else bias.detach()
 
-    def _is_given(self, x: Tensor) -> bool:
-        """Whether ``x`` is what the projection was given itself, (B, L, C)."""
-        same = x.data_ptr() == self._given.data_ptr() and x.is_contiguous()
-        return same and x.shape == self._given.flatten(2).shape
+    def _is_first(self, x: Tensor) -> bool:
+        """Whether ``x`` is the projection's own argument, (B, L, C)."""
+        same = x.data_ptr() == self._first.data_ptr() and x.is_contiguous()
+        return same and x.shape == self._first.flatten(2).shape
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # a quantised weight, say, may know no more than how to be multiplied with
+        # a quantized weight, say, may have no other operation than its product
         plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
         if func not in (F.linear, wide_products.linear) or kwargs or not plain:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_given(x) else func(*args)
+        out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_first(x) else func(*args)
         self._calls.append((x, weight, bias, out))
         return out

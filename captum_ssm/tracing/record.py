@@ -42,7 +42,7 @@ Graph = Literal["none", "tail", "outputs", "all"]
 #: Share of the free memory that operators of a run may take.
 _SHARE = 4
 _MEMINFO = Path("/proc/meminfo")
-#: What counts as free where the system does not tell (4 GiB).
+#: Free memory that is assumed if the system does not tell (4 GiB).
 _UNKNOWN = 2**32
 
 
@@ -50,14 +50,14 @@ class Trace:
     """The recorded layers of one forward run, as :func:`trace` yields them.
 
     Args:
-        room: bytes that operators may take that are made in the run. Default: None, they are made
-            when they are asked for.
-        check: whether operators are held to their modules when they are made. Default: False.
+        room: bytes that operators made in the run may take. Default: None, they are made when they
+            are read.
+        check: whether operators are checked against their modules when made. Default: False.
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
-        checks: whether operators are held to their modules when they are made.
-        is_of_the_run: whether operators are those of mixers as they were in the run.
+        checks: whether operators are checked against their modules when made.
+        is_of_the_run: whether operators made later have to equal the mixers of the run.
 
     Example:
         >>> import torch
@@ -82,11 +82,7 @@ class Trace:
         return f"Trace({', '.join(f'{n} x {kind}' for kind, n in kinds.items()) or 'no layers'})"
 
     def recorded(self, layer: Layer) -> None:
-        """Take a layer in, whose mixer is as it was when it returned.
-
-        Args:
-            layer: of the mixer that has returned.
-        """
+        """Add the layer of a mixer that has just returned, with its operator if there is room."""
         self.layers.append(layer)
         if self._room <= 0 and not self.checks:
             return
@@ -98,22 +94,21 @@ class Trace:
             layer.keep(linear)
 
     def read(self, layer: Layer) -> LinearMixer:
-        """The linear mixer of a layer whose mixer has just returned, as it will last.
+        """Build the latest layer's linear mixer, directly after its module returned.
 
-        Args:
-            layer: the latest of :attr:`layers`.
+        It stays valid whatever becomes of the module, and is checked if :attr:`checks`.
         """
         linear = self._made(layer, running=True)
         with torch.inference_mode(False), torch.no_grad():
             lasting = lasting_form(layer.mixer, layer.call, linear)
         if self.checks:
-            # one that brings its weights in would take them away again from what is running
+            # a projection that loads its weights would unload them from the module that runs
             is_read = isinstance(lasting.project, Projection)
             layer.checked = _errors(layer, lasting if is_read else linear)
         return lasting
 
     def linearize(self, layer: Layer) -> LinearMixer:
-        """The linear mixer of a layer that keeps none; the latest one asked for is kept.
+        """Build the linear mixer of a layer that keeps none; the latest one is cached.
 
         Args:
             layer: one of :attr:`layers`.
@@ -134,6 +129,7 @@ class Trace:
         return self._last[1]
 
     def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
+        """Call the adapter; of coefficients that are not finite blame the first layer's."""
         device = layer.output.device
         with torch.inference_mode(False), torch.no_grad(), full_precision(device):
             linear = linearize(layer.mixer, layer.call, running=running)
@@ -145,7 +141,7 @@ class Trace:
             return linear
 
     def forget(self) -> None:
-        """Let go of the linear mixer that is kept, where memory is needed for something else."""
+        """Drop the cached linear mixer, to free its memory."""
         self._last = None
 
     def _blame_first(self, layer: Layer) -> None:
@@ -157,17 +153,17 @@ class Trace:
     def mask(self) -> Tensor | None:
         """True for real tokens (B, L), or None if none is padding.
 
-        Not every family of mixers is told; the last layer of each is asked, the latest first.  What
-        came to a mixer is all that can tell it, so that one which received the sequence alone is
-        not linearised: that takes memory while the run's graph still takes the most.  One whose
-        output is not finite is, for the error that says where this began.  Layers of other tokens
-        than the last one's, such as those of a tower of images, are not asked.
+        Not every family of mixers gets a mask: the last layer of each family is read, the latest
+        first.  A mixer that received the sequence alone has none, and is not linearised, which
+        would take memory while the run's graph takes most of it; but it is if its output is not
+        finite, for the error that names the first such layer.  Layers of other tokens than the last
+        one's, such as an image tower's, do not count.
         """
-        asked, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
+        read, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
         for layer in reversed(self.layers):
-            if layer.architecture in asked:
+            if layer.architecture in read:
                 continue
-            asked.add(layer.architecture)
+            read.add(layer.architecture)
             finite = all_finite(layer.output)
             if (_received_more(layer.call) or not finite) and layer.linear.mask is not None:
                 mask = layer.linear.mask
@@ -177,7 +173,7 @@ class Trace:
 
 
 def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
-    """The linear mixer of a layer, whose trace may be gone."""
+    """Build the linear mixer of a layer, whose trace may be gone."""
     record = trace()
     if record is None:
         record = Trace(0 if is_of_the_run else None)
@@ -186,12 +182,12 @@ def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) ->
 
 
 def _errors(layer: Layer, linear: LinearMixer) -> Errors:
-    """How far the operator is from its module, beyond what rounding explains."""
+    """Return the errors of an operator's output; 0 if rounding explains them."""
     real = layer.call.output_tensor.detach()
     with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
-        # noted truths hold the output, by whose size errors are, to be finite
-        if not are_noted(real) and not all_finite(real):  # it is what will be refused
+        # where checks are read later, one of them is that the output is finite
+        if not are_noted(real) and not all_finite(real):  # the output will be refused itself
             return Errors(0.0, 0.0)
         errors = combined_errors(linear, ordered)
         if accepted(errors.strict, layer.tolerance) or linear.map is not None:
@@ -230,11 +226,11 @@ def trace(
             outputs can be taken, or ``"all"`` from the first block on, so that those with respect
             to block inputs can be, too. With gradient checkpointing, take the gradients inside the
             ``with``. Default: ``"none"``.
-        operators: whether operators are made where the mixers return, of the mixers as they are in
-            that moment; else when they are asked for. Default: True.
-        verify: hold every operator to what its module returned when it is made;
-            :meth:`Layer.verify` raises for those that are not it. Default: False.
-        watchers: others who look on at the run. Default: nobody.
+        operators: whether operators are made directly after the mixers return; else when they are
+            read. Default: True.
+        verify: compare every operator with its module's output when it is made;
+            :meth:`Layer.verify` raises for those that are off. Default: False.
+        watchers: further watchers of the run. Default: none.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -316,7 +312,7 @@ def require_real_tokens(mask: Tensor | None) -> None:
 
 
 def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
-    """The error for a forward run that called no mixer."""
+    """Return the error for a forward run that called no mixer."""
     names = ", ".join(mixer.name for mixer in mixers)
     return NoMixerError(
         f"The model has mixers ({names}) but the forward run called none of them. Does "
@@ -329,7 +325,7 @@ class Recorder(Watcher):
 
     def __init__(self, record: Trace, graph: Graph, last: Mixer) -> None:
         self.record, self.graph, self.last = record, graph, last
-        #: What entered blocks and begins a graph.
+        #: Sequences entering blocks, at which a graph begins.
         self._begun: dict[nn.Module, Tensor] = {}
         self._pending: list[Layer] = []
 
@@ -338,6 +334,7 @@ class Recorder(Watcher):
         return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        """With ``graph="all"``, let the sequence entering a block join the graph."""
         if not is_block or self.graph != "all":
             return None
         self._begun.pop(module, None)
@@ -347,6 +344,7 @@ class Recorder(Watcher):
         return given
 
     def returned(self, mixer: Mixer, call: Call) -> None:
+        """Record the call as a layer."""
         record, block = self.record, call.block
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=output)
@@ -358,13 +356,14 @@ class Recorder(Watcher):
         self._pending.append(layer)
 
     def left(self, mixer: Mixer, output: Any) -> Any:
+        """Record the output behind hooks; it joins the graph if one is kept."""
         layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
         if graph == "tail" and is_last:
             torch.set_grad_enabled(True)  # undone when the trace ends
         joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
         if joins:
-            # what computed the first output is let go of
+            # the graph before the first output is dropped
             swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
             output, _ = swap_first(output, swap)
         kept = in_batch(first_tensor(output)) if joins else left.detach()
@@ -373,7 +372,7 @@ class Recorder(Watcher):
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; a fixed guess where the system does not tell."""
+    """Return the bytes that are free on a device; a fixed guess if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu" and _MEMINFO.exists():
@@ -384,8 +383,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """Bytes that tensors keep from being freed, memory that several share counted once."""
-    # a quantised weight's own memory may lie in parts that it alone knows
+    """Return the bytes that tensors keep from being freed, shared memory counted once."""
+    # a quantized weight's memory may lie in parts that it alone knows
     kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
     storages = (tensor.untyped_storage() for tensor in tensors)
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}

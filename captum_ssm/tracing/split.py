@@ -67,9 +67,9 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     gathered = functools.cache(_gathered)  # a weight that modules share once
     with ExitStack() as stack:
         for module in filter(is_split, modules):
-            own, weights = vars(module), module._parameters
+            attributes, weights = vars(module), module._parameters
             stack.callback(weights.update, dict(weights))
-            stack.callback(own.update, forward=own.pop("forward"))
+            stack.callback(attributes.update, forward=attributes.pop("forward"))
             weights.update({name: gathered(weight) for name, weight in weights.items()})
         yield
 
@@ -77,12 +77,12 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
 def least(number: int, modules: Iterable[nn.Module]) -> int:
     """Return the smallest of the processes' numbers; the number itself of an unsplit model.
 
-    What depends on each process's free memory would differ between them, and so would the calls in
-    which they exchange weights.
+    Decisions by each process's free memory would differ, and so would the calls in which the
+    processes exchange weights.
 
     Args:
-        number: of this process.
-        modules: of the model.
+        number: the number of this process.
+        modules: the modules of the model.
     """
     part: Any = next((x for m in filter(is_split, modules) for x in _parts(m)), None)
     if part is None:
@@ -94,14 +94,14 @@ def least(number: int, modules: Iterable[nn.Module]) -> int:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    """The weights of a module itself of which each process has a part."""
+    """Return the weights of a module itself of which each process has a part."""
     weights: Any = module._parameters.values()
     return [x for x in weights if not all(p.is_replicate() for p in getattr(x, "placements", ()))]
 
 
 @torch.no_grad()
 def _gathered(weight: Any) -> Any:
-    """All of a weight; one that is no DTensor is returned itself."""
+    """Return all of a weight that is a DTensor; any other weight as it is."""
     if not hasattr(weight, "full_tensor"):
         return weight
     return nn.Parameter(weight.full_tensor(), weight.requires_grad)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .way import AffineStep, Way, along
 
-#: So many tokens tell which tensors may be alike.
+#: Number of tokens by which likely relations of tensors are found.
 _SAMPLE = 16
-#: What modules raise at inputs that they do not take.
+#: Exceptions of modules at inputs that they do not take.
 _OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -24,11 +24,9 @@ class Branch(NamedTuple):
 
 
 def rounding_of(x: Tensor, times: int = 1) -> Tensor:
-    """The largest difference that is rounding; models in float64 have parts in float32.
+    """Return the largest difference that is rounding; models in float64 have parts in float32.
 
-    Args:
-        x: the tensor.
-        times: so many times more is rounding in norms and products, but of half numbers.
+    ``times`` as much, such as for norms and products, but of half-precision numbers.
     """
     units = 64 * times if x.dtype.itemsize > 2 else 4
     return units * _eps(x) * x.abs().max()
@@ -39,11 +37,11 @@ def _eps(x: Tensor) -> float:
 
 
 def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
-    """Steps to a tensor that changes by a number, or one per feature, times a branch's change.
+    """Return steps to ``x``, whose change is a number, or one per feature, times a branch's change.
 
     Args:
-        branches: what an output became, the latest last.
-        change: of the tensor, at the tokens with noise.
+        branches: the tensors that an output became, the latest last.
+        change: change of ``x`` at the tokens with noise.
         x: the tensor.
     """
     if not change.numel():
@@ -51,37 +49,37 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
     limit = torch.maximum(rounding_of(x), rounding_of(change)) / (4 if x.dtype.itemsize > 2 else 1)
     if not bool(change.abs().max() > 8 * limit):
         return None
-    for steps, own in reversed(branches):
-        if own.shape != change.shape:
+    for steps, of_branch in reversed(branches):
+        if of_branch.shape != change.shape:
             continue
-        own = own.to(change)
-        scale = (own * change).sum() / own.square().sum()
+        of_branch = of_branch.to(change)
+        scale = (of_branch * change).sum() / of_branch.square().sum()
         scale = torch.where((scale - 1).abs() <= max(1e-5, _eps(x)), 1, scale)
-        gain = (own * change).sum(0) / own.square().sum(0)
-        off = [(change - factor * own).abs().max() for factor in (scale, gain)]
+        gain = (of_branch * change).sum(0) / of_branch.square().sum(0)
+        off = [(change - factor * of_branch).abs().max() for factor in (scale, gain)]
         number, by_number, by_feature, limited = torch.stack([scale, *off, limit]).tolist()
         if by_number <= limited:
             return [*steps, *([] if number == 1 else [AffineStep(number)])]
-        if len(own) > 1 and by_feature <= limited:
+        if len(of_branch) > 1 and by_feature <= limited:
             return [*steps, AffineStep(gain)]
     return _sum_of(branches, change, limit)
 
 
 def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | None:
-    """The step to a sum of branches that are linear, such as a projection and its adapter."""
+    """Return the step to a weighted sum of branches, such as a projection and its adapter."""
     some = [branch for branch in branches if branch.change.shape == change.shape]
     if len(some) < 2:
         return None
-    owns = torch.stack([branch.change.flatten() for branch in some], 1).to(change).double()
+    changes = torch.stack([branch.change.flatten() for branch in some], 1).to(change).double()
     flat = change.flatten()[:, None].double()
-    weights = torch.linalg.lstsq(owns, flat).solution
-    if not bool((owns @ weights - flat).abs().max() <= limit):
+    weights = torch.linalg.lstsq(changes, flat).solution
+    if not bool((changes @ weights - flat).abs().max() <= limit):
         return None
     return summed([branch.steps for branch in some], weights.flatten().tolist())
 
 
 def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
-    """A weighted sum of ways that are linear behind the steps that all of them begin with."""
+    """Return a weighted sum of ways: their shared first steps and one step; None if not linear."""
     shared = 0
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1
@@ -101,43 +99,34 @@ def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
 
 
 def change_at(now: Tensor, before: Tensor, at: Tensor) -> Tensor:
-    """The change of a tensor at some places of tokens, as exact as half numbers allow."""
+    """Return the change of a tensor at some tokens, in float32 at least."""
     exact = torch.promote_types(before.dtype, torch.float32)
     return rows_at(now, at).to(exact) - rows_at(before, at).to(exact)
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """The tokens at some places.
-
-    Args:
-        x: (B, L, ...).
-        at: the places among all B * L.
-    """
+    """Return the tokens of ``x`` (B, L, ...) at places ``at`` among all B * L."""
     return x.flatten(0, 1).index_select(0, at.to(x.device))
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding.
-
-    Args:
-        x, y: the tensors.
-    """
+    """Whether two tensors are equal but for rounding."""
     return x.shape == y.shape and bool((x - y.to(x)).abs().max() <= rounding_of(x))
 
 
 def likely(
     rest: Tensor, before: Sequence[Tensor], left: Sequence[Tensor]
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """How some tokens of a tensor may come from others; a device is asked once for all of them.
+    """Find likely relations of a tensor to others, by a few tokens; a device is asked once.
 
     Args:
         rest: the tensor (B, L, E).
         before, left: others of its shape.
 
     Returns:
-        Of each likeness its kind, a tensor before, and the other: ``"scaled"``, one before times a
-        number; ``"shifted"``, one and a constant; ``"sum"``, two of them; ``"part"``, one and one
-        that was left.
+        For each relation its kind, a tensor before, and another: ``"scaled"``, one before times a
+        number; ``"shifted"``, one before and a constant; ``"sum"``, two before; ``"part"``, one
+        before and one of ``left``.
     """
     if not before:
         return []
@@ -169,13 +158,13 @@ def likely(
 
 
 def is_constant(rest: Tensor, x: Tensor) -> bool:
-    """Whether nothing but a constant is left of a tensor."""
+    """Whether ``rest`` is the same at all tokens but for rounding, of numbers as large as ``x``."""
     first = rest[:1, :1] if rest.shape[:2].numel() > 1 else 0
     return bool((rest - first).abs().max() <= rounding_of(x))
 
 
 def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
-    """What a module did (B, L, E) as an affine map, or as a norm with frozen statistics."""
+    """Return a module's call on ``x`` (B, L, E) as an affine map, or as a frozen norm, or None."""
     width = x.shape[-1]
     try:
         bias = module(torch.zeros_like(x[:1, :1]))
@@ -190,19 +179,19 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
 
 
 def _quotient(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """The factors by which ``y`` is closest to ``x`` along a dimension."""
+    """Return the factors by which ``y`` is closest to ``x`` along a dimension."""
     return (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True).clamp_min(1e-300)
 
 
 def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
-    """Steps from ``x`` (B, L, E) to a norm of it, its statistics frozen; None if it is none."""
+    """Return steps from ``x`` (B, L, E) to a norm of it, statistics frozen; None if it is none."""
     if x.shape[:2].numel() < 2 or not out.any():  # one token, or zeros, are a norm of anything
         return None
     shift = 0.0 if bias is None else bias
     for is_centered in (False, True):
         inner = x - x.mean(-1, keepdim=True) if is_centered else x
         c, d = inner.double().flatten(0, 1), (out - shift).double().flatten(0, 1)
-        most = c.abs().amin(-1).argmax()  # the token that tells the gain of every feature
+        most = c.abs().amin(-1).argmax()  # the token whose smallest feature is the largest
         gain = d[most] / c[most].where(c[most] != 0, 1)
         for _ in range(3):  # of rank one: the statistics' size times the gain
             size = _quotient(d, c * gain, -1)

@@ -1,9 +1,9 @@
-"""Whether an operator is the module that it stands for.
+"""Checks that an operator computes its module's output.
 
-All tokens are compared at once, added up with random signs (Freivalds 1979): for these combinations
-one adjoint of the operator does, and an error at any token, however few there are, is an error of
-them.  Rounding errors of many tokens cancel in such sums as far as they may, so that less is
-accepted of them than of single numbers, which are compared where the whole output is there anyway.
+Sums of all tokens with random signs are compared (Freivalds 1979): they cost one adjoint of the
+operator, and an error at any token is an error of the sums.  Rounding errors of many tokens partly
+cancel in them, so that less is accepted than of single numbers.  These are compared if the whole
+output is computed anyway.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 
 
 def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
-    """The largest error accepted of an operator, by what the module can have computed in.
+    """Return the largest error accepted of an operator, by the module's precision.
 
     Args:
-        output: what the module returned, (B, L, E); to be asked within the autocast it ran under.
-        module: the module, whose parameters may be less precise than what it returns. Default:
-            None.
+        output: the module's output (B, L, E); call it within the autocast that the module ran in.
+        module: the module, whose parameters may be less precise than its output. Default: None.
     """
     parameters = () if module is None else module.parameters()
     dtypes = {output.dtype, *(x.dtype for x in parameters if x.is_floating_point())}
@@ -68,21 +67,21 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
 
 
 def relative_error(rebuilt: Tensor, real: Tensor) -> float:
-    """max|a - b| / max|b| of what an operator returns against what its module returned."""
+    """Return max|a - b| / max|b|, a an operator's output and b its module's."""
     return float(_largest(rebuilt - real.to(rebuilt), real))
 
 
-#: A number, or what a device has found that was not read yet, of which the largest counts.
+#: A number, or numbers on a device that were not read yet, of which the largest counts.
 Error: TypeAlias = float | tuple[Ratio, ...]
 
 
 class Errors(NamedTuple):
-    """How far an operator is from its module, per largest number that this returned.
+    """Errors of an operator's output, relative to the largest number of its module's output.
 
     Attributes:
-        numbers: the largest of single numbers; 0 where none was compared.
-        sums: the largest of sums over all tokens with random signs, per square root of their
-            number.
+        numbers: largest error of single numbers; 0 if none was compared.
+        sums: largest error of sums over all tokens with random signs, divided by the square root
+            of the number of tokens.
 
     Example:
         >>> from captum_ssm.tracing.verification import Errors
@@ -95,7 +94,7 @@ class Errors(NamedTuple):
 
     @property
     def strict(self) -> Error:
-        """The larger of both, less being accepted of sums."""
+        """The larger of both; sums count several times, since less of them is accepted."""
         sums, numbers = self.sums, self.numbers
         if isinstance(sums, tuple):
             stricter = (x._replace(factor=_STRICTER * x.factor) for x in sums)
@@ -105,14 +104,14 @@ class Errors(NamedTuple):
 
 
 def accepted(error: Error, limit: float) -> bool:
-    """Whether an error is no larger than a limit, or is taken to be."""
+    """Whether an error is no larger than a limit; on a device that is assumed, and read later."""
     if isinstance(error, tuple):
         return all(each.at_most(limit) for each in error)
     return error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
-    """The errors of a whole output."""
+    """Return the errors of a whole output."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
@@ -123,15 +122,15 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
-    """The errors of sums alone, for which the operator is not applied.
+    """Return the errors of sums alone, by one adjoint and without applying the operator.
 
     Args:
         linear: the mixer.
-        real: what the module returned, (B, L, E), by the operator's tokens.
+        real: the module's output (B, L, E), by the operator's tokens.
     """
     operator = linear.operator
-    own = all(leaf.per_channel() is leaf for leaf in operator.leaves())
-    if linear.end_to_end or not own:  # or a token's channels are not its own
+    by_channel = all(leaf.per_channel() is leaf for leaf in operator.leaves())
+    if linear.end_to_end or not by_channel:
         return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
     signs = _signs(1, batch, tokens, linear.values)[0]
@@ -149,22 +148,21 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
-    """How far sums over the tokens of an output (B, L, E) are off, at the size of its numbers."""
+    """Return the error of sums over tokens, relative to the output's (B, L, E) largest number."""
     return float(_largest(differences, real) / math.sqrt(real.shape[1]))
 
 
 def _ratios(
     real: Tensor, differences: Tensor | None, sums: Tensor
 ) -> tuple[tuple[Ratio, ...], tuple[Ratio, ...]]:
-    """What is off per largest number, where that is read later: of numbers, and of their sums.
+    """Return errors of numbers and of sums that are read later, as ratios on the device.
 
     Args:
-        real: what the module returned (B, L, E), which is held to be finite.
-        differences: of numbers; None if none was compared.
-        sums: of their sums.
+        real: the module's output (B, L, E), which is checked to be finite.
+        differences: differences of numbers; None if none was compared.
+        sums: differences of sums.
     """
-    given = [real, sums] if differences is None else [real, sums, differences]
-    size, of_sums, *of_numbers = largest(given)
+    size, of_sums, *of_numbers = largest([x for x in (real, sums, differences) if x is not None])
     at_most(size, torch.finfo(size.dtype).max)
     root = math.sqrt(real.shape[1])
     numbers = tuple(Ratio(number, size) for number in of_numbers)
@@ -172,20 +170,20 @@ def _ratios(
 
 
 def _largest(differences: Tensor, real: Tensor) -> Tensor:
-    """The largest difference per largest number."""
+    """Return the largest difference divided by the largest number."""
     size = _size(real).to(differences).clamp_min(torch.finfo(real.dtype).tiny)
     return _size(differences) / size
 
 
 def _size(x: Tensor) -> Tensor:
-    """The largest entry, on a device in one launch."""
+    """Return the largest absolute value, on a device in one launch."""
     return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
 
 
 def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
-    """1 or -1 for each token, by a hash of its place, once in a call.
+    """Return 1 or -1 for each token, (draws, B, L), by a hash of its place, kept within a call.
 
-    No random numbers of anybody else are touched, and nothing is brought to the device.
+    No random generator is touched, and nothing is copied to the device.
     """
 
     def hashed() -> Tensor:
@@ -198,14 +196,14 @@ def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
-    """Sum over tokens of row times what the operator makes of values, by channel, (B, H, P)."""
-    alike: list[tuple[Tensor, Tensor]] = []  # offsets common to all tokens, and the sum of the row
+    """Sum row times the operator's output over tokens, by one adjoint, (B, H, P)."""
+    alike: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
     others: list[Tensor] = []
 
     def back(part: Operator, row: Tensor) -> Tensor:
-        """The adjoint.  Offsets meet the row where they are, and are sent through nothing."""
+        """Apply the adjoint of a part, and collect the row's products with the part's offsets."""
         if isinstance(part, Chain):
-            for each in part.parts:  # the last one acting first
+            for each in part.parts:  # the last one acts first
                 row = back(each, row)
             return row
         if isinstance(part, Sum) and any(isinstance(each, Chain) for each in part.parts):
@@ -224,14 +222,15 @@ def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
 
 
 def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Linearizer) -> bool:
-    """Whether an operator is about as near as its module to what the module returns in float64.
+    """Whether rounding explains an operator's error: the module's own error is about as large.
 
-    It must be sound as well: in float64, or as it is, it returns that itself.
+    Both are compared with the module's output in float64.  The operator must also be right: in
+    float64, or as it is, it reproduces that output.
 
     Args:
         mixer, call: the mixer and its call.
-        rebuilt: what the operator returned, (B, L, E).
-        linearize: makes the operator in float64, whose rounding tells that of the other.
+        rebuilt: the operator's output (B, L, E).
+        linearize: makes the operator of a call, here in float64.
     """
     if rebuilt.device.type in WITHOUT_DOUBLE:
         return False
@@ -242,14 +241,15 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
 
     def both(module: nn.Module) -> tuple[Tensor, Tensor]:
-        with torch._C._EnableTorchFunction(), _Widened():  # also where functions go unseen
+        """Return the outputs of module and operator in float64."""
+        with torch._C._EnableTorchFunction(), _Widened():  # also where functions are out of sight
             output = module.forward(*wide.args, **wide.kwargs)
-        again = replace(wide, output=output)
-        return again.output_tensor, linearize(mixer, again).output()
+        wide_call = replace(wide, output=output)
+        return wide_call.output_tensor, linearize(mixer, wide_call).output()
 
     try:
         truth, exact = torch.func.functional_call(_Inside(mixer.module), parameters, (both,))
-    except (RuntimeError, TypeError, NotImplementedError):  # what computes in one dtype alone
+    except (RuntimeError, TypeError, NotImplementedError):  # a module of a single dtype
         return False
     if truth.dtype != torch.float64:
         return False
@@ -259,7 +259,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
 
 
 class _Widened(TorchFunctionMode):
-    """Reads float32 as float64: many modules compute parts of themselves in it, whatever theirs."""
+    """Reads float32 as float64: many modules compute parts in float32, whatever their dtype."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -276,12 +276,12 @@ def _wide(value: Any) -> Any:
 
 #: Makes a mixer's operator of one of its calls.
 Linearizer = Callable[[Mixer, Call], LinearMixer]
-#: Largest error in float64: what a module is given, such as rotations, may be in float32.
+#: Largest error in float64: arguments of a module, such as rotations, may be in float32.
 _ROUNDED = 2e-6
 
 
 class _Inside(nn.Module):
-    """Hands a module to a function, under whatever parameters it is given."""
+    """Calls a function of a module, so that ``functional_call`` replaces its parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
 
 
 def require_as_it_was(name: str, error: Error, limit: float) -> None:
-    """Raise unless an operator that is made after the run is that of the run."""
+    """Raise unless an operator that is made after the run equals the one of the run."""
     if not accepted(error, limit):
         raise ReconstructionError(
             f"Layer {name!r}: there was no memory to keep its operator, and made again after the "

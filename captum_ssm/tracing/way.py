@@ -27,11 +27,7 @@ class AffineStep(NamedTuple):
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Take a step.
-
-        Args:
-            x: (B, L, E).
-        """
+        """Apply the step to ``x`` (B, L, E)."""
         out = x * _at(self.factor, x)
         if self.matrix is not None:
             out = out @ self.matrix.to(out)
@@ -53,17 +49,13 @@ class AffineStep(NamedTuple):
         return not isinstance(self.factor, Tensor) or self.factor.numel() == self.factor.shape[-1]
 
     def back(self, direction: Tensor) -> Tensor:
-        """The adjoint, without the bias.
-
-        Args:
-            direction: (..., B, L, E').
-        """
+        """Apply the adjoint to ``direction`` (..., B, L, E'), without the bias."""
         if self.matrix is not None:
             direction = direction @ self.matrix.to(direction).T
         return direction * _at(self.factor, direction)
 
     def at(self, index: Tensor) -> AffineStep:
-        """The step at some tokens ``index`` (B, q), of vectors (B, q, s, E)."""
+        """Return the step at tokens ``index`` (B, q), to be applied to vectors (B, q, s, E)."""
         factor = self.factor
         if not isinstance(factor, Tensor) or factor.dim() < 3:
             return self
@@ -72,12 +64,12 @@ class AffineStep(NamedTuple):
         return self._replace(factor=factor[:, :, None])
 
 
-#: From what a mixer returned to what is added to the stream.
+#: The steps from a mixer's output to its summand in the stream.
 Way = Sequence[AffineStep]
 
 
 def along(way: Way, x: Tensor) -> Tensor:
-    """What a way leads to from ``x`` (B, L, E)."""
+    """Apply the steps of a way to ``x`` (B, L, E)."""
     for step in way:
         x = step(x)
     return x

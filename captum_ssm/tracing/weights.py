@@ -1,4 +1,4 @@
-"""Weights of a class of their own, such as quantised ones, that lack operations of tensors."""
+"""Weights of custom classes, such as quantized ones, that lack operations of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import CaptumSSMError, WeightsError
 
-#: What torch says where a class of tensors has no form of an operation.
+#: Torch's error for an operation that a class of tensors lacks.
 _NO_FORM = "all __torch_dispatch__ handlers returned NotImplemented"
 
 
@@ -49,13 +49,13 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
 
 
 def _lacking(error: BaseException) -> str | None:
-    """What a class of tensors says it lacks, also through an adapter's error; None for others."""
+    """Return the message of an error about a lacking operation, or behind an adapter's; or None."""
     cause = error.__cause__ if isinstance(error, CaptumSSMError) else error
     if isinstance(cause, NotImplementedError) or (
         isinstance(cause, TypeError) and _NO_FORM in str(cause)
     ):
-        said = str(cause).strip() or "NotImplementedError"
-        return said.splitlines()[0].rstrip(".:")
+        message = str(cause).strip() or "NotImplementedError"
+        return message.splitlines()[0].rstrip(".:")
     return None
 
 

@@ -1,6 +1,7 @@
-"""Checks of options, one function for each kind; what passes is returned as plain Python has it.
+"""Checks of options, one function for each kind, which returns the option as a Python value.
 
-Integers of numpy and torch are integers; a bool is none, and an integer is no bool.
+:func:`flags` and :func:`no_repeats` check several at once, and return nothing.  Integers of numpy
+and torch are integers; a bool is none, and an integer is no bool.
 """
 
 from __future__ import annotations
@@ -34,21 +35,15 @@ PRESETS: dict[str, frozenset[str]] = {
 }
 
 
-def flags(**given: Any) -> None:
+def flags(**options: Any) -> None:
     """Raise unless all options are True or False."""
-    for name, value in given.items():
+    for name, value in options.items():
         if not isinstance(value, bool | np.bool_):
             raise OptionError(f"{name}={value!r} must be True or False.")
 
 
 def integer(name: str, value: Any, example: int = 0) -> int:
-    """An option that is an integer.
-
-    Args:
-        name: the option.
-        value: what the user passed for it.
-        example: a value that an error suggests. Default: 0.
-    """
+    """Read an option that is an integer; an error suggests ``example``."""
     found = as_integer(value)
     if found is None:
         raise OptionError(f"{name}={value!r} must be an integer, for example {name}={example}.")
@@ -56,7 +51,7 @@ def integer(name: str, value: Any, example: int = 0) -> int:
 
 
 def count(name: str, value: Any) -> int | None:
-    """An option that is an integer from 1 on, or None."""
+    """Read an option that is an integer from 1 on, or None."""
     if value is None:
         return None
     found = integer(name, value, example=1)
@@ -66,12 +61,11 @@ def count(name: str, value: Any) -> int | None:
 
 
 def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
-    """An option that lists integers: a list, a tuple, a range, a tensor (n,) or an array (n,).
+    """Read an option that lists integers: a list, tuple, range, tensor (n,) or array (n,).
 
     Args:
-        name: the option.
-        value: what the user passed for it.
-        meant: what the integers are called, such as ``"heads"``.
+        name, value: the option's name and value.
+        meant: a word for the integers, such as ``"heads"``.
     """
     entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     if isinstance(entries, str) or not isinstance(entries, Iterable):
@@ -88,7 +82,7 @@ def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
 
 
 def no_repeats(name: str, numbers: Iterable[int]) -> None:
-    """Raise if a number is there twice, for it would count twice."""
+    """Raise if a number occurs twice."""
     seen = set[int]()
     for number in numbers:
         if number in seen:
@@ -97,7 +91,7 @@ def no_repeats(name: str, numbers: Iterable[int]) -> None:
 
 
 def tolerance(name: str, value: Any) -> bool | float:
-    """An option such as ``verify``: True, False, or a tolerance."""
+    """Read an option such as ``verify``: True, False, or a tolerance."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     found = as_number(value)
@@ -110,7 +104,7 @@ def tolerance(name: str, value: Any) -> bool | float:
 
 
 def ratio(name: str, value: Any) -> float:
-    """An option that is a number from 0 on and below 1."""
+    """Read an option that is a number from 0 on and below 1."""
     found = as_number(value)
     if found is None or not 0 <= found < 1:
         raise OptionError(f"{name}={value!r} must be a number, at least 0 and below 1.")
@@ -118,7 +112,7 @@ def ratio(name: str, value: Any) -> float:
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
-    """An option that is one of a few values, all names or all integers."""
+    """Read an option that is one of a few values, all names or all integers."""
     plain = as_integer(value) if not isinstance(value, str) else value
     if plain is None or plain not in accepted:
         raise OptionError(
@@ -128,7 +122,7 @@ def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
 
 
 def parse_components(components: str | Collection[str]) -> frozenset[str]:
-    """The set of components a user's choice names.
+    """Read the option ``components`` as a set of names.
 
     Args:
         components: a preset (``"s6"``, ``"unified"``, ``"exact"``), a preset without some parts
@@ -156,7 +150,7 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
 
 
 def reduction(reduce: Any) -> Reduce:
-    """The option ``reduce``; a function of the user's own is held to what it must return."""
+    """Read the option ``reduce``; a custom function is wrapped, to check what it returns."""
     check_reduce(reduce)
     if reduce is None or isinstance(reduce, str):
         return reduce
@@ -190,7 +184,7 @@ def _no_reduction(reduce: Any, what: str) -> OptionError:
 
 
 def as_integer(value: Any) -> int | None:
-    """A value as an int; None for what is no integer, such as a bool."""
+    """Return a value as an int; None for other values, such as a bool."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return None
     try:
@@ -201,7 +195,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A value as a finite float; None for what is no number, such as a bool or NaN."""
+    """Return a value as a finite float; None for other values, such as a bool or NaN."""
     one = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
     plain = value.item() if one else value
     if isinstance(plain, bool) or not isinstance(plain, Real):
@@ -210,9 +204,10 @@ def as_number(value: Any) -> float | None:
 
 
 def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
-    """A decorator that lets a wrapper pass for the function itself.
+    """Return a decorator that gives a wrapper the function's name, signature and docstring.
 
-    Captum's tools call what its logging decorator wraps, and nothing is to be beneath that.
+    It has no ``__wrapped__``: Captum's tools call the function that its logging decorator wraps,
+    and would go on to call the function that this one wraps.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

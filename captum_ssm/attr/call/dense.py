@@ -14,7 +14,7 @@ from .targets import logits_of
 
 
 def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tensor]:
-    """A ``forward_func`` that returns the mean of each class's logits over some pixels.
+    """Return a ``forward_func`` that gives the mean of each class's logits over some pixels.
 
     Its output is that of a classifier, (B, K), so that a target is a class.  A single pixel needs
     no such function: it is the target (class, row, column) of the model itself.
@@ -27,7 +27,7 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
             to it; a class without any has the mean 0.
 
     Returns:
-        A function of what ``model`` takes.
+        A function of the arguments of ``model``.
 
     Raises:
         InputError: when the mask holds something else than booleans, marks no pixel, or, once it
@@ -83,13 +83,13 @@ def _checked(mask: Any) -> Tensor:
 
 
 def _of_class(logits: Tensor) -> Tensor:
-    """For each class the pixels at which its logit is the largest, (B, K, H, W)."""
+    """Return for each class the pixels at which its logit is the largest, (B, K, H, W)."""
     largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])
     return largest.movedim(-1, 1).to(logits.dtype)
 
 
 def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
-    """The mask, broadcastable to the logits (B, K, H, W)."""
+    """Return the mask, broadcastable to the logits (B, K, H, W); raise if it does not fit."""
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
         raise InputError(
@@ -97,5 +97,5 @@ def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
             f"{sizes} pixels: pass {sizes} or {(batch, *sizes)}. With internal_batch_size, one "
             "mask must be meant for all."
         )
-    ahead = mask if mask.dim() == logits.dim() - 1 else mask[None]
-    return ahead[:, None].to(logits)
+    batched = mask if mask.dim() == logits.dim() - 1 else mask[None]
+    return batched[:, None].to(logits)

@@ -26,8 +26,8 @@ class Kept:
     """The positions at which a head runs.
 
     Attributes:
-        positions: they, in increasing order.
-        tokens: how many there are in the sequence, L.
+        positions: the positions, in increasing order.
+        tokens: how many tokens the sequence has, L.
     """
 
     positions: tuple[int, ...]
@@ -35,7 +35,7 @@ class Kept:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the model is told."""
+        """The model's argument, by name, that makes its head run there."""
         count = len(self.positions)
         are_last = self.positions[0] == self.tokens - count
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
@@ -45,14 +45,14 @@ class Kept:
         return output.dim() == 3 and output.shape[1] == len(self.positions)
 
     def whole(self, output: Tensor) -> Tensor:
-        """What has the shape of the logits of all positions (B, L, V), and no more of them."""
+        """Return zeros in the shape of the logits of all positions (B, L, V), without memory."""
         return output.new_zeros(()).expand(len(output), self.tokens, output.shape[-1])
 
     def among(self, output: Tensor, target: Any, contrast: Any) -> tuple[Any, Any]:
-        """The target and the contrast as entries of the output, one for each example.
+        """Return target and contrast as entries of the output, one for each example.
 
         Args:
-            output: what the model returned, (B, K, V).
+            output: logits at the kept positions, (B, K, V).
             target, contrast: see :func:`~captum_ssm.attr.call.targets.contrasted`.
         """
         whole = self.whole(output)
@@ -61,6 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
+        """Return a target's indices as entries of the kept positions."""
         if index is None:
             return None
         if isinstance(target, Total):
@@ -76,19 +77,20 @@ def kept_positions(
     questions: Iterable[Against],
     read: Sequence[nn.Module] = (),
 ) -> Kept | None:
-    """The positions at which a run's head is needed; None where it runs at all.
+    """Return the positions at which a run's head is needed; None if it has to run at all.
 
-    The head of 50,000 words takes as much memory as many layers.  That of transformers' own
-    language models can be told where to run, and nothing else in them depends on where it does.
+    A head of 50,000 words takes as much memory as many layers.  Language models of transformers
+    have an argument for the positions of their head, and nothing else depends on it.
 
     Args:
-        forward_func: what runs the model.
+        forward_func: function that runs the model.
         inputs: the one input.
         additional: further arguments of forward_func.
-        questions: what is asked of the output.
-        read: modules whose activations are asked for as well. Default: none.
+        questions: targets and contrasts.
+        read: modules whose activations are needed as well. Default: none.
     """
-    if inputs.dim() not in (2, 3) or not _can_be_told(forward_func, (inputs, *additional), read):
+    arguments = (inputs, *additional)
+    if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, read):
         return None
     batch, tokens = inputs.shape[:2]
     of_any = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)
@@ -101,7 +103,7 @@ def kept_positions(
         others = () if contrast is None or named else (contrast,)
         try:
             indices = [target_index(each, of_any) for each in (question.target, *others)]
-        except TargetError:  # which says more where the output is known
+        except TargetError:  # raised again with the output's shape, after the run
             return None
         for index in indices:
             if index is None:
@@ -110,12 +112,12 @@ def kept_positions(
     return Kept(tuple(sorted(found)), tokens) if 0 < len(found) < tokens else None
 
 
-def _can_be_told(
-    forward_func: Callable[..., Any], given: Sequence[Any], read: Sequence[nn.Module]
+def _head_can_be_limited(
+    forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
-    """Whether the model has a head that acts on each position by itself, and runs where it is told.
+    """Whether the model has a head that acts on each position, and an argument for the positions.
 
-    Hooks on what it returns may read any position, and so may who asks for its own activation.
+    Not if hooks on the head's output may read any position, or if its activation is in ``read``.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -131,7 +133,7 @@ def _can_be_told(
     if _ARGUMENT not in signature.parameters:
         return False
     try:
-        named = signature.bind(model, *given).arguments
+        named = signature.bind(model, *arguments).arguments
     except TypeError:
         return False
     if named.get(_ARGUMENT) is not None or named.get("labels") is not None:
@@ -145,6 +147,6 @@ def _can_be_told(
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether hooks, or another forward, may change what the module returns."""
+    """Whether hooks, or another forward, may change the module's output."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

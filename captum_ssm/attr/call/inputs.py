@@ -18,28 +18,28 @@ from ...tracing.hooks import hooked
 from . import checks
 from .targets import Against, Total
 
-#: What is accepted, for the end of an error's message.
+#: Accepted forms, for the end of an error's message.
 _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
 
-#: What a tokenizer or an image processor calls the one tensor, the preferred first.
+#: Names of the one tensor in the results of tokenizers and image processors, the preferred first.
 _KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 
-#: What torch says where an embedding is given what is no index, and an index that is none of its.
+#: Torch's errors for an embedding of floating numbers, and of an index outside the table.
 _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
 
-#: What a tokenizer returns beside the ids.
+#: Names of further tensors in a tokenizer's result.
 _BESIDE = ("attention_mask", "token_type_ids")
 
 
 def by_position(
     forward_func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put what a tokenizer returns where Captum has it: ids as inputs, the rest behind them.
+    """Move a tokenizer's results to Captum's places: ids to inputs, others to additional arguments.
 
     Args:
-        forward_func: the function that takes it.
+        forward_func: the function that takes them.
         args: arguments of ``attribute``.
         kwargs: its arguments by name, among them ``input_ids`` and ``attention_mask``.
 
@@ -57,20 +57,20 @@ def by_position(
     beside = {name: named.pop(name) for name in _BESIDE if named.get(name) is not None}
     if not beside:
         return args, {name: value for name, value in named.items() if name not in _BESIDE}
-    given = " and ".join(f"{name}=" for name in beside)
+    passed = " and ".join(f"{name}=" for name in beside)
     if len(args) > 2 or named.get("additional_forward_args") is not None:
-        raise InputError(f"{given} stands beside additional_forward_args. Pass one of them.")
+        raise InputError(f"{passed} stands beside additional_forward_args. Pass one of them.")
     function = runnable(forward_func)
-    own = function.forward if isinstance(function, nn.Module) else function
-    parameters = inspect.signature(own).parameters
+    called = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(called).parameters
     if isinstance(function, nn.Module) and not beside.keys() <= parameters.keys():
-        parameters = inspect.signature(_own_forward(function)).parameters
+        parameters = inspect.signature(_forward_of_base(function)).parameters
     behind = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
     names = [each.name for each in behind]
     if not beside.keys() <= set(names):
         raise InputError(
-            f"{given} is given, but {getattr(own, '__qualname__', own)} takes it by no name and "
-            "place. Pass it as additional_forward_args, in the order of its parameters."
+            f"{passed} is given, but {getattr(called, '__qualname__', called)} takes it by no name "
+            "and place. Pass it as additional_forward_args, in the order of its parameters."
         )
     last = max(names.index(name) for name in beside)
     named["additional_forward_args"] = tuple(
@@ -81,14 +81,14 @@ def by_position(
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Captum's additional_forward_args: None, one value or a tuple, as a tuple."""
+    """Return Captum's additional_forward_args, None, one value or a tuple, as a tuple."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
 
 
 def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
-    """The one input tensor, and whether it came in a tuple."""
+    """Check the one input tensor; return it, and whether it came in a tuple."""
     inputs = _of_unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
@@ -114,7 +114,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The one input with its examples in front, and further ones, such as a text's images."""
+    """Check the inputs; return the first, and further ones, such as a text's images."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for number, other in enumerate(inputs[1:], 1):
@@ -132,9 +132,9 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
 
 
 def _of_unpadded(value: Any) -> Any:
-    """The ids of what a tokenizer returned, where all else in it is what models take if left out.
+    """Return the ids of a tokenizer's result, if all else in it equals the models' defaults.
 
-    That is a mask that hides nothing, and types that are all 0.
+    The defaults are a mask that hides nothing, and types that are all 0.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
         return value
@@ -147,7 +147,7 @@ def _of_unpadded(value: Any) -> Any:
 
 
 def _in_place_of(value: Any) -> str:
-    """What to pass in place of what is no tensor."""
+    """Return advice on what to pass in place of a value that is no tensor."""
     if isinstance(value, Mapping):
         return _in_place_of_mapping(value)
     if isinstance(value, str):
@@ -169,7 +169,7 @@ def _in_place_of(value: Any) -> str:
 
 
 def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
-    """What a tokenizer returns: the ids by themselves, all else beside them."""
+    """Return advice for a tokenizer's result: pass the ids, and the mask as a further argument."""
     key = next((key for key in _KEYS if key in encoding), None)
     if key is None:
         return f"Pass one of its values, out of {list(encoding)}. Accepted are {_FORMS}."
@@ -181,7 +181,7 @@ def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
 
 
 def _check_ids(ids: Tensor, name: str) -> None:
-    """Raise for what is not floating and cannot be token ids."""
+    """Raise for a tensor that is not floating and cannot be token ids."""
     if ids.is_complex() or ids.is_quantized or ids.dtype == torch.bool:
         raise InputError(f"{name} is of dtype {ids.dtype}. Accepted are {_FORMS}.")
     if ids.dim() == 4:
@@ -199,7 +199,7 @@ def _check_ids(ids: Tensor, name: str) -> None:
 def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
     """Raise if an additional tensor with a dimension for tokens cannot belong to this batch.
 
-    Others may be anything, such as the target tokens that Captum's wrappers pass along, or images.
+    Other tensors may be anything, such as images, or target tokens that Captum's wrappers pass.
     """
     for i, value in enumerate(additional):
         of_tokens = isinstance(value, Tensor) and inputs.shape[1] in value.shape[1:]
@@ -216,7 +216,7 @@ def call_model(
     additional: tuple[Any, ...],
     named: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """What forward_func returns; embeddings reach models that expect token ids.
+    """Call forward_func and return its result; embeddings reach models that expect token ids.
 
     A module whose first parameter is ``input_ids`` receives floating inputs as ``inputs_embeds``
     if it has that parameter, else in place of its embedding layer's output.
@@ -232,15 +232,16 @@ def call_model(
 def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
+    """Call a module on embeddings (B, L, E), as its parameters allow."""
     try:
-        bound = inspect.signature(_own_forward(function)).bind(inputs, *additional, **named)
+        bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
         raise InputError(f"additional_forward_args do not fit the model: {error}.") from error
-    given = dict(bound.arguments)
-    if next(iter(given)) != "input_ids":
+    arguments = dict(bound.arguments)
+    if next(iter(arguments)) != "input_ids":
         return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
-        if given.get("inputs_embeds") is not None:
+        if arguments.get("inputs_embeds") is not None:
             raise InputError("inputs and additional_forward_args both hold embeddings.")
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
@@ -251,12 +252,16 @@ def _call_on_embeddings(
 
 
 def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | None:
-    """The embeddings (B, L, E) of ids (B, L); None if the model cannot read them in their place."""
+    """Return the embeddings (B, L, E) of ids (B, L), or None.
+
+    None if :func:`call_model` cannot pass embeddings in place of ids: it can to a module with an
+    embedding layer whose first parameter is ``input_ids``.
+    """
     function = runnable(forward_func)
     layer = getattr(function, "get_input_embeddings", lambda: None)()
     if not isinstance(function, nn.Module) or layer is None:
         return None
-    if next(iter(inspect.signature(_own_forward(function)).parameters)) != "input_ids":
+    if next(iter(inspect.signature(_forward_of_base(function)).parameters)) != "input_ids":
         return None
     with torch.no_grad(), _embeddable(ids):
         found: Tensor = layer(ids)
@@ -265,7 +270,7 @@ def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | Non
 
 @contextmanager
 def _embeddable(inputs: Tensor) -> Iterator[None]:
-    """Let what an embedding cannot look up be told of the inputs."""
+    """Turn torch's errors of an embedding into errors that name the inputs."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
@@ -289,14 +294,15 @@ def _embeddable(inputs: Tensor) -> Iterator[None]:
         raise
 
 
-def _own_forward(model: nn.Module) -> Callable[..., Any]:
-    """The forward that says which parameters there are: past a PEFT wrapper, that of its base."""
+def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
+    """Return the forward that names its parameters: of a PEFT wrapper the base model's."""
     base = getattr(model, "get_base_model", None)
     forward: Callable[..., Any] = model.forward if base is None else base().forward
     return forward
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return bound arguments by name, but for those of a ``*args``."""
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -309,7 +315,7 @@ def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 @contextmanager
 def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
-    """The model's first embedding layer returns ``embeddings`` instead of its own output."""
+    """Let the model's first embedding layer return ``embeddings`` inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
         raise InputError("inputs are floating, but the model takes input_ids and embeds nothing.")
@@ -318,18 +324,20 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
 
 
 class BatchPart:
-    """Takes the same examples out of everything that has one entry per example."""
+    """Takes the same examples out of every value that has one entry per example."""
 
     def __init__(self, part: slice, batch: int) -> None:
         self.part, self.batch = part, batch
 
     def __call__(self, value: Any) -> Any:
+        """Take the examples out of a tensor; return any other value as it is."""
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch:
             value = value[self.part]
             return value.clone() if value.is_inference() else value
         return value
 
     def target(self, target: Any) -> Any:
+        """Take the examples out of a target, in any of Captum's forms, or a contrast."""
         if isinstance(target, Against):
             return Against(self.target(target.target), self.target(target.contrast))
         if isinstance(target, Total):
@@ -341,7 +349,7 @@ class BatchPart:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Let an error that names an example of the part name it by its number in the batch."""
+        """Count examples from the first of the whole batch in errors inside the ``with``."""
         try:
             yield
         except PaddedExampleError as error:
@@ -349,7 +357,7 @@ class BatchPart:
 
 
 def batch_parts(batch: int, internal_batch_size: int | None) -> Iterator[BatchPart]:
-    """The parts of a batch, of at most ``internal_batch_size`` examples each; None: one part."""
+    """Yield the parts of a batch, of at most ``internal_batch_size`` examples; None: one part."""
     size = checks.count("internal_batch_size", internal_batch_size) or batch
     for start in range(0, batch, size):
         yield BatchPart(slice(0, batch) if size >= batch else slice(start, start + size), batch)

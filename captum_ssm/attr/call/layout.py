@@ -36,7 +36,7 @@ class PatchGrid:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note the grid of convolutions run inside the ``with`` until a mixer runs."""
+        """Record the grid of convolutions that run inside the ``with`` before a mixer."""
         reached = False
 
         def see_grid(module: nn.Module, args: Any, output: Any) -> None:
@@ -56,7 +56,7 @@ class PatchGrid:
             yield
 
     def sums(self, pixels: Tensor) -> Tensor:
-        """What each patch holds of (B, C, H, W) in all, (B, h, w)."""
+        """Sum numbers per pixel (B, C, H, W) over each patch, (B, h, w)."""
         if self.grid is None:
             raise InputError(
                 "per_token=True with images, but the model has no 2-D convolution before its first "
@@ -66,7 +66,7 @@ class PatchGrid:
 
 
 def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """What each patch of a grid (h, w) holds of (B, C, H, W) in all, (B, h, w)."""
+    """Sum numbers per pixel (B, C, H, W) over each patch of a grid (h, w), (B, h, w)."""
     out = pixels.sum(1)
     for dim, cells in zip((1, 2), grid, strict=True):
         size = out.shape[dim]
@@ -77,19 +77,19 @@ def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 class ImageProbe(PatchGrid):
-    """Finds which tokens are patches as well, and in which order.
+    """Finds the grid, and the tokens that are patches, by a run on another image.
 
-    Tokens that are not patches (cls, registers) are those that do not change when the image does.
+    Other tokens (cls, registers) do not change when the image does.
     """
 
     def patches(
         self, run: Callable[[Tensor], Any], images: Tensor, tokens: int
     ) -> tuple[Tensor, tuple[int, int]]:
-        """Indices of the patch tokens, row by row, and the grid (h, w).
+        """Return indices of the patch tokens, row by row, and the grid (h, w).
 
         Args:
             run: runs the model on other images of the same kind.
-            images: those that are explained.
+            images: the explained images (B, C, H, W).
             tokens: how many tokens the model makes of each.
         """
         if self.grid is None:
@@ -108,7 +108,7 @@ class ImageProbe(PatchGrid):
             first, second = self._stream(run, images[:1]), self._stream(run, other)
             changed = (first != second).flatten(2).any(-1)[0]
             found = changed.sum()
-            if holds(found == height * width):  # where they are, without asking a device
+            if holds(found == height * width):  # assumed on a GPU, to find indices without waiting
                 index = changed.int().argsort(descending=True, stable=True)[: height * width]
             else:
                 index = index[: int(found)]
@@ -121,7 +121,7 @@ class ImageProbe(PatchGrid):
         return index, self.grid
 
     def _stream(self, run: Callable[[Tensor], Any], image: Tensor) -> Tensor:
-        """The tokens entering the first block; the run ends there."""
+        """Return the tokens entering the first block; the run ends there."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = (*args, *kwargs.values())
@@ -151,12 +151,16 @@ class _Reached(BaseException):
 
 
 def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
-    """Relevance of tokens that a model read (B, L', ...), on those that it was given (B, L, ...).
+    """Move relevance of tokens that a model read to the tokens that it was given.
 
     Args:
-        relevance: of what was read, by token or by feature of it.
-        given: which token each is (B, L'), -1 for one that the model or forward_func added.
+        relevance: relevance of read tokens, or of their features, (B, L', ...).
+        given: place of each read token in the input (B, L'), -1 for one that the model or
+            forward_func added, whose relevance is dropped.
         tokens: L.
+
+    Returns:
+        Relevance (B, L, ...).
     """
     given = given.to(relevance.device).view(*given.shape, *(1,) * (relevance.dim() - 2))
     given = given.expand(relevance.shape)
@@ -166,7 +170,7 @@ def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
-    """(B, L) in the shape of ids (B, L) or of a sequence (B, L, F), uniformly over F."""
+    """Lay (B, L) out in the shape of ids (B, L), or uniformly over features (B, L, F)."""
     if inputs.dim() == 2 or per_token:
         return relevance
     if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
@@ -179,7 +183,7 @@ def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> 
 
 
 def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
-    """(B, h, w) as (B, C, H, W): bilinear, the same for every colour channel."""
+    """Interpolate (B, h, w) to (B, C, H, W), bilinear, the same for every color channel."""
     size = images.shape[-2:]
     pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
     return pixels.expand(-1, images.shape[1], -1, -1)
@@ -201,14 +205,13 @@ class TokenLayout:
         token_map: TokenMap | None,
         run: Callable[[Tensor], Any],
     ) -> list[Tensor]:
-        """Rows (B, L) of tokens that the first mixer read, in the input's shape.
+        """Lay rows (B, L) of tokens that the first mixer read out in the input's shape.
 
         Args:
             rows: the rows.
             mask: True for real tokens (B, L), or None.
-            given: which token of the input each is (B, L), -1 for one that is none; None if they
-                are the same.
-            token_map: where they lie, for a mixer that is called on windows of a map.
+            given: place of each token in the input (B, L), -1 for none; None for 0 .. L - 1.
+            token_map: the map that the tokens lie in, for a mixer of windows of a map; or None.
             run: runs the model on other images of the same kind.
         """
         inputs, per_token, probe = self._inputs, self._per_token, self._probe

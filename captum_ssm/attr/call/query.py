@@ -1,4 +1,4 @@
-"""Which tokens' relevance rows are asked for, as weights (B, L) over the sequence."""
+"""The query, the tokens whose rows of relevance are asked for, as weights (B, L) of tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_query(query: Query, batch: int) -> None:
 
 
 def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
-    """A query's positions as a tensor of integers."""
+    """Return a query's positions as a tensor of integers."""
     try:
         positions = torch.as_tensor(query)
     except (TypeError, ValueError, RuntimeError):
@@ -67,10 +67,10 @@ def needs_readers(query: Query) -> bool:
 def query_weights(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, mask: Tensor | None
 ) -> Tensor:
-    """Row weights (B, L), each summing to 1.
+    """Return row weights (B, L), which sum to 1 for each example.
 
     Args:
-        query: what the user asked for.
+        query: the option.
         output: the model's output; its graph reaches that of ``tail`` where :func:`needs_readers`.
         index: the target's indices, or None.
         tail: the last layer.
@@ -90,7 +90,7 @@ def query_weights(
 def _chosen(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
 ) -> Tensor:
-    """How often each token is asked for, (B, L)."""
+    """Return how often each token is asked for, (B, L)."""
     batch, tokens = keep.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
@@ -120,7 +120,7 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """From the first to the last token asked for, where no device has to be asked; else None."""
+    """Return a range that includes all tokens asked for; None if only a device knows it."""
     if query == "mean":
         return range(tokens)
     per_token = output.dim() == 3 and output.shape[1] == tokens
@@ -140,7 +140,7 @@ def asked_tokens(
 
 
 def tokens_read(output: Tensor, tail: Layer) -> Tensor:
-    """True at the tokens of the last layer's output that the model's output depends on, (B, L).
+    """Return True for tokens of the last layer's output that the model's output depends on, (B, L).
 
     One backward through the head finds the cls token, the last token or the pooled tokens alike.
     """
@@ -163,13 +163,13 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
 
 
 def _last(keep: Tensor) -> Tensor:
-    """True at the last real token of each example, (B, L)."""
+    """Return True at the last real token of each example, (B, L)."""
     position = torch.arange(keep.shape[1], device=keep.device)
     return (position == last_real(keep)[:, None]) & keep
 
 
 def _at(positions: Tensor, keep: Tensor) -> Tensor:
-    """How often each position occurs among ``positions`` (B, K), as (B, L)."""
+    """Return how often each token occurs among ``positions`` (B, K), as (B, L)."""
     tokens = keep.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):

@@ -1,4 +1,4 @@
-"""What is said of a target that does not fit the model's output, and which form does."""
+"""Errors for a target that does not fit the model's output, with a form that does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENTRIES = 16
 
 
 def is_missing(output: Tensor) -> TargetError:
-    """No target, where the model returns several numbers per example."""
+    """Return the error for no target, if the model returns several numbers per example."""
     return TargetError(
         f"The model returns {tuple(output.shape[1:])} numbers per example, so a target is needed. "
         f"{_form(output)}"
@@ -25,7 +25,7 @@ def is_missing(output: Tensor) -> TargetError:
 
 
 def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
-    """An index that is a float, a bool, a text or the like."""
+    """Return the error for an index that is a float, a bool, a text or the like."""
     return TargetError(
         f"target={shown(target)} does not consist of integers: it holds {part!r}, of class "
         f"{type(part).__name__}. {_form(output)}"
@@ -33,7 +33,7 @@ def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
 
 
 def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
-    """A list or tensor with more or fewer entries than examples."""
+    """Return the error for a list or tensor with more or fewer entries than examples."""
     entries = "1 entry" if count == 1 else f"{count} entries"
     return TargetError(
         f"target={shown(target)} has {entries} for a batch of {len(output)} examples"
@@ -42,7 +42,7 @@ def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
 
 
 def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
-    """An entry with more or fewer indices than one example's output has dimensions."""
+    """Return the error for more or fewer indices than one example's output has dimensions."""
     dims = output.dim() - 1
     found = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
     text = f"target={shown(target)} names {found} per example and does not fit an output of shape "
@@ -55,7 +55,7 @@ def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> T
 
 
 def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetError:
-    """An index beyond the size of its dimension."""
+    """Return the error for an index beyond the size of its dimension."""
     size, name = output.shape[place + 1], _names(output)[place]
     return TargetError(
         f"target={shown(target)} is out of range for an output of shape {tuple(output.shape)}: "
@@ -65,7 +65,7 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 
 
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
-    """A position that is padding.
+    """Return the error for a position that is padding.
 
     Args:
         index: the target of each example (B, 2).
@@ -84,14 +84,14 @@ def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
 
 
 def in_few_words(entries: Tensor | Sequence[Any]) -> str:
-    """A list, of which a long one is cut short."""
+    """Return a list in words, a long one cut short."""
     listed = entries.tolist() if isinstance(entries, Tensor) else list(entries)
     shown_ones = ", ".join(map(str, listed[:_ENTRIES]))
     return f"[{shown_ones}{', ...' if len(listed) > _ENTRIES else ''}]"
 
 
 def shown(target: Any) -> str:
-    """A target in few words."""
+    """Return a target in few words."""
     if isinstance(target, Tensor | np.ndarray) and target.ndim:
         return f"{type(target).__name__} of shape {tuple(target.shape)} and {target.dtype}"
     text = repr(target)
@@ -99,7 +99,7 @@ def shown(target: Any) -> str:
 
 
 def _names(output: Tensor) -> list[str]:
-    """What the dimensions behind the batch are called."""
+    """Return names of the dimensions behind the batch."""
     dims = output.dim() - 1
     return {1: ["class"], 2: ["position", "token"]}.get(dims, ["index"] * dims)
 
@@ -110,7 +110,7 @@ def _dimensions(output: Tensor) -> str:
 
 
 def _form(output: Tensor, token: int = 0) -> str:
-    """The form of a target that fits this output, with an example."""
+    """Return the form of a target that fits this output, with an example."""
     batch, dims = len(output), output.dim() - 1
     if dims == 0:
         return "Leave the target out: the model returns one number per example."
@@ -128,7 +128,7 @@ def _form(output: Tensor, token: int = 0) -> str:
 
 
 def _meant_for_all(target: Any, output: Tensor) -> str:
-    """A hint for a list or tensor of the indices of one example, for which it is a tuple."""
+    """Return a hint for a list or tensor of one example's indices, which should be a tuple."""
     dims = output.dim() - 1
     flat = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
     if dims < 2 or not isinstance(flat, list) or len(flat) != dims:

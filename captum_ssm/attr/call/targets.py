@@ -1,4 +1,4 @@
-"""Captum's target forms, checked, as one number per example; what a target is held against."""
+"""Captum's forms of targets, checked, as one number per example; contrasts of targets."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Total:
 
     def __init__(self, positions: Any, tokens: Any, weights: Any = None) -> None:
         self.positions, self.tokens = _listed("positions", positions), _listed("tokens", tokens)
-        given = torch.ones(self.positions.shape) if weights is None else torch.as_tensor(weights)
-        self.weights = given[None] if given.dim() == 1 else given
+        each = torch.ones(self.positions.shape) if weights is None else torch.as_tensor(weights)
+        self.weights = each[None] if each.dim() == 1 else each
         shapes = [tuple(x.shape) for x in (self.positions, self.tokens, self.weights)]
         if len(set(shapes)) > 1 or not self.positions.numel():
             raise TargetError(
@@ -68,26 +68,18 @@ class Total:
         return f"Total({self.positions.tolist()}, {self.tokens.tolist()})"
 
     def with_positions(self, positions: Tensor) -> Total:
-        """The same tokens elsewhere.
-
-        Args:
-            positions: where (B, n).
-        """
+        """Return a target of the same tokens and weights at other positions (B, n)."""
         return Total(positions, self.tokens.expand_as(positions), self.weights.expand_as(positions))
 
     def part(self, cut: Callable[[Tensor], Tensor]) -> Total:
-        """The same for a part of a batch.
-
-        Args:
-            cut: takes the part out of what has an entry for each example.
-        """
+        """Return the target of a part of a batch, which ``cut`` takes out of a tensor (B, n)."""
         if len(self.positions) == 1:
             return self
         return Total(cut(self.positions), cut(self.tokens), cut(self.weights))
 
 
 def _listed(name: str, values: Any) -> Tensor:
-    """Integers (n,) or (B, n) as (B, n)."""
+    """Return integers (n,) or (B, n) as (B, n)."""
     found = torch.as_tensor(values).detach().cpu()
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
         raise TargetError(f"Total takes {name} that are integers (n,) or (B, n), got {values!r}.")
@@ -96,9 +88,9 @@ def _listed(name: str, values: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Against:
-    """A target, and what it is held against; see :func:`contrasted`.
+    """A target and its contrast; see :func:`contrasted`.
 
-    Of a target at a position, a contrast that is an int is another entry at the same place.
+    For a target at a position, a contrast that is an int is another entry at the same position.
     """
 
     target: Any
@@ -111,12 +103,12 @@ class Against:
 
 
 def several(target: Any) -> Sequence[Any]:
-    """The targets of an :class:`Each`, or the one target."""
+    """Return the targets of an :class:`Each`, or the one target."""
     return target.targets if isinstance(target, Each) else (target,)
 
 
 def each_of(targets: Any) -> Each:
-    """A user's list of targets, each in one of Captum's forms."""
+    """Read a user's list of targets, each in one of Captum's forms."""
     if isinstance(targets, str) or not hasattr(targets, "__len__"):
         raise TargetError(
             f"targets={target_errors.shown(targets)} must be a list of targets in Captum's forms, "
@@ -128,12 +120,12 @@ def each_of(targets: Any) -> Each:
 
 
 def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
-    """One result per target, stacked in front; for a target that is no :class:`Each`, the one."""
+    """Stack one result per target of an :class:`Each`; for another target return its result."""
     return torch.stack(list(results)) if isinstance(target, Each) else results[0]
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor a target selects from: the output itself or its ``logits``."""
+    """Return the tensor that a target selects from: the output itself or its ``logits``."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -152,7 +144,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def target_index(target: Any, output: Tensor) -> Tensor | None:
-    """The target as indices (B, dims of one example) on the host, or None if there is no target.
+    """Return the target as indices (B, dims of one example) on the host; None for no target.
 
     A :class:`Total` has several for each example, (B, n, 2).
 
@@ -177,6 +169,7 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
 
 
 def _indices(target: Total, output: Tensor) -> Tensor:
+    """Return the positions and tokens of a :class:`Total` as indices (B, n, 2)."""
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
@@ -194,7 +187,7 @@ def _indices(target: Total, output: Tensor) -> Tensor:
 
 
 def last_real(mask: Tensor) -> Tensor:
-    """The position of each example's last real token, (B,); -1 where there is none.
+    """Return the position of each example's last real token, (B,); -1 where there is none.
 
     Args:
         mask: True for real tokens (B, L).
@@ -204,11 +197,11 @@ def last_real(mask: Tensor) -> Tensor:
 
 
 def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | None) -> None:
-    """Raise if the target names what a model returns at a padded token.
+    """Raise if the target names the model's output at a padded token.
 
     Args:
         index: the target's indices (B, [n,] dims of one example), or None.
-        output: what the model returned, (B, ...); its positions are tokens where it is (B, L, V).
+        output: the model's output, (B, ...); its positions are tokens if it is (B, L, V).
         mask: True for real tokens (B, L), or None.
     """
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
@@ -222,7 +215,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
-    """One number per example, (B,)."""
+    """Select one number per example, (B,)."""
     if index is not None:
         example = torch.arange(output.shape[0], device=output.device)
         return output[(example, *index.unbind(-1))]
@@ -232,7 +225,7 @@ def select(output: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
-    """One tuple of indices per example."""
+    """Return one tuple of indices per example."""
     plain = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
     if isinstance(plain, np.ndarray | np.generic):
         plain = plain.item() if plain.size == 1 else plain.tolist()
@@ -247,7 +240,7 @@ def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
 
 
 def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
-    """The values as ints; a bool is none, though Python counts with it."""
+    """Return the values as ints; a bool is no integer, though Python counts with it."""
     found = []
     for value in values:
         try:
@@ -267,15 +260,15 @@ CONTRASTS = ("mean", "others", "all", "runner-up")
 def contrasted(
     output: Tensor, target: Any, contrast: Any = None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The number to explain per example (B,), linear in the output, and its constant summand.
+    """Return the number to explain per example (B,), linear in the output, and its constant part.
 
     Args:
-        output: what the model returned, (B, ..., V).
+        output: the model's output, (B, ..., V).
         target: one of Captum's forms.
         contrast: None for the output itself; ``"mean"``, less the mean over the last dimension;
             ``"others"``, the log-odds against all other entries; ``"all"``, the log-probability;
             ``"runner-up"``, less the greatest of all others; or a second target, whose output is
-            taken off. Logarithms are linear in the output with the probabilities frozen; the
+            subtracted. Logarithms are linear in the output with the probabilities frozen; the
             entropy that this leaves is the constant. Default: None.
         kept: the positions that the output is of. Default: None, all.
 
@@ -297,10 +290,11 @@ def contrasted(
 
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the number and its constant, not yet checked to be finite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
-        taken = second_index(contrast, output)
-        return _summed(output, target, index) - _summed(output, contrast, taken), None
+        second = second_index(contrast, output)
+        return _summed(output, target, index) - _summed(output, contrast, second), None
     if contrast is None:
         return _summed(output, target, index), None
     if contrast not in CONTRASTS or index is None:
@@ -325,7 +319,14 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
 def _against(
     entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Entries (B, n) held against others of theirs (B, n, V), and their constant summands."""
+    """Contrast entries with others at their positions; return numbers and constants, (B, n) each.
+
+    Args:
+        entries: all entries at the positions (B, n, V).
+        tokens: indices of the chosen entries (B, n, 1).
+        chosen: the chosen entries (B, n).
+        contrast: one of :data:`CONTRASTS`.
+    """
     if contrast == "mean":
         return chosen - entries.mean(-1), None
     scores = entries.detach().to(torch.promote_types(entries.dtype, torch.float32))
@@ -339,7 +340,7 @@ def _against(
 
 
 def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
-    """One number per example (B,), of a :class:`Total` the weighted sum."""
+    """Return one number per example (B,), for a :class:`Total` the weighted sum."""
     if not isinstance(target, Total):
         return select(output, index)
     assert index is not None
@@ -349,12 +350,7 @@ def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
 
 
 def second_index(contrast: Any, output: Tensor) -> Tensor | None:
-    """What a target is held against, as indices like those of :func:`target_index`.
-
-    Args:
-        contrast: a second target.
-        output: what the model returned, (B, ...).
-    """
+    """Return a contrast that is a second target as indices, like :func:`target_index`."""
     try:
         return target_index(contrast, output)
     except TargetError as error:

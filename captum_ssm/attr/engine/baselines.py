@@ -1,4 +1,4 @@
-"""What relevance is in comparison with, as users ask for it."""
+"""Baselines, the inputs that relevance is in comparison with, in the forms that users pass."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ...errors import OptionError
 from ...linear import Network
 from ..call import checks
 
-#: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
+#: The baseline of one input: None, a number, ``"mean"``, embeddings or ids.
 Baseline = None | float | Literal["mean"] | Tensor
-#: The same, one for each of several inputs, or as the one in a tuple.
+#: One baseline, or a tuple of one for each of several inputs.
 Baselines = Baseline | tuple[Baseline, ...]
 
 
 def out_of_tuple(baselines: Baselines) -> Baselines:
-    """Baselines as they are where they came in a tuple, as the inputs may."""
+    """Take a single baseline out of a tuple, in which it may come as the inputs do."""
     if isinstance(baselines, tuple) and len(baselines) == 1:
         return baselines[0]
     return baselines
 
 
 def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
-    """Baselines for each of several inputs."""
+    """Return one baseline for each of several inputs."""
     if inputs == 1 or baselines is None:
         return [baselines, *[None] * (inputs - 1)]
     if not isinstance(baselines, tuple) or len(baselines) != inputs:
@@ -40,7 +40,7 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
 
 
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
-    """What relevance of each further input is in comparison with; None for 0."""
+    """Return the baseline of each further input in the input's shape; None for 0."""
     return [
         None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
         for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
@@ -48,7 +48,7 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """The inputs that relevance is in comparison with, as the network's roots; nothing for 0."""
+    """Return one baseline for each root of the network, in its shape; an empty list for 0."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []
@@ -72,14 +72,14 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
 
 
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
-    """A number or a tensor as a baseline of the shape of what it stands in for.
+    """Return a number or a tensor as a baseline in the shape of ``start``.
 
     Args:
         found: the number or tensor.
-        start: what it stands in for.
-        what: what that is called.
-        words: what is accepted besides.
-        ids: what else is, at the end of a sentence. Default: ``""``, nothing.
+        start: the input that it replaces.
+        what: name of that input, for an error.
+        words: other accepted forms, for an error.
+        ids: further accepted forms, at the end of its sentence. Default: ``""``.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         baseline = torch.as_tensor(found).to(start).expand_as(start)
@@ -93,7 +93,7 @@ def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = ""
 
 
 def _mean(network: Network, root: Tensor) -> Tensor:
-    """The mean over the real tokens of each example, or over the pixels of an image."""
+    """Return the mean over each example's real tokens, or an image's pixels, in root's shape."""
     site, mask = network.begins, network.mask
     in_heads = site is not None and site.at == "heads"
     if root.dim() != 3 and not in_heads:

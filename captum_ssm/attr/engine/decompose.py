@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
-from ...linear import Ledger, Network, contribution
+from ...linear import Ledger, Network, Step, contribution
 from ...operators.base import Role
-from ...operators.kernels.arithmetic import autocast_dtype
+from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
 from ...operators.kernels.truths import holds
 from ...operators.readings.coefficients import ROLES
 from ..call.layout import of_given
@@ -24,7 +24,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, tor
 
 @dataclass(frozen=True, eq=False)
 class Decomposition(NamedTokens):
-    """What every part of a network's input adds to one number of its output.
+    """Contributions of all parts of a network's input to one number of its output.
 
     ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is what
     rounding leaves.
@@ -34,32 +34,32 @@ class Decomposition(NamedTokens):
             floating input. Of ids that are looked up in several tables, such as that of an adapter,
             E counts the features of all.
         streams: relevance of each token of the residual stream entering the block of each mixer,
-            (B, L) each, or where features were asked for of each of its features, (B, L, E); with
-            the constants that enter behind it, each sums to the output too.
-        mixers: relevance of each token of what each mixer returns, in the same shape.
-        biases: what biases and other constants add, (B,), by the module that adds them.
+            (B, L) each, or with ``features`` of each of its features, (B, L, E); with the
+            constants that enter behind it, each sums to the output too.
+        mixers: relevance of each token of each mixer's output, in the same shape.
+        biases: contributions of biases and other constants, (B,), by the module that adds them.
         output: the explained number (B,).
-        virtual: what else adds that is no constant, (B,): tokens that the model reads and was not
-            given, such as one that forward_func puts in front, which streams and mixers hold, too;
-            for a layer that is explained in place of the input, all that passes it by.
-        roles: relevance of each token (B, L) by what it did: as content that was moved, as a key
-            that was matched, as a query that asked, as a gate that let something through, or as a
-            step by which states moved on.  They sum to :attr:`tokens`: every path from the output
-            to the input counts for the first factor other than content that it takes, and for
-            content where it takes none.  None if nobody asked. Default: None.
-        content_only: names of the mixers that moved content alone though the rule divides, for
+        virtual: contribution of tokens that the model reads and was not given, (B,), such as one
+            that forward_func puts in front; streams and mixers include it. For a layer explained
+            in place of the input, the contribution of all that passes the layer by.
+        roles: relevance of each token (B, L) by the role in which it counted: as content that was
+            moved, a key that was matched, a query that asked, a gate that let something through,
+            or a step by which states moved on.  Roles sum to :attr:`tokens`: every path from the
+            output to the input counts for the first factor other than content that it takes, and
+            for content if it takes none. Default: None, not found.
+        content_only: names of the mixers that moved content alone though the rule divides, since
             their adapters give it no other factor with its graph: none by the rules ``"frozen"``
             and ``"half"``, which ask for none.
-        sizes: of the tensors that ``inputs`` holds one behind the other in its last dimension, for
-            a layer that is explained in place of the input, or ids looked up in several tables;
-            else empty.
-        past: relevance of every feature of the embeddings (B, L, E) by what passes such a layer by,
-            which ``virtual`` sums up; else None.
+        sizes: sizes of the tensors that are concatenated in the last dimension of ``inputs``, for
+            a layer explained in place of the input, or ids looked up in several tables; else
+            empty.
+        past: for a layer explained in place of the input, relevance of every feature of the
+            embeddings (B, L, E) along paths past the layer, which sum to ``virtual``; else None.
         others: relevance of every element of each further input, such as the images of a text, in
             its shape. Default: empty.
-        by_others: what they add to the output of each example (B,), whichever of their elements
-            belong to it; None if there are none.
-        names: of the tokens of each example, which its page shows. Default: None, positions.
+        by_others: contribution of all further inputs to the output of each example (B,); None if
+            there are none.
+        names: names of the tokens of each example, which its page shows. Default: None, positions.
     """
 
     inputs: Tensor
@@ -78,12 +78,12 @@ class Decomposition(NamedTokens):
 
     @property
     def tokens(self) -> Tensor:
-        """Relevance of each token (B, L): that of its features together."""
+        """Relevance of each token (B, L), the sum over its features."""
         return self.inputs if self.inputs.dim() == 2 else self.inputs.flatten(2).sum(-1)
 
     @property
     def bias(self) -> Tensor:
-        """What all constants add (B,)."""
+        """Contribution of all constants (B,)."""
         return sum(self.biases.values(), torch.zeros_like(self.output))
 
     @property
@@ -108,11 +108,11 @@ class Decomposition(NamedTokens):
 
 
 class OutputParts(Protocol):
-    """What an output is taken apart into."""
+    """The parts of an output, as far as :func:`sums_up` checks them."""
 
     @property
     def biases(self) -> Mapping[str, Tensor]:
-        """What constants add (B,), by the module that adds them."""
+        """Contributions of constants (B,), by the module that adds them."""
 
     @property
     def output(self) -> Tensor:
@@ -120,7 +120,7 @@ class OutputParts(Protocol):
 
     @property
     def delta(self) -> Tensor:
-        """What is left (B,)."""
+        """The output less all parts (B,)."""
 
 
 def decompose(
@@ -133,61 +133,47 @@ def decompose(
     features: bool = False,
     apart: bool = False,
 ) -> Decomposition:
-    """One backward pass through a linear network; one more for each role where they are asked for.
+    """Decompose an output by one backward pass through a linear network.
 
-    Further inputs do not say which of their elements belong to which example: of a batch that has
-    some each example takes a pass of its own, in which all that is found is its.
+    With ``by_role`` each role takes one more pass.  Elements of further inputs belong to no known
+    example of a batch: each example then takes a pass of its own, which finds its contributions.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
-        baselines: what relevance is in comparison with, like the roots. Default: empty, 0.
-        of_others: the same for each further input. Default: empty, as for none.
+        baselines: the input that relevance is in comparison with, one for each root. Default:
+            empty, 0.
+        of_others: likewise for each further input. Default: empty, as for none.
         by_role: whether relevance is found by role. Default: False.
-        features: whether that of what enters and leaves the mixers is kept by feature. Default:
-            False.
-        apart: whether what constants add is told apart by example, by passes of its own. Default:
-            False, by where they stand.
+        features: whether relevance of streams and mixers is kept by feature. Default: False.
+        apart: whether constants are assigned to examples by a pass for each example. Default:
+            False, by their place in the batch.
     """
     ledger, others = network.mode.ledger, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
-    wanted = [*roots, *passing, *others, *(x for s in steps for x in (*s.entering, s.output))]
-    gradients, biases = account(ledger, output, constant, wanted)
-    parts = zip(gradients, wanted, strict=True)
-    own_gradients = [next(parts)[0] for _ in roots]
-
-    def parted() -> Tensor:
-        gradient, value = next(parts)
-        found: Tensor = gradient * value.detach()
-        return found
-
-    def tokens(of_mixer: Tensor) -> Tensor:
-        found = _in_a_row(parted(), of_mixer)
-        return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
-
-    past = [parted() for _ in passing]
-    each = [[next(parts)[0] for _ in others]]
-    streams, mixers = [], []
-    for step in steps:
-        entering = [tokens(step.output) for _ in step.entering]
-        if entering:
-            streams.append(sum(entering[1:], entering[0]))
-        mixers.append(tokens(step.output))
+    of_steps = [x for step in steps for x in (*step.entering, step.output)]
+    gradients, biases = account(ledger, output, constant, [*roots, *passing, *others, *of_steps])
+    left = iter(gradients)
+    at_roots, at_passing, at_others = ([next(left) for _ in x] for x in (roots, passing, others))
+    streams, mixers = _by_layer(steps, left, features)
+    by_example = [at_others]
     if len(output) > 1 and (others or apart):
-        # the root with them: constants are met where gradients pass
-        own, biases = _apart(ledger, output, constant, (*others, *roots, *passing))
-        each = [gradients[: len(others)] for gradients in own]
+        # with the roots: constants are found where gradients pass
+        starts = (*others, *roots, *passing)
+        passes, biases = _example_by_example(ledger, output, constant, starts)
+        by_example = [gradients[: len(others)] for gradients in passes]
     if baselines:
-        added = [(g * b).flatten(1).sum(1) for g, b in zip(own_gradients, baselines, strict=True)]
-        biases["baselines"] = sum(added[1:], added[0]).to(output)
-    more = changes(network, baselines)
-    read = [g * change for g, change in zip(own_gradients, more, strict=True)]
-    whole = sum((x.flatten(1).sum(1) for x in read[1:]), read[0].flatten(1).sum(1))
+        pairs = zip(at_roots, baselines, strict=True)
+        biases["baselines"] = sum_tensors((g * b).flatten(1).sum(1) for g, b in pairs).to(output)
+    change = changes(network, baselines)
+    read = [g * x for g, x in zip(at_roots, change, strict=True)]
     inputs = _on_given(read, network)
-    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
-    for each_past in past:
-        virtual = virtual + each_past.flatten(1).sum(1).to(virtual)
+    past = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
+    virtual = sum_tensors(x.flatten(1).sum(1) for x in read) - inputs.flatten(1).sum(1)
+    virtual = virtual.to(output.detach())
+    for each in past:
+        virtual = virtual + each.flatten(1).sum(1).to(virtual)
     found = Decomposition(
         inputs,
         tuple(streams),
@@ -200,26 +186,50 @@ def decompose(
         past=_behind_each_other(past) if past else None,
     )
     if others:
-        found = _with_others(found, others, of_others, each)
+        found = _with_others(found, others, of_others, by_example)
     if not by_role:
         return found
-    return replace(found, roles=_by_role(network, output, more, found.tokens))
+    return replace(found, roles=_by_role(network, output, change, found.tokens))
+
+
+def _by_layer(
+    steps: Sequence[Step], gradients: Iterator[Tensor], features: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the relevance of each mixer's stream and output, (B, L), or (B, L, E) by feature.
+
+    ``gradients`` yields, for each step, those at the tensors entering the block and at the output.
+    """
+
+    def relevance(x: Tensor, output: Tensor) -> Tensor:
+        found = _in_a_row(next(gradients) * x.detach(), output)
+        return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
+
+    streams, mixers = [], []
+    for step in steps:
+        entering = [relevance(x, step.output) for x in step.entering]
+        if entering:
+            streams.append(sum_tensors(entering))
+        mixers.append(relevance(step.output, step.output))
+    return streams, mixers
 
 
 def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
-    """The tokens of a map (B, h, w, E) as those of a mixer (B, L, E), where they are the same."""
+    """Lay a map (B, h, w, E) out as a mixer's tokens (B, L, E), if it has as many."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 
 
-def _apart(
+def _example_by_example(
     ledger: Ledger, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """By example the gradients of all that the network begins at, and what constants add (B,)."""
+    """Take one backward pass for each example.
+
+    Returns the gradients of each example's output at ``starts``, and constants as account().
+    """
     passes = []
     for i in range(len(output)):
-        own = None if constant is None else constant[i : i + 1]
-        passes.append(account(ledger, output[i : i + 1], own, starts))
+        summand = None if constant is None else constant[i : i + 1]
+        passes.append(account(ledger, output[i : i + 1], summand, starts))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
     biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
@@ -230,15 +240,15 @@ def _with_others(
     found: Decomposition,
     others: Sequence[Tensor],
     baselines: Sequence[Tensor | None],
-    each: Sequence[Sequence[Tensor]],
+    by_example: Sequence[Sequence[Tensor]],
 ) -> Decomposition:
-    """The decomposition, with the relevance of further inputs.
+    """Add the relevance of further inputs to a decomposition.
 
     Args:
         found: the decomposition.
         others: the further inputs.
-        baselines: what that is in comparison with, one for each; None for 0.
-        each: for each example the gradients of the others.
+        baselines: the values that this relevance is in comparison with; None for 0.
+        by_example: for each example the gradients at the further inputs.
     """
     values = [x.detach() for x in others]
     starts = [
@@ -247,12 +257,16 @@ def _with_others(
     ]
 
     def added(factors: Sequence[Tensor]) -> Tensor:
-        sums = [sum((g * x).sum() for g, x in zip(own, factors, strict=True)) for own in each]
-        return torch.stack([torch.as_tensor(x) for x in sums]).to(found.output)
+        sums = [
+            sum_tensors((g * x).sum() for g, x in zip(gradients, factors, strict=True))
+            for gradients in by_example
+        ]
+        return torch.stack(sums).to(found.output)
 
     changes = [x - start for x, start in zip(values, starts, strict=True)]
+    at_others = zip(*by_example, strict=True)
     relevance = tuple(
-        torch.stack([own[i] for own in each]).sum(0) * change for i, change in enumerate(changes)
+        torch.stack(each).sum(0) * change for each, change in zip(at_others, changes, strict=True)
     )
     biases = found.biases
     if any(start is not None for start in baselines):
@@ -275,7 +289,7 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """How many features each of several tensors has that relevance is of."""
+    """Return how many features each of the roots' tensors has; empty for one root."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
@@ -283,14 +297,14 @@ def _sizes(network: Network) -> tuple[int, ...]:
 
 
 def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
-    """The features of the same tokens in one dimension, where there are several tensors of them."""
+    """Concatenate the features of the same tokens, if there are several tensors of them."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([x.reshape(*x.shape[:2], -1) for x in parts], -1)
 
 
 def _on_given(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Relevance of what the model read, on the tokens that it was given."""
+    """Move relevance of the roots to the tokens that the model was given, (B, L, ...)."""
     mode = network.mode
     if network.begins is not None:
         return _behind_each_other(parts)
@@ -304,30 +318,34 @@ def _on_given(parts: Sequence[Tensor], network: Network) -> Tensor:
 
 
 def _by_role(
-    network: Network, output: Tensor, more: Sequence[Tensor], tokens: Tensor
+    network: Network, output: Tensor, change: Sequence[Tensor], tokens: Tensor
 ) -> dict[Role, Tensor]:
-    """Relevance of tokens (B, L) along the paths of each role; together it is all of ``tokens``."""
+    """Return the relevance of tokens (B, L) along the paths of each role; it sums to ``tokens``.
+
+    ``change`` is each root less its baseline.
+    """
     labels = network.mode.labels
     found = {role: torch.zeros_like(tokens) for role in ROLES}
 
     def along(role: Role) -> Tensor:
+        """Return the relevance of tokens (B, L) along the paths of one role."""
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
             gradients = torch.autograd.grad(
                 output, network.roots, seed, retain_graph=True, allow_unused=True
             )
         relevance = [
-            torch.zeros_like(change) if gradient is None else gradient * change
-            for gradient, change in zip(gradients, more, strict=True)
+            torch.zeros_like(x) if gradient is None else gradient * x
+            for gradient, x in zip(gradients, change, strict=True)
         ]
-        given = _on_given(relevance, network)
-        return given if given.dim() == 2 else given.flatten(2).sum(-1)
+        of_tokens = _on_given(relevance, network)
+        return of_tokens if of_tokens.dim() == 2 else of_tokens.flatten(2).sum(-1)
 
     found["content"] = tokens if network.mode.rule == "frozen" else along("content")
     *others, last = [role for role in ROLES if role in labels.begun] or ["content"]
     for role in others:
         found[role] = along(role)
-    if last != "content":  # what is left, without another pass
+    if last != "content":  # the rest, without another pass
         found[last] = tokens - torch.stack(list(found.values())).sum(0)
     labels.begun.clear()
     return found
@@ -339,13 +357,17 @@ def account(
     constant: Tensor | None,
     wanted: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One backward pass: gradients, and what each constant adds.
+    """Take one backward pass, in which all constants of the graph are met.
 
     Args:
         ledger: the constants of the graph.
         output: the number to explain per example (B,).
         constant: a summand of the output that no module added (B,), or None.
-        wanted: the tensors whose gradients are wanted; zeros where none arrives.
+        wanted: tensors of the graph.
+
+    Returns:
+        The gradients at ``wanted``, zeros where none arrives; and the contribution of constants
+        (B,), by the module that adds them.
     """
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
@@ -361,15 +383,15 @@ def account(
             if "checkpoint" in str(error):  # its layers run again, out of the rules' sight
                 raise not_linear(output) from error
             raise
-    given = {x: g for x, g in zip(live, found, strict=True) if g is not None}
-    return [given.get(x, torch.zeros_like(x)) for x in wanted], biases
+    arrived = {x: g for x, g in zip(live, found, strict=True) if g is not None}
+    return [arrived.get(x, torch.zeros_like(x)) for x in wanted], biases
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sums (B,) of what has examples, or their tokens or windows, in front.
+    """Sum over all but examples, (B,), if these, or their tokens or windows, come first.
 
-    What does not, such as the tokens routed to an expert, is spread evenly, or taken for examples
-    that it does not hold: :func:`exact` then sees it in the deltas.
+    Other sums, such as over tokens routed to an expert, are spread evenly or given to the wrong
+    examples: :func:`exact` then sees it in the deltas.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -379,12 +401,12 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
 def exact(found: Decomposition, apart: bool = False) -> bool:
     """Whether inputs and biases sum to the output for every example.
 
-    In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
-    each can be explained by itself.
+    In a batch a tenth of the tolerance is accepted: constants may be given to the wrong example,
+    and examples can be explained one by one.
 
     Args:
         found: the decomposition.
-        apart: whether each was. Default: False.
+        apart: whether examples were explained one by one. Default: False.
     """
     share = 1 if apart or len(found.output) == 1 else 0.1
     return sums_up(found, found.inputs, share, past=found.past)
@@ -402,11 +424,11 @@ def sums_up(
 
     Args:
         found: the parts.
-        inputs: those of the input (B, ...).
-        share: of the tolerance. Default: 1.0.
-        together: whether those of all examples together do, where constants may stand with the
+        inputs: parts of the input (B, ...).
+        share: factor on the tolerance. Default: 1.0.
+        together: whether to check the sum over examples alone, as constants may be given to the
             wrong example. Default: False.
-        past: those that pass by what is explained, (B, ...). Default: None.
+        past: parts that pass by the explained layer, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     if found.biases:
@@ -427,7 +449,7 @@ def sums_up(
 
 
 def stacked(parts: Sequence[Decomposition]) -> Decomposition:
-    """Decompositions of parts of a batch as one."""
+    """Join the decompositions of parts of a batch."""
     if len(parts) == 1:
         return parts[0]
     names = list(dict.fromkeys(name for part in parts for name in part.biases))
@@ -457,7 +479,7 @@ def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:
 
 
 def not_reached() -> GradientModeError:
-    """The error for an output that is not, or not linearly, reached from the input."""
+    """Return the error for an output that does not depend linearly on the input."""
     return GradientModeError(
         "The model's output does not depend linearly on its input. Does it end in a softmax or "
         "another function that is frozen, or run under no_grad or detach? Explain the logits; "
@@ -470,7 +492,7 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def not_linear(output: Tensor) -> NotLinearError:
-    """The error for a network whose graph is not linear; names functions that may be to blame."""
+    """Return the error for a graph that is not linear; it names functions that may be the cause."""
     kind = torch.finfo(output.dtype)
     if bool((output.detach().abs() < kind.tiny / kind.eps).any()):
         return NotLinearError(
@@ -490,9 +512,9 @@ def not_linear(output: Tensor) -> NotLinearError:
             function = node._forward_cls  # type: ignore[attr-defined]
             if not function.__module__.startswith(_OURS):  # those are linear maps
                 found.add(function.__name__)
-    own, blame = sorted(found), ""
-    if own:
-        blame = f" It runs functions of its own ({', '.join(own)}), which cannot be seen into."
+    custom, blame = sorted(found), ""
+    if custom:
+        blame = f" It runs functions of its own ({', '.join(custom)}), which cannot be seen into."
     elif len(output) > 1:
         blame = " Do examples of the batch mix, as in x - x.mean(0)? Then explain them one by one."
     return NotLinearError(

@@ -29,7 +29,7 @@ def each_state(
     show_progress: bool,
     verify: bool | float,
 ) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
-    """The user's choices, checked, and a function from a layer of a run to its (B, C, N, L, L).
+    """Check the user's options; return them, and a function of a run and layer: (B, C, N, L, L).
 
     Args:
         channels: the channels wanted, C of them; negative ones count from the end.
@@ -57,7 +57,7 @@ def each_state(
 def each_factor(
     channels: Sequence[int], simplified: bool, show_progress: bool, verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Factors]]:
-    """The user's choices, checked, and a function from a layer of a run to its factors.
+    """Check the user's options; return them, and a function of a run and layer: its factors.
 
     Args:
         channels, show_progress, verify: as in :func:`each_state`.
@@ -84,6 +84,7 @@ def each_factor(
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:
+    """Return an operator's sum over states as terms; raise if it is none."""
     terms = terms_of(operator)
     if terms is None:
         raise OptionError(
@@ -96,7 +97,7 @@ def _terms(layer: Layer, operator: Operator) -> list[Term]:
 
 
 def _kinds(operator: Operator) -> str:
-    """The classes of what mixes the tokens."""
+    """Name the classes of the operators that mix tokens."""
     parts = (part for product in products_of(operator) for part in product)
     kinds = {type(part).__name__ for part in parts if not isinstance(part, Diagonal)}
     return " and ".join(sorted(kinds)) or "no recurrence"
@@ -113,7 +114,7 @@ def _checked(channels: Sequence[int]) -> tuple[int, ...]:
 
 
 def _counted(channels: Sequence[int], layer: Layer, operator: Operator) -> list[int]:
-    """The channels counted from 0."""
+    """Return the channels counted from 0; raise for one that the layer does not have."""
     count = operator.shape.heads * operator.shape.per_head
     outside = [channel for channel in channels if not -count <= channel < count]
     if outside:

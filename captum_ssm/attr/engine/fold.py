@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """What every implicit-attention method lets the user choose.
+    """The options that every implicit-attention method has.
 
     Attributes:
         components: component names that the matrices include.
@@ -43,7 +43,7 @@ class Options:
     verify: bool | float
 
     def operator(self, layer: Layer) -> Operator:
-        """The layer's operator restricted to the chosen components and heads."""
+        """Return the layer's operator, verified, with the chosen components and heads alone."""
         verify_layer(layer, self.verify)
         operator = layer.linear.restrict(self.components).operator.per_channel()
         if self.heads is None:
@@ -54,12 +54,12 @@ class Options:
                 f"heads={list(self.heads)} must name heads (for Mamba-1: channels) between 0 and "
                 f"{operator.shape.heads - 1}."
             )
-        counted = [head % operator.shape.heads for head in self.heads]
-        checks.no_repeats(f"heads={list(self.heads)}", counted)
-        return operator.select(counted)
+        from_0 = [head % operator.shape.heads for head in self.heads]
+        checks.no_repeats(f"heads={list(self.heads)}", from_0)
+        return operator.select(from_0)
 
     def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """The layers from start_layer on."""
+        """Return the layers from start_layer on."""
         if not 0 <= self.start_layer < len(layers):
             raise OptionError(
                 f"start_layer={self.start_layer} leaves no layer: the model has {len(layers)}, "
@@ -70,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """What a layer adds to the identity, as a linear map over tokens that need not be formed.
+    """The matrix M (B, L, L) of a layer, I + M its share in a fold; it need not be formed.
 
     Attributes:
         rmatvec: row (B, L) to row times matrix.
@@ -84,13 +84,13 @@ class LayerMatrix:
     normalized: Callable[[Tensor], Tensor] | None = None
 
     def carried(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
-        """The row times I + matrix, whose rows are divided by their sums if asked for.
+        """Return row (B, L) times I + matrix.
 
         Args:
-            row: (B, L).
-            normalize_rows: whether rows are divided by their sums.
-            has_stream: whether there is a residual stream, for which the identity stands; else it
-                is left out. Default: True.
+            row: the row.
+            normalize_rows: whether each row of I + matrix is divided by its sum.
+            has_stream: whether the layer has a residual stream, which the identity is for; else
+                the identity is left out. Default: True.
         """
         if normalize_rows and self.normalized is not None and has_stream:
             return self.normalized(row)
@@ -99,12 +99,12 @@ class LayerMatrix:
         return row + self.rmatvec(row) if has_stream else self.rmatvec(row)
 
 
-#: One layer's part of a fold: the layer and its operator to what it adds to the identity.
+#: One layer's part of a fold: the layer and its operator to the matrix added to the identity.
 MatrixMaker = Callable[[Layer, Operator], LayerMatrix]
 
 
-def given(matrix: Tensor) -> LayerMatrix:
-    """A formed matrix (B, L, L)."""
+def formed(matrix: Tensor) -> LayerMatrix:
+    """Wrap a matrix (B, L, L) that exists."""
     return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
         lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
@@ -112,7 +112,7 @@ def given(matrix: Tensor) -> LayerMatrix:
 
 
 def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
-    """factor times the matrix."""
+    """Return a factor times a matrix."""
     if factor == 1:
         return mixing
     return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
@@ -126,12 +126,12 @@ def fold(
     description: str,
     normalize_rows: bool = False,
 ) -> Tensor:
-    """Carry ``row`` (B, L) through I + mixing from the last layer to the first of those used.
+    """Carry ``row`` (B, L) through I + M of the layers, from the last to ``start_layer``.
 
     Layers are linearised one at a time; a row that stops being finite is an error that names the
-    layer.  Where a hybrid's block holds several mixers, its stages say how they join; where the
-    number of tokens changes, :func:`carry` says how.  The row that results is one over the tokens
-    of the first layer, also if that is left out.
+    layer.  Several mixers of one block form a stage, see :func:`stages`; :func:`carry` sees to
+    layers of other token counts.  The result is a row over the tokens of the first layer, even if
+    ``start_layer`` leaves that out.
     """
     at = layers[-1]
     with torch.no_grad():
@@ -142,12 +142,12 @@ def fold(
             row = mixing.carried(row, normalize_rows, at.has_stream)
             if not are_noted(row):
                 check_row(row, at)
-        # of a row that is no longer finite no later one is, for each is made of the one before
+        # a row that is not finite makes all later ones not finite: the last one tells
         return carry(check_row(row, at), at, layers[0])
 
 
 def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
-    """A row over the tokens of one layer (B, L) as one over those of a layer before it.
+    """Carry a row over the tokens of one layer (B, L) to the tokens of a layer before it.
 
     Where a network makes its map of tokens coarser, the tokens from which a coarser one was made
     share its relevance; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
@@ -166,11 +166,11 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
 
 
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Layers that act on the same residual stream together, in the order in which they ran.
+    """Group layers that act on the residual stream together, in the order in which they ran.
 
-    Most stages are one layer. Layers that read the same stream share one; where that was not seen,
-    those do that join ``"parallel"`` within their block.  A layer that ``"feeds"`` opens the stage
-    of the layer after it.
+    Most stages are one layer.  Layers that read the same stream share a stage; if that was not
+    seen, layers of one block do that join ``"parallel"``.  A layer that ``"feeds"`` opens the
+    stage of the layer after it.
     """
     out: list[list[Layer]] = []
     for layer in layers:
@@ -188,9 +188,9 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """What a stage adds to the identity.
+    """Join the matrices of a stage to one.
 
-    Parallel branches add up. A layer that feeds the next one adds to that one's input only: the
+    Parallel branches add up.  A layer that feeds the next one adds to that one's input only: the
     stage is M (I + F).
     """
     *earlier, (_, mixing) = stage
@@ -221,7 +221,7 @@ def verify_layer(layer: Layer, verify: bool | float) -> None:
 
 
 def check_row(row: Tensor, layer: Layer) -> Tensor:
-    """The row, or an error that names the layer at which it stopped being finite."""
+    """Return the row; if it is not finite, raise an error that names the layer."""
     if not all_finite(row):
         raise NonFiniteError(
             f"Layer {layer.name!r}: the relevance row is no longer finite. With normalize_rows, a "
@@ -231,7 +231,7 @@ def check_row(row: Tensor, layer: Layer) -> Tensor:
 
 
 def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
-    """The layers, or stages, that a user's indices name."""
+    """Return the layers, or stages, that a user's indices name."""
     if indices is None:
         return list(items)
     for index in indices:
@@ -243,7 +243,7 @@ def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
 
 
 def shown(items: Sequence[T], description: str, show: bool) -> Iterable[T]:
-    """The items, with a progress bar if asked for."""
+    """Return the items, under a progress bar if ``show``."""
     if not show:
         return items
     bar: Iterable[T] = progress(items, desc=description, total=len(items))

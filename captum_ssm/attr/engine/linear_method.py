@@ -1,4 +1,4 @@
-"""What the methods share whose parts add up: a run made linear, decompositions, deltas."""
+"""The base of methods whose parts add up: a linear run, decompositions, deltas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LinearMethod(SSMAttribution):
         return True
 
     def _inputs(self, inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The one input, and further ones where the method explains several."""
+        """Return the one input, and further ones if the method explains several."""
         return several_inputs(inputs) if self.takes_others else (single_input(inputs)[0], ())
 
     def _attribute(
@@ -76,7 +76,7 @@ class LinearMethod(SSMAttribution):
         internal_batch_size: int | None,
         return_convergence_delta: bool,
     ) -> Any:
-        """Relevance in the input's shape, with the delta if asked for.
+        """Return relevance in the input's shape, with the delta if asked for.
 
         A target that is an :class:`~captum_ssm.attr.call.targets.Each` gives a result per target,
         stacked in front.
@@ -98,20 +98,19 @@ class LinearMethod(SSMAttribution):
         return (relevance, joined(1, tensor)) if return_convergence_delta else relevance
 
     def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
-        """output - attributions - biases (B,), for relevance that ``attribute`` has returned.
+        """Return output - attributions - biases (B,), for relevance that ``attribute`` returned.
 
         Args:
             found: the parts of the output.
-            explained: those of the input, (B, ...), and of further inputs, of which what differs
-                is spread evenly over the examples.
-            attributions: what the user gives back.
+            explained: relevance of the input, (B, ...), and of further inputs; a difference of
+                these is spread evenly over the examples.
+            attributions: the relevance that the user passes.
         """
         first, others = several_inputs(attributions, "attributions")
-        given = (first, *others)
-        if len(given) != len(explained):
+        if 1 + len(others) != len(explained):
             raise InputError(
-                f"attributions holds {len(given)} tensors, but inputs {len(explained)}. Pass what "
-                "attribute() returned."
+                f"attributions holds {1 + len(others)} tensors, but inputs {len(explained)}. Pass "
+                "what attribute() returned."
             )
         one, *rest = explained
         sums = one.flatten(1).sum(1) - first.flatten(1).sum(1).to(one)
@@ -121,23 +120,23 @@ class LinearMethod(SSMAttribution):
         return delta
 
 
-#: Relevance in the input's shape, what is left of the output, (B,), and relevance of others.
+#: Relevance in the input's shape, the delta (B,), and relevance of each further input.
 Explained = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How the network is made linear.
+    """The options of a linear network and its decomposition.
 
     Attributes:
-        rule: how relevance is divided among what mixers are made of.
+        rule: how relevance is divided among the factors of mixers.
         constants: whether biases and other constants are kept.
-        by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
-            which they are held in memory.
-        verify: whether operators are held to their modules; a number is the tolerance.
+        by_layer: whether the relevance of the streams and outputs of mixers is found as well, for
+            which these are kept in memory.
+        verify: whether operators are checked against their modules; a number is the tolerance.
         by_role: whether relevance is found by role. Default: False.
-        features: whether that of what enters and leaves the mixers is kept by feature. Default:
-            False, summed over them.
+        features: whether relevance of streams and outputs is kept by feature. Default: False, the
+            sum over features.
     """
 
     rule: Rule
@@ -151,32 +150,33 @@ class Rules:
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
-    """One forward run of a network made linear, and one backward pass for each question."""
-    found, by_itself = _decompositions(request, questions, rules, baselines)
-    if by_itself is not None:
-        by_itself.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
+    """Run a network made linear once, and answer each question by one backward pass."""
+    found, alone_run = _decompositions(request, questions, rules, baselines)
+    if alone_run is not None:
+        alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
     return found
 
 
 def _decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
 ) -> tuple[list[Decomposition], Alone | None]:
+    """Decompose each question; example by example if parts of a batch do not add up."""
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
         sums_up = all(map(exact, found))
         if not sums_up and len(output) > 1:
-            # constants that cannot be told apart by example, such as the biases of experts
+            # constants whose examples are not known, such as the biases of experts
             arguments = (network, output, kept, questions, rules, baselines)
             found = _each_decomposed(*arguments, apart=True)
             sums_up = all(exact(each, apart=True) for each in found)
-        by_itself = alone_of(request, rules, network, kept)
+        alone_run = alone_of(request, rules, network, kept)
     if not sums_up:
         raise not_linear(output)
-    return found, by_itself
+    return found, alone_run
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
-    """The run with which explained numbers are compared; None where nothing is to be verified."""
+    """Return the model's run without rules, to compare numbers with; None if not verified."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return alone(replace(request, kept=kept), network.calls, network.granted)
@@ -189,23 +189,26 @@ def in_turn(
     rules: Rules,
     baselines: Baselines = None,
 ) -> T:
-    """One forward run of a network made linear, and questions that follow from earlier answers.
+    """Run a network made linear once, and answer questions that depend on earlier answers.
 
     Args:
-        request: what is run, of one example.
-        positions: where the model's output is asked for, all of them, counted from the end.
-        ask: from a function that returns the output there (n, V) to the questions; it is sent the
-            answer to each.
+        request: the run, of one example.
+        positions: all positions at which the model's output is asked for, counted from the end.
+        ask: takes a function that returns the output there (n, V), and returns a generator of
+            questions; it is sent the answer to each.
         rules: how the network is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
+
+    Returns:
+        The result of the generator.
     """
-    # every token is looked up, whichever; none is known before the output is
-    known = Against(Total(positions, torch.zeros(len(positions)).long()), None)
-    with linear_run(request, [known], rules) as (network, output, kept):
+    # the positions are known before the run, and the tokens there are not: any will do
+    anywhere = Against(Total(positions, torch.zeros(len(positions)).long()), None)
+    with linear_run(request, [anywhere], rules) as (network, output, kept):
         where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
         if kept is not None:
             where = torch.searchsorted(torch.tensor(kept.positions), where)
-        asked_for = output.detach()[0, where.to(output.device)]
+        logits = output.detach()[0, where.to(output.device)]
 
         numbers: list[tuple[Against, Tensor]] = []
 
@@ -216,15 +219,15 @@ def in_turn(
             numbers.append((question, found.output))
             return found
 
-        result = answered(ask(lambda: asked_for), answer)
-        by_itself = alone_of(request, rules, network, kept)
-    if by_itself is not None:
-        by_itself.require(numbers)
+        result = answered(ask(lambda: logits), answer)
+        alone_run = alone_of(request, rules, network, kept)
+    if alone_run is not None:
+        alone_run.require(numbers)
     return result
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """What questions come to that are asked one after the other."""
+    """Answer a generator's questions one after the other, and return its result."""
     latest: A | None = None
     while True:
         try:
@@ -245,11 +248,11 @@ def _each_decomposed(
     *,
     apart: bool = False,
 ) -> list[Decomposition]:
-    """The decomposition of each question to a network's output, at the positions kept.
+    """Decompose the number that each question asks for, of an output at the positions kept.
 
     Args:
-        network, output, kept, questions, rules, baselines: the network, and what is asked of it.
-        apart: whether examples are told apart by passes of their own. Default: False.
+        network, output, kept, questions, rules, baselines: the network, and the questions.
+        apart: whether each example takes passes of its own. Default: False.
     """
     numbers = numbers_of(network, output, kept, questions)
     one, *rest = one_each(baselines, 1 + len(network.mode.others))
@@ -261,7 +264,7 @@ def _each_decomposed(
 def numbers_of(
     network: Network, output: Tensor, kept: Kept | None, questions: Sequence[Against]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """The number that each question asks for (B,), and its constant summand.
+    """Return the number that each question asks for (B,), and its constant summand.
 
     Raises:
         TargetError, OptionError, NonFiniteError: for what does not fit the output.
@@ -278,7 +281,7 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """The inputs that relevance is in comparison with by these rules; nothing for 0."""
+    """Return the baselines, one for each root, by default the rule's; empty for 0."""
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
     return baselines_of(network, baselines)
@@ -287,9 +290,9 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 def coefficients(
     request: Request, questions: Sequence[Against], rule: Rule = "half"
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """The gradients of numbers in the linear network with respect to each mixer's output.
+    """Return the gradients of numbers in the linear network at each mixer's output.
 
-    Relevance is a coefficient times what it belongs to.
+    Relevance of an output is the output times this coefficient.
 
     Returns:
         For each question the number (B,), and one tensor (B, L, E) per mixer call, in their order.
@@ -306,10 +309,10 @@ def coefficients(
 def linear_run(
     request: Request, questions: Sequence[Against], rules: Rules
 ) -> Iterator[tuple[Network, Tensor, Kept | None]]:
-    """A network whose run has left a linear graph, and its output where questions ask for it.
+    """Run a network made linear, with the output at the positions that questions ask for.
 
     Yields:
-        The network, its output, and the positions that this is of, None for all.
+        The network, its output, and the positions of the output, None for all.
     """
     begins = () if request.begins is None else (request.begins,)
     read = [site.module for site in (*begins, *request.cuts)]
@@ -326,10 +329,10 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """A network whose run has left a linear graph, and its output, out of sight of the rules."""
-    if not request.inputs.is_floating_point():  # ids are told by their place in their own memory
-        own = request.inputs.clone(memory_format=torch.contiguous_format)
-        request = replace(request, inputs=own)
+    """Run a network made linear; inside the ``with`` its rules are out of sight."""
+    if not request.inputs.is_floating_point():  # ids are followed by their place in memory
+        ids = request.inputs.clone(memory_format=torch.contiguous_format)
+        request = replace(request, inputs=ids)
     with linearised(
         request.model,
         request.ids,
@@ -355,9 +358,9 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 
 
 def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
-    """The gradients of a number (B,) at what each mixer returned, in a network that is linear."""
+    """Return the gradients of a number (B,) at each mixer's output, if the network is linear."""
     mode, outputs = network.mode, [step.output for step in network.steps]
-    # later look-ups are tokens as well, wherever their ids stand
+    # later look-ups are tokens as well, in whichever order
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
     gradients, biases = account(mode.ledger, number, constant, [*roots, *outputs])
     parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]

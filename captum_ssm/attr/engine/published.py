@@ -1,4 +1,4 @@
-"""What the authors' published scripts compute, where it differs from the papers' equations.
+"""The computations of the authors' published scripts that differ from the papers' equations.
 
 Of each layer only the query's row of every channel is used; it is added to every row of the
 identity, so that a layer's matrix is I + 1 r^T with all rows divided by their common sum.
@@ -24,7 +24,7 @@ from .fold import Options, check_row, shown
 
 
 def query_positions(weights: Tensor) -> Tensor:
-    """The single query of each example, (B, 1)."""
+    """Return the single query of each example, (B, 1)."""
     if bool(((weights > 0).sum(-1) != 1).any()):
         raise OptionError(
             "recipe='published_code' is defined for one query token per example; pass query="
@@ -40,7 +40,7 @@ def fold(
     options: Options,
     description: str,
 ) -> Tensor:
-    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry."""
+    """Return the query's row of the product of (I + 1 r^T) / (1 + sum r), its own entry 0."""
     row: Tensor | None = None
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1], description, options.show_progress):
@@ -67,10 +67,10 @@ def check_tokens(layer: Layer, last: Layer) -> None:
 
 
 def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
-    """The query's row of every channel as the scripts take it, (B, C, L)."""
+    """Return the query's row of every channel as the scripts take it, (B, C, L)."""
     query = query.to(operator.device)
-    ahead, back = _directions(layer, operator)
-    terms = [ahead] if back is None else [ahead, back]
+    forward, backward = _directions(layer, operator)
+    terms = [forward] if backward is None else [forward, backward]
     if options.components == PRESETS["s6"]:
         terms = [_before_the_step(layer, term, query) for term in terms]
     row, *beyond = (term.rows(query, None).squeeze(2) for term in terms)
@@ -81,7 +81,7 @@ def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> T
 
 
 def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | None]:
-    """What reads the tokens in their order, and what reads them in another; neither is halved."""
+    """Split an operator by direction: tokens in order, and in another order; neither is halved."""
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
     sums = [(i, part.parts) for i, part in enumerate(parts) if isinstance(part, Sum)]
     if not sums:
@@ -89,23 +89,23 @@ def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | 
     place, terms = sums[0]
     chains = [Chain(*parts[:place], term, *parts[place + 1 :]) for term in terms]
     turned = [chain for chain in chains if _is_turned(chain)]
-    ahead = [chain for chain in chains if not _is_turned(chain)]
+    forward = [chain for chain in chains if not _is_turned(chain)]
     if not turned:
         return operator, None
-    if len(turned) > 1 or not ahead:
+    if len(turned) > 1 or not forward:
         raise OptionError(
             f"recipe='published_code' is defined for mixers of one or two directions, but layer "
             f"{layer.name!r} reads its tokens in {len(chains)} orders. Use recipe='paper'."
         )
-    return Sum(*map(_whole, ahead)), _whole(turned[0])
+    return Sum(*map(_not_halved, forward)), _not_halved(turned[0])
 
 
 def _is_turned(chain: Chain) -> bool:
     return any(isinstance(part, Permute) for part in chain.parts)
 
 
-def _whole(chain: Chain) -> Chain:
-    """Without the constant with which a sum of directions is halved."""
+def _not_halved(chain: Chain) -> Chain:
+    """Leave out the constant factor with which a sum of directions is halved."""
     return Chain(
         *(
             part
@@ -116,7 +116,7 @@ def _whole(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """The scan with a step of length 0 at the query, which neither decays nor writes."""
+    """Return the operator with a step of length 0 at the query, which neither decays nor writes."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
@@ -137,21 +137,21 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
 
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
-    """The channel mean of rows (B, C, L), all channels of a layer normalised together."""
+    """Return the channel mean of rows (B, C, L), all channels of a layer normalized together."""
     everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
     return min_max(rows, everywhere).mean(1)
 
 
 def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
-    """Rows (B, C, L) weighted by the largest positive gradient over channels, (B, L).
+    """Weight rows (B, C, L) by the largest positive gradient over channels, (B, L).
 
-    The script of the hidden-attention paper (components = s6) normalises all channels together
-    before the mean; that of the unified paper normalises the result.
+    The script of the hidden-attention paper (components = s6) normalizes all channels together
+    before the mean; the script of the unified paper normalizes the result.
 
     Args:
         rows: the query's row of every channel.
-        gradient: gradient of the target with respect to the stream after the mixer's output was
-            added (B, L, E): that of the output itself.
+        gradient: gradient of the target at the stream after the mixer's output was added
+            (B, L, E), which is the gradient at the output itself.
         keep: True for real tokens (B, L), or None.
         options: the user's choices.
     """
@@ -164,12 +164,12 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:
-    """Without the query's own entry, and clamped at zero."""
+    """Set the query's own entry to 0, and clamp at zero."""
     return row.scatter(-1, query.to(row.device), 0).clamp_min(0)
 
 
 def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Each example scaled to [0, 1] over its kept entries; a constant example becomes 0."""
+    """Scale each example to [0, 1] over its kept entries; a constant example becomes 0."""
     dims: Sequence[int] = range(1, x.dim())
     low = x if keep is None else x.masked_fill(~keep, torch.inf)
     high = x if keep is None else x.masked_fill(~keep, -torch.inf)

@@ -1,4 +1,4 @@
-"""What methods find, as files and pages: saved to the last bit, loaded, and shown in notebooks."""
+"""Results of methods as files and pages: saved to the last bit, loaded, shown in notebooks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _FORM = 1
 #: Numbers that JSON has no form for.
 _NO_NUMBERS = ("nan", "inf", "-inf")
-#: Draws pages; named, since it stands above all methods.
+#: The module that draws pages, by name: no method may import it.
 _PAGES = ".viz.html.results"
 
 #: Names of tokens, for each example.
 Names = tuple[Sequence[str], ...]
-#: A class of which results are made.
+#: A class whose instances are parts of results.
 Part = TypeVar("Part", bound=type)
 
 _PARTS: dict[str, type] = {}
@@ -49,10 +49,10 @@ part(Tokens)
 
 
 class Result:
-    """What a method found: it shows itself in a notebook, and saves itself.
+    """A method's result, which shows itself in a notebook, and saves itself.
 
-    Pages are whole by themselves: they hold their own script, open no port and ask for nothing from
-    the network, so that they work in Colab, VS Code and remote Jupyter.
+    Pages include their script, open no port and load nothing from the network, so that they work
+    in Colab, VS Code and remote Jupyter.
     """
 
     _kinds: ClassVar[dict[str, type[Result]]] = {}
@@ -74,13 +74,13 @@ class Result:
         Raises:
             WriteError: when it cannot be written; it then is what it was.
         """
-        said = {
+        content = {
             "captum_ssm": __version__,
             "form": _FORM,
             "kind": type(self).__name__,
             "state": _encoded(self._state()),
         }
-        return _written(path, json.dumps(said, allow_nan=False) + "\n")
+        return _written(path, json.dumps(content, allow_nan=False) + "\n")
 
     @overload
     def to_html(self, path: None = None, title: str | None = None) -> str: ...
@@ -119,7 +119,7 @@ class Result:
         webbrowser.open(Path(file.name).as_uri())
 
     def _repr_html_(self) -> str:
-        """Its page in a frame, which keeps the notebook's styles and its own apart."""
+        """Return its page in a frame, which separates its styles from the notebook's."""
         frame: str = _pages().frame_of(self)
         return frame
 
@@ -128,7 +128,7 @@ class Result:
         return text
 
     def _state(self) -> dict[str, Any]:
-        """The arguments that it is made with again."""
+        """Return the arguments, by name, that make it again."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
@@ -140,13 +140,13 @@ class NamedTokens(Result, kind=False):
     """A result whose tokens may be named.
 
     Attributes:
-        names: of the tokens of each example; None for none.
+        names: names of the tokens of each example; None for none.
     """
 
     names: Names | None
 
     def named(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> Self:
-        """The same with names for the tokens, which its page shows.
+        """Return a copy with names for the tokens, which its page shows.
 
         Args:
             tokens: a list of names for one sequence, or a list of such lists. Of
@@ -162,7 +162,7 @@ class NamedTokens(Result, kind=False):
         return self._with_names(read_names(tokens, batch, length))
 
     def _tokens(self) -> tuple[int, int]:
-        """How many examples there are, and tokens of each."""
+        """Return how many examples there are, and tokens of each."""
         raise NotImplementedError
 
     def _with_names(self, names: Names) -> Self:
@@ -170,7 +170,7 @@ class NamedTokens(Result, kind=False):
 
 
 def load_result(path: str | Path) -> Any:
-    """A result that was saved by its ``to_json``.
+    """Load a result that was saved by its ``to_json``.
 
     Args:
         path: the file.
@@ -199,19 +199,20 @@ def load_result(path: str | Path) -> Any:
     file = existing_file(path, "a file that a result's to_json() wrote")
     wrong = f"{file} holds no result of captum_ssm"
     try:
-        said = json.loads(read_text(file))
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{wrong}: {error}. Pass what a result's to_json() wrote.") from None
-    if not isinstance(said, dict) or not {"captum_ssm", "form", "kind", "state"} <= said.keys():
+    names = {"captum_ssm", "form", "kind", "state"}
+    if not isinstance(content, dict) or not names <= content.keys():
         raise DataError(f"{wrong}. Pass what a result's to_json() wrote.")
-    if said["form"] != _FORM or said["kind"] not in Result._kinds:
+    if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
-            f"{file} was written by captum_ssm {said['captum_ssm']}: {said['kind']} in form "
-            f"{said['form']}. This is {__version__}, which reads {', '.join(Result._kinds)} in "
+            f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in form "
+            f"{content['form']}. This is {__version__}, which reads {', '.join(Result._kinds)} in "
             f"form {_FORM}. Use the version that wrote it, or a newer one."
         )
     try:
-        return Result._kinds[said["kind"]](**_decoded(said["state"]))
+        return Result._kinds[content["kind"]](**_decoded(content["state"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise DataError(
             f"{wrong} that is whole: {type(error).__name__}: {error}. Save it again."
@@ -231,11 +232,12 @@ def read_names(tokens: Any, batch: int, length: int) -> Names:
 
 
 def _kept(names: Sequence[Any]) -> Sequence[str]:
-    """The names, which go on to tell the text's words if they do."""
+    """Return names as a tuple, but :class:`.Tokens`, which know the text's words, as they are."""
     return names if isinstance(names, Tokens) else tuple(map(str, names))
 
 
 def _written(path: str | Path, text: str) -> Path:
+    """Write a file, with its folder, and return its path."""
     file = Path(path)
     make_folder(file.parent)
     write_whole(file, text)
@@ -248,7 +250,7 @@ def _in_notebook() -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """What JSON can hold of a value, and tell apart."""
+    """Encode a value for JSON: what JSON has no type for becomes {type: content}."""
     if isinstance(value, Tensor):
         return {"tensor": _encoded_tensor(value)}
     name = type(value).__name__
@@ -268,27 +270,28 @@ def _encoded(value: Any) -> Any:
     return [_encoded(x) for x in value]
 
 
-def _decoded(said: Any) -> Any:
-    if isinstance(said, list):
-        return [_decoded(x) for x in said]
-    if not isinstance(said, dict):
-        return said
-    ((name, held),) = said.items()
+def _decoded(code: Any) -> Any:
+    """Invert :func:`_encoded`."""
+    if isinstance(code, list):
+        return [_decoded(x) for x in code]
+    if not isinstance(code, dict):
+        return code
+    ((name, content),) = code.items()
     if name == "tensor":
-        return _decoded_tensor(held)
+        return _decoded_tensor(content)
     if name == "float":
-        return float(held)
+        return float(content)
     if name == "range":
-        return range(*held)
+        return range(*content)
     if name == "tuple":
-        return tuple(_decoded(x) for x in held)
+        return tuple(_decoded(x) for x in content)
     if name == "dict":
-        return {key: _decoded(x) for key, x in held.items()}
-    return _PARTS[name](**{key: _decoded(x) for key, x in held.items()})
+        return {key: _decoded(x) for key, x in content.items()}
+    return _PARTS[name](**{key: _decoded(x) for key, x in content.items()})
 
 
 def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
-    """A tensor as its dtype, its shape and its numbers; each float is one of double precision."""
+    """Encode a tensor as its dtype, shape and numbers, floats in double precision."""
     flat = tensor.detach().cpu().flatten()
     values = (flat.double() if flat.is_floating_point() else flat).tolist()
     if flat.is_floating_point() and not bool(flat.isfinite().all()):
@@ -297,15 +300,15 @@ def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(tensor.shape), "values": values}
 
 
-def _decoded_tensor(said: Mapping[str, Any]) -> Tensor:
-    dtype = getattr(torch, said["dtype"])
+def _decoded_tensor(code: Mapping[str, Any]) -> Tensor:
+    dtype = getattr(torch, code["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{said['dtype']} is no dtype")
-    values = said["values"]
+        raise ValueError(f"{code['dtype']} is no dtype")
+    values = code["values"]
     if dtype.is_floating_point:
         for value in values:
             if isinstance(value, str) and value not in _NO_NUMBERS:
                 raise ValueError(f"{value!r} is no number")
         doubles = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        return doubles.to(dtype).view(said["shape"])
-    return torch.tensor(values, dtype=dtype).view(said["shape"])
+        return doubles.to(dtype).view(code["shape"])
+    return torch.tensor(values, dtype=dtype).view(code["shape"])

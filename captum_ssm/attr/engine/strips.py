@@ -22,12 +22,12 @@ from .fold import LayerMatrix
 #: Up to this part of the rows are made row by row where a whole matrix would go by channel.
 _FEW = 8
 
-#: The entries (B, R, W) of a strip to what takes their place; they may be overwritten.
+#: A strip to the entries (B, R, W) that replace its own, which it may overwrite.
 Change = Callable[[Strip], Tensor]
 
 
 def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
-    """The reduced matrix of an operator; not formed where the reduction is the mean."""
+    """Return the reduced matrix of an operator, which for the mean is never formed."""
     if reduce == "mean":
         return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
     return in_strips(operator, reduce, budget, lambda strip: strip.entries)
@@ -40,21 +40,22 @@ def in_strips(
     change: Change,
     whole: Tensor | None = None,
 ) -> LayerMatrix:
-    """A change of every entry of an operator's reduced matrix, of which a strip exists at a time.
+    """Return an operator's reduced matrix with every entry changed; one strip exists at a time.
 
-    Rows to which nothing is given are left out, so that a single query costs a single row.
+    Rows of weight 0 are left out, so that a single query costs a single row.
 
     Args:
         operator: the operator.
         reduce: how its channels become one matrix.
-        budget: what the strips may take.
-        change: what becomes of the entries.
-        whole: the reduced matrix (B, L, L) where it is there already. Default: None.
+        budget: memory for the strips.
+        change: function of a strip that returns its new entries.
+        whole: the reduced matrix (B, L, L) if it exists already. Default: None.
     """
     tokens = operator.shape.tokens
     quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
+        """Yield strips of the rows, with their changed entries."""
         matrix = whole
         few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and quick and len(within) > tokens // _FEW:
@@ -117,9 +118,8 @@ _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 _SHARE = 8
 #: Tensors of a strip's size that exist together, also per channel where each has entries.
 _COPIES = 4
-#: Entries of a strip (32 MiB in float32) and rows where memory allows more, and fewest of them.  A
-#: strip makes anew what is left of all tokens before it, which for fewer rows would cost as much as
-#: their entries do.
+#: Largest size of a strip, in entries (32 MiB in float32) and rows, and fewest rows.  Each strip
+#: computes the state of all tokens before it, which for fewer rows would cost as much as the rows.
 _ENTRIES = 2**23
 _ROWS = 4096
 _FEW_ROWS = 512
@@ -127,17 +127,17 @@ _FEW_ROWS = 512
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for the strips of a matrix, and what they are worked out with.
+    """Bytes for the strips of a matrix, and for temporary tensors.
 
     Attributes:
-        bytes: how many; None for a share of the memory that is free on a device when asked.
+        bytes: how many; None for a share of the memory that is free on a device at the time.
     """
 
     bytes: int | None = None
 
     @classmethod
     def parse(cls, memory_budget: MemoryBudget) -> Budget:
-        """The budget that a user named.
+        """Read the option ``memory_budget``.
 
         Args:
             memory_budget: bytes, a size such as ``"512MiB"`` or ``"2 GB"``, or None.
@@ -163,9 +163,9 @@ class Budget:
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:
-        """How many rows of an operator's reduced matrix a strip may have."""
+        """Return how many rows of an operator's reduced matrix a strip may have."""
         batch, tokens, heads, per_head = operator.shape
-        # the mean is summed in blocks of channels, other reductions see all channels of an entry
+        # the mean is summed in blocks of channels, other reductions need all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
         row = _COPIES * (1 + channels) * batch * tokens * operator.dtype.itemsize
         height = self.on(operator.device) // row
@@ -179,7 +179,7 @@ class Budget:
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Up to how many rows are quicker made of all channels' rows, which it has to hold."""
+        """Return up to how many rows are quicker from the rows of all channels, within it."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)

@@ -33,7 +33,7 @@ class CheckedSum(NamedTuple):
 
     @property
     def delta(self) -> float:
-        """By how much the sum is more."""
+        """The sum less the number that it should be."""
         return self.total - self.wanted
 
     @property
@@ -46,8 +46,8 @@ class CheckedSum(NamedTuple):
         """The sum in a sentence.
 
         Example:
-            >>> from captum_ssm.attr.engine.sums import Sum
-            >>> Sum("the output", 2.92, -111.0).told
+            >>> from captum_ssm.attr.engine.sums import CheckedSum
+            >>> CheckedSum("the output", 2.92, -111.0).told
             'Does not add up: sum -111; should be 2.92, the output; delta -1.1e+02.'
         """
         mark = "Sum" if self.adds_up else "Does not add up: sum"
@@ -56,9 +56,8 @@ class CheckedSum(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The numbers and the sentence, as pages and files hold them."""
-        own = {"delta": self.delta, "adds_up": self.adds_up, "told": self.told}
-        return self._asdict() | own
+        """The numbers and the sentence by name, for pages and files."""
+        return self._asdict() | {"delta": self.delta, "adds_up": self.adds_up, "told": self.told}
 
 
 @part
@@ -82,14 +81,14 @@ class Sums:
 
 
 def attribute_with_sums(
-    method: Attribution, inputs: Any, /, **given: Any
+    method: Attribution, inputs: Any, /, **options: Any
 ) -> tuple[Any, Sums | None]:
     """Return relevance, and its sums if the method promises one."""
-    asked = "return_convergence_delta"
+    name = "return_convergence_delta"
     parameters = inspect.signature(method.attribute).parameters
-    if asked not in parameters or asked in given or not method.has_convergence_delta():
-        return method.attribute(inputs, **given), None
-    relevance, delta = method.attribute(inputs, **given, return_convergence_delta=True)
+    if name not in parameters or name in options or not method.has_convergence_delta():
+        return method.attribute(inputs, **options), None
+    relevance, delta = method.attribute(inputs, **options, return_convergence_delta=True)
     parts: Sequence[Tensor] = relevance if isinstance(relevance, tuple) else (relevance,)
     spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
     if spread or delta.shape != parts[0].shape[:1]:
@@ -97,12 +96,12 @@ def attribute_with_sums(
     # on the CPU: Apple's MPS has no float64
     total = torch.stack([x.detach().cpu().double().flatten(1).sum(1) for x in parts]).sum(0)
     delta = delta.detach().cpu().to(total)
-    if isinstance(method, SSMAttribution):  # its delta is what the relevance lacks
+    if isinstance(method, SSMAttribution):  # its delta is wanted - total, Captum's total - wanted
         return relevance, Sums("the output without constants", total + delta, total)
     return relevance, Sums("the output less that for the baseline", total - delta, total)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """The sums of parts of a batch as one."""
+    """Join the sums of parts of a batch."""
     wanted, total = (torch.cat([getattr(x, name) for x in parts]) for name in ("wanted", "total"))
     return Sums(parts[0].of, wanted, total)

@@ -1,7 +1,4 @@
-"""Text to token ids and back, by whatever tokenizer the user has.
-
-Which characters of a text each of its tokens stands for, where the tokenizer does not say.
-"""
+"""Text to token ids and back by any tokenizer, and the characters that each token stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ...errors import InputError, OptionError
 
 
 class Codec:
-    """A tokenizer, of which no more is asked than ``encode`` and ``decode``.
+    """A tokenizer with at least ``encode`` and ``decode``.
 
     Serves tokenizers of transformers and the tokenizers library, the vocabularies of
     :mod:`captum_ssm.models.recall`, and any other with these two methods.
@@ -36,7 +33,7 @@ class Codec:
         return type(self._tokenizer).__name__
 
     def encode(self, text: str, *, special: bool) -> Tensor:
-        """The token ids of a text (L,), with the tokens the tokenizer adds to a text or without."""
+        """Return a text's token ids (L,), with or without the marks that the tokenizer adds."""
         encode, options = self._tokenizer.encode, {}
         if not special and _accepts(encode, "add_special_tokens"):
             options["add_special_tokens"] = False
@@ -44,7 +41,7 @@ class Codec:
         return torch.tensor(list(getattr(found, "ids", found)), dtype=torch.long)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
-        """The token ids (L,) of a conversation, up to where the answer begins."""
+        """Return the token ids (L,) of a conversation, up to where the answer begins."""
         apply = getattr(self._tokenizer, "apply_chat_template", None)
         if apply is None or getattr(self._tokenizer, "chat_template", apply) is None:
             raise InputError(
@@ -55,17 +52,17 @@ class Codec:
         return self.encode(text, special=False)  # the template writes them itself
 
     def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
-        """The token ids of a text (L,), and the first and last character of each, half open."""
+        """Return a text's token ids (L,), and the span of characters of each."""
         if getattr(self._tokenizer, "is_fast", False):
             found = self._tokenizer(text, return_offsets_mapping=True)
             return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
         found = self._tokenizer.encode(text)
         ids = list(getattr(found, "ids", found))
-        spans = getattr(found, "offsets", None)  # the tokenizers library tells them
+        spans = getattr(found, "offsets", None)  # of the tokenizers library
         return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
 
     def read(self, ids: Tensor) -> tuple[str, list[Span]]:
-        """What tokens (L,) read as, and the first and last character of each, half open."""
+        """Return the text of tokens (L,), and the span of characters of each."""
         text = self.text_of(ids)
         try:
             return text, find_spans(text, ids.tolist(), self._tokenizer.decode, self._marks)
@@ -76,17 +73,14 @@ class Codec:
             ) from None
 
     def text_of(self, ids: Tensor) -> str:
-        """What tokens (L,) read as, without marks of the tokenizer's own."""
+        """Return the text of tokens (L,), without the tokenizer's marks."""
         decode, options = self._tokenizer.decode, {}
         if _accepts(decode, "skip_special_tokens"):
             options["skip_special_tokens"] = True
         return str(decode(ids.tolist(), **options))
 
     def pieces(self, ids: Tensor) -> Pieces | None:
-        """What each token of (L,) adds to the text that they read as; None if that cannot be told.
-
-        Nor is it told of texts that are too long to be shown.
-        """
+        """Return each token's piece of the text of (L,); None if not known, or too long to show."""
         if len(ids) > _MOST:
             return None
         listed, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # a text may end too early
@@ -107,12 +101,13 @@ class Codec:
 
     @property
     def _marks(self) -> set[int]:
-        """Ids that stand for no text; that of unknown words stands for one."""
+        """Ids that stand for no text; the id of unknown words stands for one."""
         marks = set(getattr(self._tokenizer, "all_special_ids", ()))
         marks.discard(getattr(self._tokenizer, "unk_token_id", None))
         return marks
 
     def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+        """Find the spans of a template's tokens."""
         try:
             return find_spans(text, ids, self._tokenizer.decode, self._marks)
         except InputError as error:
@@ -123,21 +118,24 @@ class Codec:
             ) from None
 
     def names(self, ids: Tensor) -> list[str]:
-        """What each token of (L,) reads; its own name where it is no text by itself."""
+        """Return the text of each token (L,), or its name in the vocabulary if it is no text."""
         read = {token: self._read(token) for token in set(ids.tolist())}
         return [read[token] for token in ids.tolist()]
 
     def own_names(self, ids: Tensor) -> list[str]:
-        """The name of each token of (L,) in the vocabulary, or what it reads."""
-        own = getattr(self._tokenizer, "convert_ids_to_tokens", None)
-        return self.names(ids) if own is None else [str(name) for name in own(ids.tolist())]
+        """Return the name of each token (L,) in the vocabulary, or its text."""
+        to_pieces = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        if to_pieces is None:
+            return self.names(ids)
+        return [str(name) for name in to_pieces(ids.tolist())]
 
     def _read(self, token: int) -> str:
         text = str(self._tokenizer.decode([token]))
-        own = getattr(self._tokenizer, "convert_ids_to_tokens", None)
-        if own is None or (text and NO_TEXT not in text):
+        to_pieces = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        if to_pieces is None or (text and NO_TEXT not in text):
             return text
-        return str(own([token])[0] or f"[{token}]")  # models embed more ids than there are tokens
+        name = to_pieces([token])[0]
+        return str(name or f"[{token}]")  # models embed more ids than there are tokens
 
 
 def _accepts(function: Any, keyword: str) -> bool:
@@ -149,16 +147,16 @@ def _accepts(function: Any, keyword: str) -> bool:
     return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-#: What each of some tokens adds to a text, spaces in front included: joined, they are the text.
-#: The first of several tokens of one character adds all of it, the others ""; a token that is no
-#: text, such as a mark of the tokenizer's own, has None.
+#: Each token's piece of a text, spaces in front included: joined, they are the text.  The first of
+#: several tokens of one character has all of it, the others ""; a token that is no text, such as a
+#: mark of the tokenizer, has None.
 Pieces: TypeAlias = list[str | None]
 #: First and last character of a token, half open.
 Span: TypeAlias = tuple[int, int]
 #: Token ids to the text that they read as.
 Read: TypeAlias = Callable[[Sequence[int]], str]
 
-#: What tokenizers decode the parts of a broken character to.
+#: The text that tokenizers decode parts of a character to.
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 
 #: Tokens that may have to be read together: the parts of characters that overlap.
@@ -170,16 +168,16 @@ _QUOTED = 20
 
 
 def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]) -> list[Span]:
-    """The characters of each token, by reading the tokens along the text.
+    """Find the characters of each token, by reading the tokens along the text.
 
     Tokens that are parts of one character all stand for it.  Whitespace may be the token's or not,
     and upper and lower case are the same, as tokenizers drop them.
 
     Args:
-        text: what was encoded.
+        text: the text that was encoded.
         ids: its tokens.
         read: the tokenizer's decoding.
-        silent: ids that stand for no characters, such as that of a mark in front.
+        silent: ids that stand for no characters, such as a mark in front.
 
     Returns:
         Start and end for each token; silent ones have none, at the place where they stand.
@@ -204,7 +202,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
 
 
 def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
-    """How many of the tokens make whole characters, and what they add to the text of ``before``."""
+    """Return how many of the first tokens make whole characters, and the text that they add."""
     known = read(before) if before else ""
     for count in range(1, len(ids) + 1):
         group = list(ids[:count])
@@ -217,7 +215,7 @@ def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, s
 
 
 def _place(text: str, at: int, piece: str) -> Span:
-    """Where the text goes on with this piece."""
+    """Return the span of a piece, the next one behind character ``at``; raise if it differs."""
     if piece.isspace():
         return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)
     word = piece.strip()

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ..call.targets import Against, Total
 
-#: A row counts as having no sum where its number is less than this share of the largest of all
-#: entries that it is held against: what is divided by that would grow beyond all measure.
+#: A token's row has no sum to divide by if its number is less than this share of the largest entry
+#: that it is compared with: relevance divided by it would grow without bound.
 _LEAST = 0.1
 #: Share of a span's relevance on the text from which on hops go on.
 _LEFT = 0.01
 
 
 class Row(Protocol):
-    """An explained number, taken apart."""
+    """A decomposed number."""
 
     @property
     def tokens(self) -> Tensor:
@@ -33,7 +33,7 @@ class Row(Protocol):
 
     @property
     def bias(self) -> Tensor:
-        """What constants add (B,)."""
+        """Contribution of constants (B,)."""
 
     @property
     def output(self) -> Tensor:
@@ -42,13 +42,13 @@ class Row(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Where the relevance of S spans stands after some hops; all of it is the spans' output.
+    """The relevance of S spans after some hops, which adds up to the spans' output.
 
     Attributes:
-        prompt: on each token of the prompt (S, P).
-        text: on each token of the text, to go on from there (S, n).
-        unresolved: on tokens of the text whose own explanation has no sum, where it stays (S, n).
-        constants: on biases and other constants, and on tokens that nobody gave the model (S,).
+        prompt: relevance of each token of the prompt (S, P).
+        text: relevance of each token of the text, from which it goes on (S, n).
+        unresolved: relevance that stays on tokens of the text whose row has no sum (S, n).
+        constants: relevance of constants, and of tokens that the model was not given (S,).
     """
 
     prompt: Tensor
@@ -71,18 +71,20 @@ def follow(
     hops: int,
     logits: Callable[[], Tensor],
 ) -> Generator[Against, Row, list[Hop]]:
-    """Ask for a text's spans, and for what they are due to; returns where their relevance stands.
+    """Ask for the spans of a text, and hop by hop for the text's tokens that have their relevance.
+
+    A hop replaces the relevance of a text's token by that of its own row, scaled to the same sum.
 
     Args:
-        text: its token ids (n,).
-        spans: ranges of them.
+        text: token ids (n,).
+        spans: ranges of the text's tokens.
         prompt: how many tokens the prompt has.
-        contrast: what the spans' tokens are held against.
+        contrast: the contrast of the spans' tokens.
         hops: how often relevance goes on.
-        logits: returns the model's of all tokens of the text (n, V).
+        logits: returns the model's logits at all tokens of the text (n, V).
 
     Yields:
-        Questions, of which it is sent the answers.
+        Questions; it is sent their answers.
 
     Returns:
         The spans' relevance after 0, 1, ... hops.
@@ -94,10 +96,10 @@ def follow(
         row = yield Against(Total(some - count, text[some]), contrast)
         first.append(_parts(row, prompt, count))
     found = [Hop(*map(torch.stack, zip(*first, strict=True)))]
-    number, passes = _sums(logits() if hops else None, text)
+    number, has_sum = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
     for _ in range(hops):
         latest = found[-1]
-        going = latest.text * passes
+        going = latest.text * has_sum
         stays = latest.unresolved + (latest.text - going)
         large = latest.prompt.abs().sum(1) + latest.text.abs().sum(1)
         if not bool((going.abs().sum(1) > _LEFT * large).any()):
@@ -117,7 +119,7 @@ def follow(
 
 
 def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An explained number as one of S entries of a :class:`Hop`."""
+    """Return a decomposed number as one of S entries of a :class:`Hop`."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
@@ -131,10 +133,11 @@ def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.zeros_like(latest.prompt[0]), empty, empty, torch.zeros_like(latest.constants[0])
 
 
-def _sums(logits: Tensor | None, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's logit less the mean, and where relevance passes through it, (n,) each."""
-    if logits is None:
-        return torch.ones(len(text), dtype=torch.float64), torch.ones(len(text))
+def _row_sums(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each token's row, its logit less the mean, and 1 if it is large enough.
+
+    (n,) each; 0 if the sum is too small to divide by, see :data:`_LEAST`.
+    """
     logits = logits.detach().cpu().double()
     rest = logits - logits.mean(-1, keepdim=True)
     number = rest.gather(-1, text[:, None])[:, 0]

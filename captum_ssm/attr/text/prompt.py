@@ -1,4 +1,4 @@
-"""A prompt in any of the forms a user may have it in: token ids, and the features that they are."""
+"""A prompt in any accepted form, as token ids and the features that they belong to."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Prompt:
 
     Attributes:
         ids: its token ids (L,).
-        names: what its features are called.
-        features: relevance of its tokens (..., L) to relevance of its features (..., names).
-        kept: which tokens are of a feature (L,).
-        pieces: what each feature adds to the text; None where that is not known, or where the
-            features do not stand one behind the other.
+        names: names of its features.
+        features: function of relevance by token (..., L) that returns it by feature (..., names).
+        kept: True for tokens that belong to a feature (L,).
+        pieces: the piece of the text of each feature; None if not known, or if features are not
+            one behind the other.
     """
 
     ids: Tensor
@@ -47,7 +47,7 @@ class Prompt:
 
 
 def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
-    """The prompt from what the user has."""
+    """Read a prompt in any accepted form."""
     if isinstance(prompt, TextTemplateInput):
         if skip_tokens is not None:
             raise OptionError(
@@ -80,7 +80,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
 
 
 def read_ids(value: Any, what: str) -> Tensor:
-    """Token ids (L,) from a list, a tensor or an array (L,) or (1, L)."""
+    """Read token ids (L,) from a list, a tensor or an array (L,) or (1, L)."""
     try:
         ids = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -106,6 +106,7 @@ def _filled(ids: Tensor, what: str) -> Tensor:
 
 
 def _ids_of(prompt: Any, codec: Codec) -> Tensor:
+    """Return the token ids (L,) of a str, a chat, a list or a tensor."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=True)
     if isinstance(prompt, list | tuple) and prompt:
@@ -122,7 +123,7 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
 
 
 def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
-    """True at the tokens (L,) that are named by id or by string."""
+    """Return True for tokens (L,) that are named by id or by string."""
     listed = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
     if not listed or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
         raise OptionError(
@@ -137,10 +138,10 @@ def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
 
 
 def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
-    """A prompt whose features are the values of a template.
+    """Read a prompt whose features are the values of a template.
 
-    A token's relevance goes to the value it lies in; that of a token across several values is
-    divided by characters, and that of the template's own words belongs to no feature.
+    A token's relevance goes to the value it lies in, of a token across several values by their
+    shares of its characters.  Relevance of the template's own words belongs to no feature.
     """
     text = prompt.to_model_input()
     ids, tokens = codec.encode_with_spans(text)
@@ -160,7 +161,7 @@ def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
 
 
 def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
-    """Where the values stand in the template's text: number, start and end of each occurrence."""
+    """Find the values in the template's text: number, start and end of each occurrence."""
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
         filled = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))

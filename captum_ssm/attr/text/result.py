@@ -21,15 +21,14 @@ from .prompt import Prompt
 @part
 @dataclass(frozen=True, eq=False)
 class SpanHop:
-    """Where the relevance of S spans stands after some hops; all of it adds up to their outputs.
+    """The relevance of S spans after some hops, which adds up to their outputs.
 
     Attributes:
-        prompt: on each feature of the prompt (S, n_in).
-        text: on each span of the text, to go on from there (S, S).
-        unresolved: on each span of the text, where it stays: the tokens' own explanations have no
-            sum (S, S).
-        constants: on biases, and on tokens of the prompt and the text that are of no feature or
-            span (S,).
+        prompt: relevance of each feature of the prompt (S, n_in).
+        text: relevance of each span of the text, from which it goes on (S, S).
+        unresolved: relevance that stays on spans of the text, since the explanations of their
+            tokens have no sum (S, S).
+        constants: relevance of biases, and of tokens of no feature or span (S,).
     """
 
     prompt: Tensor
@@ -46,13 +45,13 @@ class SpanHop:
 @part
 @dataclass(frozen=True, eq=False)
 class SpanParts:
-    """What the spans of a text are due to.
+    """Explanations of the spans of a text.
 
     Attributes:
-        ranges: the text's tokens that each of them is.
-        names: what they read.
+        ranges: the tokens of each span.
+        names: the text of each span.
         features: the names of the prompt's features.
-        hops: where their relevance stands after 0, 1, ... hops.
+        hops: the spans' relevance after 0, 1, ... hops.
     """
 
     ranges: Sequence[range]
@@ -62,7 +61,7 @@ class SpanParts:
 
     @property
     def outputs(self) -> Tensor:
-        """The explained number of each span (S,); 0s and relevance alone where there is no sum."""
+        """The explained number of each span (S,); the sum of relevance if parts have no sum."""
         return self.hops[0].total
 
     @property
@@ -71,7 +70,7 @@ class SpanParts:
         return self.outputs - self.hops[-1].total
 
     def rows(self) -> list[dict[str, Any]]:
-        """One entry for each span, part and hop, as ``pandas.DataFrame(...)`` takes them."""
+        """Return one entry for each span, part and hop, as ``pandas.DataFrame(...)`` takes them."""
         found = []
         for number, hop in enumerate(self.hops):
             kinds = (
@@ -90,7 +89,7 @@ class SpanParts:
         return found
 
     def to_json(self) -> str:
-        """The same with the totals, as JSON."""
+        """Return the attributes, outputs and delta as a JSON string."""
         return json.dumps(
             {
                 "spans": [[span.start, span.stop] for span in self.ranges],
@@ -112,7 +111,7 @@ def result_of_spans(
     names: list[str],
     pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
-    """The result of spans, of where relevance stands by token."""
+    """Sum relevance by token over spans and features, and return it as a result."""
 
     def by_span(on_text: Tensor) -> Tensor:
         return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
@@ -138,18 +137,18 @@ def result_of_spans(
 
 
 def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
-    """A text held against another: relevance of the prompt is the difference.
+    """Subtract another text's relevance of the prompt from a text's.
 
-    What the other text's own words and constants are due to counts as a constant.
+    The other text's relevance of its own words, and its constants, count as a constant.
     """
     assert one.spans is not None and other.spans is not None
     count = max(len(one.spans.hops), len(other.spans.hops))
     found = []
     for number in range(count):
-        mine, theirs = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
-        rest = theirs.total - theirs.prompt.sum(1)
-        prompt = mine.prompt - theirs.prompt
-        found.append(SpanHop(prompt, mine.text, mine.unresolved, mine.constants - rest))
+        hop, less_hop = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
+        rest = less_hop.total - less_hop.prompt.sum(1)
+        prompt = hop.prompt - less_hop.prompt
+        found.append(SpanHop(prompt, hop.text, hop.unresolved, hop.constants - rest))
     return SSMLLMAttributionResult(
         seq_attr=found[-1].prompt.sum(0).float(),
         token_attr=found[-1].prompt.float(),
@@ -163,7 +162,7 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
 
 
 class SSMLLMAttributionResult(Result, LLMAttributionResult):
-    """Captum's LLMAttributionResult, with what the text's own tokens add to each other.
+    """Captum's LLMAttributionResult, with the relevance of the text's tokens to later ones.
 
     :class:`~captum_ssm.SSMLLMAttribution` returns it.
 
@@ -180,13 +179,13 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
             from the diagonal on.
         input_tokens: the names of the prompt's features.
         output_tokens: the names of the text's tokens.
-        spans: what the text's spans are due to, where they were explained as wholes; the rows of
-            ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of these
-            then. Default: None.
-        input_pieces: what each feature of the prompt adds to its text, spaces in front included:
-            joined, they are the text. The first of several tokens of one character adds it, the
+        spans: explanations of the text's spans, if these were explained as wholes; then the rows
+            of ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of
+            spans. Default: None.
+        input_pieces: the piece of the prompt's text of each feature, spaces in front included:
+            joined, they are the text. The first of several tokens of one character has it, the
             others ``""``; a mark that is no text has None. Default: None, not known.
-        output_pieces: the same of the text's tokens, or spans. Default: None, not known.
+        output_pieces: likewise of the text's tokens, or spans. Default: None, not known.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
@@ -219,14 +218,15 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
 
     def _state(self) -> dict[str, Any]:
-        names = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
-        own = ("generated_attr", "spans", "input_pieces", "output_pieces")
-        found = {name: getattr(self, name) for name in (*names, *own)}
+        """Return what to_json saves, by the names of the constructor's arguments."""
+        of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
+        names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
+        found = {name: getattr(self, name) for name in names}
         probabilities = getattr(self, "output_probs", None)  # which Captum 0.8 does not have
         return found if probabilities is None else {**found, "output_probs": probabilities}
 
     def plot_token_attr(self, show: bool = False) -> Any:
-        """A heat map of ``token_attr``; see Captum's LLMAttributionResult.
+        """Draw a heat map of ``token_attr``; see Captum's LLMAttributionResult.
 
         Args:
             show: show the figure instead of returning it with its axes. Default: False.
@@ -238,7 +238,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
             return super().plot_token_attr(show)
 
     def plot_seq_attr(self, show: bool = False) -> Any:
-        """A bar for each entry of ``seq_attr``; see Captum's LLMAttributionResult.
+        """Draw a bar for each entry of ``seq_attr``; see Captum's LLMAttributionResult.
 
         Args:
             show: show the figure instead of returning it with its axes. Default: False.
@@ -252,7 +252,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
 
 @contextmanager
 def _no_mathematics() -> Iterator[None]:
-    """Dollar signs of tokens are no formulas for matplotlib to set, and to fail at."""
+    """Let matplotlib take dollar signs in tokens for text, not for formulas."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):

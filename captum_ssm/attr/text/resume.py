@@ -95,10 +95,7 @@ def counted(
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:
-    """Hash what the answers depend on: the model's parameters and buffers, and all options.
-
-    Weights that accelerate keeps elsewhere count by their shapes alone.
-    """
+    """Hash the model's parameters and buffers, of offloaded ones the shapes, and all options."""
     digest = hashlib.sha256()
     for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())

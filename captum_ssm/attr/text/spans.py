@@ -18,7 +18,7 @@ from ..call import checks
 from .codec import NO_TEXT, Codec, Pieces
 from .prompt import Prompt
 
-#: What ends a stretch, as a pattern of the characters behind its last one.
+#: Patterns of the characters behind a stretch, at which it ends.
 _ENDS = {
     "word": r"\s+",
     "sentence": r"(?:(?<=[.!?…。！？])|(?<=[.!?…。！？][\"'”’)\]]))\s+|(?<=[。！？])|\s*\n\s*",
@@ -28,16 +28,16 @@ _ENDS = {
 TEXT_SPANS = ("token", "word", "sentence", "paragraph", "all")
 PROMPT_SPANS = (*TEXT_SPANS, "turn")
 
-#: Stretches of a text: a name, a pattern of what stands between them, or ranges of tokens.
+#: Stretches of a text: a name, a pattern of the separators, or ranges of tokens.
 Spans = str | re.Pattern[str] | Sequence[Any]
 
 
 def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range]:
-    """The stretches of a text, as ranges of its tokens in rising order.
+    """Return the stretches of a text, as ranges of its tokens in rising order.
 
     Args:
-        name: what the argument is called.
-        spans: what the user asked for.
+        name: name of the argument.
+        spans: its value.
         ids: the text's tokens (n,).
         codec: the tokenizer.
 
@@ -88,6 +88,7 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
 
 
 def _range(name: str, one: Any) -> range:
+    """Read a range of tokens from a range, a slice, or (first, behind the last)."""
     if isinstance(one, range) and one.step == 1:
         return one
     ends = (one.start or 0, one.stop) if isinstance(one, slice) else one
@@ -98,7 +99,7 @@ def _range(name: str, one: Any) -> range:
 
 
 def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """The stretches between separators: a token belongs where its first character stands."""
+    """Return the stretches between separators; a token belongs to that of its first character."""
     text, places = codec.read(ids)
     begins = [0, *(match.end() for match in separator.finditer(text))]
     return _of_characters(begins, text, places)
@@ -107,6 +108,7 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
+    """Return the stretches that begin at characters ``begins``, by the tokens' ``places``."""
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):
@@ -122,14 +124,14 @@ def _of_characters(
 
 
 def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Prompt:
-    """A prompt whose features are stretches of it.
+    """Return the prompt with stretches of it as features.
 
     Args:
         prompt: the prompt, by token.
         spans: as for :func:`read_spans`, ``"turn"`` for the messages of a chat, or Captum's
-            feature mask: integers (L,) or (1, L), tokens of the same one being one feature.
+            feature mask: integers (L,) or (1, L), one for each feature.
         codec: the tokenizer.
-        messages: what the user gave as the prompt.
+        messages: the user's argument.
     """
     ids = prompt.ids
     if isinstance(spans, Tensor):
@@ -156,7 +158,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
 
 
 def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
-    """What spans of tokens add to a text."""
+    """Join the pieces of the tokens of each span."""
     if pieces is None:
         return None
     texts = [[x for x in pieces[span.start : span.stop] if x is not None] for span in spans]
@@ -164,12 +166,7 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
 
 
 def stretches(pieces: Pieces, name: str) -> list[range]:
-    """Which of a text's pieces stand together in one stretch of it.
-
-    Args:
-        pieces: what each of its parts adds.
-        name: of a stretch: ``"word"``, ``"sentence"`` or ``"paragraph"``.
-    """
+    """Return the stretches, ``"word"``, ``"sentence"`` or ``"paragraph"``, as ranges of pieces."""
     text, places = "", list[tuple[int, int]]()
     for piece in pieces:
         if piece == "" and places:  # of the same character
@@ -182,6 +179,7 @@ def stretches(pieces: Pieces, name: str) -> list[range]:
 
 
 def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
+    """Read Captum's feature mask: the number of each token's feature (L,), and their names."""
     found = mask[0] if mask.dim() == 2 and len(mask) == 1 else mask
     if found.shape != ids.shape or found.is_floating_point():
         raise OptionError(
@@ -193,7 +191,7 @@ def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
-    """The messages of a chat, each with what the template puts in front of it."""
+    """Return the messages of a chat, each with the template's text in front of it."""
     contents = [m.get("content") for m in messages] if _is_chat(messages) else []
     if not contents or not all(isinstance(content, str) for content in contents):
         raise OptionError(

@@ -49,7 +49,7 @@ class Tokens(Sequence[str]):
 
     @classmethod
     def of(cls, tokenizer: Any, ids: Any) -> Tokens:
-        """The tokens of a text, as a tokenizer reads them.
+        """Name the tokens of a text, as a tokenizer reads them.
 
         Args:
             tokenizer: anything with ``encode(text)`` and ``decode(ids)``.
@@ -68,11 +68,7 @@ class Tokens(Sequence[str]):
         return cls(codec.names(listed), codec.pieces(listed))
 
     def chosen(self, indices: Iterable[int]) -> Tokens:
-        """Some of them.
-
-        Args:
-            indices: which, in rising order.
-        """
+        """Keep some tokens, by their indices in rising order."""
         listed = list(indices)
         pieces = None if self.pieces is None else [self.pieces[i] for i in listed]
         return Tokens([self.names[i] for i in listed], pieces)

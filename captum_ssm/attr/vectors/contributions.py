@@ -1,4 +1,4 @@
-"""Contribution vectors: the share of each token in what a mixer returns (LATIM, eqs. 3-4, 16-25).
+"""Contribution vectors: the share of each token in a mixer's output (LATIM, eqs. 3-4, 16-25).
 
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
@@ -6,7 +6,7 @@ a vector of the stream's width E for every pair of a query i and a source j, so 
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
-exactly where the activation is linearised.  The constant comes of biases and belongs to no token.
+exactly if the activation is linearised.  The constant comes from biases and belongs to no token.
 E L^2 numbers never exist at once: vectors come in tiles of a few queries by a range of sources.
 """
 
@@ -42,11 +42,11 @@ _MANY_QUERIES = 6
 
 
 class Tile(NamedTuple):
-    """Some queries' vectors from a range of sources.
+    """The vectors of some queries from a range of sources.
 
     Attributes:
-        queries: which of the queries asked for.
-        sources: which tokens; the vectors from all others are zero.
+        queries: slice of the Q queries.
+        sources: slice of the tokens; vectors from tokens in no tile are zero.
         vectors: T (B, q, s, E).
     """
 
@@ -62,8 +62,8 @@ class Contributions:
         layer: the recorded call.
         activation: how the activation is divided among the taps of the convolution before it; see
             :mod:`.taps`. Default: ``"linearized"``.
-        way: what is done to the output, as on its way into the residual stream. Default: nothing.
-        hooks: whether what hooks of others make of the output is part of it. Default: True.
+        way: steps applied to the output, as before it joins the residual stream. Default: none.
+        hooks: whether changes of the output by hooks of others are included. Default: True.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Contributions:
         return self.shape.heads * self.shape.per_head
 
     def total(self) -> Tensor:
-        """The sum over all sources, (B, L, E), without a single tile."""
+        """Return the sum over all sources, (B, L, E), without a single tile."""
         before = torch.stack([path.total() for path in self.paths]).sum(0)
         return along(self._behind, before.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
-        """What belongs to no token: biases behind the activation and of W_out, (B, L, E)."""
+        """Return the part of no token: biases behind the activation and of W_out, (B, L, E)."""
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
         values = self._linear.values
@@ -101,26 +101,25 @@ class Contributions:
         return along(self._way, self._linear.project(at_rest))
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
-        """Sum over queries i of <T_i(x_j), direction_i>, without a single vector: (..., B, L).
+        """Sum <T_i(x_j), direction_i> over queries i, without a single vector: (..., B, L).
 
         Args:
-            direction: (..., B, L, E).
-            within: queries with all that are asked among them, where a device need not be asked.
-                Default: None, that is not known.
+            direction: (..., B, L, E), 0 but for a few queries as a rule.
+            within: a range that includes these queries, so that no device is asked for them.
+                Default: None, not known.
         """
         direction = direction.to(self.weight)
         for step in reversed(self._behind):
             direction = step.back(direction)
         size = direction.shape[:-1]
         before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
-        # few queries are asked, as a rule
         if are_noted(direction):
             some = reached(direction.ne(0).any(-1)) if within is None else within
             part = slice(some.start, some.stop)
             before[..., part, :] = direction[..., part, :] @ self.weight.T
         else:
-            asked = direction.ne(0).any(-1)
-            before[asked] = direction[asked] @ self.weight.T
+            queries = direction.ne(0).any(-1)
+            before[queries] = direction[queries] @ self.weight.T
         before = before.view(*size, *self.shape[2:])
         found = self.paths[0].toward(before)
         for path in self.paths[1:]:
@@ -128,11 +127,11 @@ class Contributions:
         return found
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
-        """What becomes of vectors (B, q, s, E) of queries ``index`` (B, q) behind W_out."""
+        """Apply the steps behind W_out to vectors (B, q, s, E) of queries ``index`` (B, q)."""
         return along([step.at(index) for step in self._behind], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
-        """The vectors before W_out, of queries ``index`` (B, q) from all sources: (q, B, L, C)."""
+        """Return vectors before W_out of queries ``index`` (B, q), all sources: (q, B, L, C)."""
         rows = [_rows(path, index) for path in self.paths]
         return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).flatten(-2)
 
@@ -140,13 +139,13 @@ class Contributions:
 def tiles(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
 ) -> Iterator[Tile]:
-    """The vectors of queries ``index`` (B, Q), tile by tile; zeros may be left out.
+    """Yield the vectors of queries ``index`` (B, Q) tile by tile; zeros may be left out.
 
     Args:
         parts: the mixers that write to the stream together; their vectors add up.
-        index: the queries, (B, Q); on the host no device is waited for to know them.
-        stream: if given (B, L, E), what each token keeps of itself, added to the vector of a
-            query from its own token. Default: None.
+        index: the queries, (B, Q); on the host, so that no device is waited for.
+        stream: the residual stream (B, L, E), added to the vector of each query from its own
+            token. Default: None.
     """
     quick = len(parts) == 1 and _is_long_and_ascends(index)
     scans = scanned(parts[0].paths) if quick else None
@@ -164,10 +163,10 @@ def tiles(
 
 
 def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
-    """A projection's weight (C, E) with the first steps of a way in it, and the steps that remain.
+    """Multiply the first steps of a way into a projection's weight (C, E); return the others, too.
 
-    Constants are left out.  What is the same for all features of a token can be done at any time,
-    so that no product behind it, as that of a norm, has to be made for every vector.
+    Biases are left out.  Factors on whole tokens commute with all else: they wait, so that a step
+    behind them, such as a norm's, is multiplied into the weight and not into every vector.
     """
     remain: list[AffineStep] = []
     for step in way:
@@ -191,7 +190,7 @@ def _is_long_and_ascends(index: Tensor) -> bool:
 def _tiles_by_query(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None
 ) -> Iterator[Tile]:
-    """The tiles by one adjoint vector for each query, which serves any operator."""
+    """Yield the tiles by one adjoint vector for each query, for any operator."""
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
     most = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
@@ -200,11 +199,11 @@ def _tiles_by_query(
 
     def rows_of(some: range) -> tuple[slice, list[Tensor]]:
         queries = slice(some.start, some.stop)
-        asked = there[:, queries]
-        return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
+        at = there[:, queries]
+        return queries, [part.before_projection(at) for part in parts]  # (q, B, L, C) each
 
     for queries, rows in as_memory_allows(range(index.shape[1]), count, rows_of):
-        asked = there[:, queries]
+        at = there[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
             sources = slice(some.start, some.stop)
@@ -219,12 +218,12 @@ def _tiles_by_query(
             return Tile(queries, sources, vectors)
 
         until = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
-        sources = _reach(rows, asked if stream is not None else None, until)
-        yield from as_memory_allows(sources, max(1, most // (asked.numel() * widest)), tile)
+        sources = _reach(rows, at if stream is not None else None, until)
+        yield from as_memory_allows(sources, max(1, most // (at.numel() * widest)), tile)
 
 
 def _rows(path: Path, index: Tensor) -> Tensor:
-    """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
+    """Return the part that reaches queries ``index`` (B, q) from each token, (q, B, L, H, P)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
         if _mixes_channels(core):
@@ -243,7 +242,10 @@ def _rows(path: Path, index: Tensor) -> Tensor:
 
 
 def _sent(weight: Tensor, shares: TapShares) -> Tensor:
-    """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
+    """Sum each token's shares phi, weighted at the tokens they go to, (q, B, L, H, P).
+
+    ``weight`` (q, B, L, H, P) is the weight of each token they go to, in the queries' rows.
+    """
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
     for lag, phi in others:
@@ -253,12 +255,12 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
 
 
 def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Operator], Operator]]:
-    """The operator as a sum of products: what mixes channels within a token, after the others.
+    """Split an operator into a sum of products, each of local parts and a core that acts before.
 
     Returns:
-        For each product the parts up to the last that mixes channels of single tokens, and what
-        acts before them: a map per channel, or a recurrence whose steps mix channels, too. One
-        product where nothing mixes channels.
+        For each product its local parts, up to the innermost that mixes channels within tokens,
+        and its core: a map per channel, or a recurrence whose steps mix channels, too. A single
+        product without local parts if nothing mixes channels.
     """
     if not _mixes_channels(operator):
         return [((), operator)]
@@ -268,6 +270,7 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
 def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
+    """Split one product behind its innermost part that mixes channels within tokens."""
     mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
@@ -286,28 +289,28 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """An operator within tokens on rows (q, B, L, H, P), as it acts at the queries (B, q)."""
+    """Apply an operator within tokens to rows (q, B, L, H, P), as it is at the queries (B, q)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)
 
 
-def _reach(rows: Sequence[Tensor], own: Tensor | None, until: int) -> range:
-    """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it.
+def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
+    """Return a range of sources outside of which all rows (q, B, L, C) are zero.
 
-    On a device it is read once in a call whether queries reach later tokens; where they do not, it
-    ends with the last query, else with the last token.
+    On a GPU it is read once in a call whether queries reach later tokens; if not, the range ends
+    with the last query, else with the last token.
 
     Args:
-        rows: of some queries.
-        own: the queries (B, q), or None.
-        until: the token behind the last query, where that is known.
+        rows: rows of some queries.
+        queries: the queries (B, q), if the range is to include them; else None.
+        until: the token behind the last query, or L if that is not known.
     """
-    # the least and the greatest are found in a tenth of the time that comparing every number takes
+    # minimum and maximum take a tenth of the time of comparing every number
     ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
     is_read = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
-    if own is not None:
-        is_read = is_read.index_fill(0, own.flatten(), True)
+    if queries is not None:
+        is_read = is_read.index_fill(0, queries.flatten(), True)
     if are_noted(is_read):
         return range(len(is_read)) if looks_ahead(is_read, until) else range(until)
     found = is_read.nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""What the token-to-token methods of LATIM share."""
+"""The base of LATIM's token-to-token methods, and rows of their maps."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class LatimMethod(SSMAttribution):
         *,
         show_progress: bool = False,
     ) -> list[float]:
-        """How much of each mixer's output its contribution vectors miss (LATIM, figure 4).
+        """Return the share of each mixer's output that its vectors miss (LATIM, figure 4).
 
         ``mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i|`` over real tokens and
-        features, y being what the module itself returned.
+        features, where y is the output of the module itself.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -82,17 +82,17 @@ class LatimMethod(SSMAttribution):
 
 
 def read_options(start_layer: int, show_progress: bool, verify: bool | float) -> Options:
-    """The user's choices, checked before anything runs."""
+    """Check the options that LATIM's methods share, before anything runs."""
     return options("exact", "mean", None, start_layer, "paper", show_progress, verify)
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Query positions as (B, Q), all tokens by default.
+    """Return query positions (B, Q) counted from 0, by default all.
 
     Args:
-        positions: what the user asked for.
+        positions: the option.
         size: batch and tokens (B, L).
-        device: of the result.
+        device: device of the result.
     """
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
@@ -104,11 +104,11 @@ def query_index(positions: Positions | None, size: tuple[int, int], device: torc
 
 
 def _read_positions(positions: Positions) -> Tensor:
-    """Positions (Q,), or (B, Q)."""
+    """Return positions as a tensor (Q,) or (B, Q)."""
     try:
         index = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError):
-        index = torch.tensor(False)  # as good as no integers
+        index = torch.tensor(False)  # refused below, like other values that are no integers
     if not index.numel():
         raise QueryError("positions is empty. Name at least one token, or use None for all.")
     of_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
@@ -123,28 +123,29 @@ def _read_positions(positions: Positions) -> Tensor:
 def weighted_rows(
     weights: Tensor, rows: Callable[[Tensor], Tensor], within: range | None = None
 ) -> Tensor:
-    """Rows ``weights`` (..., B, L) times a map of which ``rows`` gives any rows, a few at a time.
+    """Return ``weights`` (..., B, L) times a map (B, L, L), of which a few rows exist at a time.
 
     Args:
-        weights: the rows; the map's rows of zero weight are not asked for.
-        rows: query positions (B, Q) to rows (B, Q, L).
-        within: rows with all of weight among them, where a device need not be asked. Default: None,
-            that is not known.
+        weights: the weights; rows of the map with weight 0 are not computed.
+        rows: function of query positions (B, Q) that returns rows of the map (B, Q, L).
+        within: a range that includes all weights that are not 0, so that no device is asked.
+            Default: None, not known.
     """
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
-    if are_noted(weights):  # on the host, where it is known which tokens they are
+    if are_noted(weights):  # no device is waited for
         some = reached(weights) if within is None else within
-        asked = torch.tensor(some, dtype=torch.long, device="cpu")
+        queries = torch.tensor(some, dtype=torch.long, device="cpu")
     else:
-        asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
-    for tokens in torch.split(asked, at_a_time(_ROWS, weights.device, _ROWS_LAUNCHED)):
+        queries = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
+    for tokens in torch.split(queries, at_a_time(_ROWS, weights.device, _ROWS_LAUNCHED)):
         found = rows(tokens.expand(batch, -1))
         out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], found)
     return out
 
 
 def _missed(layer: Layer, activation: str, mask: Tensor | None) -> float:
+    """Return the share of a layer's output that its vectors miss."""
     parts = Contributions(layer, activation)
     explained = parts.total() + parts.constant()
     real = layer.in_order(layer.output).to(explained)

@@ -1,4 +1,4 @@
-"""What each input token adds to an output along the direct paths, traced back layer by layer."""
+"""Contributions to an output along direct paths, traced back to input tokens layer by layer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .shares import AltiShares, ProjectionShares
 
 
 class TokenShares(Protocol):
-    """How the tokens behind a stage are made of those before it."""
+    """The mixing of a stage: the share of each token before it in each token behind it."""
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Rows (..., B, L) times the mixing, whose rows sum to 1.
+        """Return rows (..., B, L) times the mixing, whose rows sum to 1.
 
         Args:
             row: the rows.
-            within: tokens with all that are not 0 among them. Default: None, that is not known.
+            within: a range that includes all tokens that are not 0. Default: None, not known.
         """
 
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
-#: How tokens are traced back through a stage: from the stage and the run.
+#: The ways to trace tokens back through a stage: functions of the stage, run and activation.
 MIXINGS: dict[str, MakeShares] = {
     "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
@@ -48,16 +48,16 @@ MIXINGS: dict[str, MakeShares] = {
 
 @dataclass(frozen=True, eq=False)
 class LogitContributions(NamedTokens):
-    """What input tokens add to one number of the output, by the layer that wrote it.
+    """Contributions of input tokens to one number of the output, by the layer that wrote them.
 
     Attributes:
-        layers: by mixer (Λ, B, L); where nobody asked by which, of all parts together (1, B, L).
-        locals: by each part that acts within tokens, such as an MLP (M, B, L); where nobody asked
-            by which, none (0, B, L).
-        embedding: what the embeddings add by themselves (B, L).
-        biases: what biases and other constants add (B,), by the module that adds them.
+        layers: contributions by mixer (Λ, B, L); of all parts together (1, B, L) if they were not
+            asked for by layer.
+        locals: contributions by each part within tokens, such as an MLP, (M, B, L); else (0, B, L).
+        embedding: contributions of the embeddings themselves (B, L).
+        biases: contributions of biases and other constants (B,), by the module that adds them.
         output: the explained number (B,).
-        names: of the tokens of each example, which its page shows. Default: None, positions.
+        names: names of the tokens of each example, which its page shows. Default: None, positions.
     """
 
     layers: Tensor
@@ -69,12 +69,12 @@ class LogitContributions(NamedTokens):
 
     @property
     def tokens(self) -> Tensor:
-        """What each token adds in all, (B, L)."""
+        """Contribution of each token along all layers, (B, L)."""
         return self.layers.sum(0) + self.locals.sum(0) + self.embedding
 
     @property
     def bias(self) -> Tensor:
-        """What all constants add, (B,)."""
+        """Contribution of all constants, (B,)."""
         return sum(self.biases.values(), torch.zeros_like(self.output))
 
     @property
@@ -94,35 +94,37 @@ def contributions_to(
     *,
     by_layer: bool,
 ) -> list[LogitContributions]:
-    """Take apart each of the run's questions; what they have in common is made once.
+    """Decompose the number of each of the run's questions; they share each stage's mixing.
 
     Args:
         run: the run.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
         make: one of :data:`MIXINGS`.
-        description: of the progress bar; None for no bar.
-        by_layer: whether to tell apart what each layer adds.  All of it is traced back through the
-            layers before, which for a sum takes as long as for one of them.
+        description: label of the progress bar; None for no bar.
+        by_layer: whether the contribution of each layer is traced back by itself, or their sum,
+            which takes as long as one of them.
     """
     assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals
     apart = len(layers) if by_layer else 1
     count = apart + len(locals_) if by_layer else 1
-    asked = [_direct(run, question) for question in run.questions]
-    like = asked[0].embedding
-    rows = like.new_zeros(len(asked), count, *like.shape)
-    # parts within tokens, by the last layer that they have read; the latest last
+    passes = [_direct(run, question) for question in run.questions]
+    like = passes[0].embedding
+    rows = like.new_zeros(len(passes), count, *like.shape)
+    # parts within tokens, by the last mixer call that they depend on; the latest last
     pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
-    within = _directly_reached(layers, asked) if are_noted(like) else None
+    within = _directly_reached(layers, passes) if are_noted(like) else None
 
-    is_zero = is_unmixed = True  # as long as nothing has entered the rows, and come through a stage
+    # no contribution has entered the rows; those that have are at tokens of direct paths alone
+    is_zero = is_unmixed = True
 
     def enter_locals(layers_read: int) -> None:
+        """Enter the parts that depend on mixer call ``layers_read`` or a later one."""
         nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()
             is_zero = False
-            for row, direct in zip(rows, asked, strict=True):
+            for row, direct in zip(rows, passes, strict=True):
                 row[apart + part if by_layer else 0] += direct.locals[part].to(row.device)
 
     with torch.no_grad():
@@ -134,35 +136,38 @@ def contributions_to(
                 mixing = make(stage, run, activation)
                 rows = mixing.rmatvec(rows, within if is_unmixed else None)
             for i, layer in enumerate(stage, first):
-                rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i, within)
+                rows[:, i if by_layer else 0] += _of_layer(layer, activation, passes, i, within)
                 is_zero = is_unmixed = False
         enter_locals(0)
     rows = rows.to(like.device)
     return [
         LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
-        for row, direct in zip(rows, asked, strict=True)
+        for row, direct in zip(rows, passes, strict=True)
     ]
 
 
-def _directly_reached(layers: Sequence[Layer], asked: Sequence[_Direct]) -> range:
-    """The tokens at which the direct paths pass what mixers and parts within tokens return."""
-    some = [x.ne(0) for direct in asked for x in direct.locals]
+def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> range:
+    """Return a range that includes all tokens whose outputs of mixers and parts count directly."""
+    some = [x.ne(0) for direct in passes for x in direct.locals]
     some += [
         layer.in_order(toward).ne(0).any(-1)
-        for direct in asked
+        for direct in passes
         for layer, toward in zip(layers, direct.toward, strict=True)
     ]
     return reached(torch.stack([x.to(some[0].device) for x in some]))
 
 
 def _of_layer(
-    layer: Layer, activation: str, asked: Sequence[_Direct], at: int, within: range | None
+    layer: Layer, activation: str, passes: Sequence[_Direct], at: int, within: range | None
 ) -> Tensor:
-    """What each token adds to each question through one layer, (T, B, L); notes its constants."""
+    """Return contributions through layer number ``at`` to T questions, (T, B, L).
+
+    Adds the layer's constant to the biases of each pass, in place.
+    """
     shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
     constant = shares.constant()
     found = []
-    for direct in asked:
+    for direct in passes:
         direction = layer.in_order(direct.toward[at]).to(shares.weight)
         found.append(shares.toward(direction, within))
         added = (direction * constant).flatten(1).sum(1).to(direct.output.device)
@@ -172,13 +177,13 @@ def _of_layer(
 
 @dataclass(frozen=True, eq=False)
 class _Direct:
-    """One backward pass along the direct paths.
+    """The results of one backward pass along the direct paths.
 
     Attributes:
-        toward: the gradient of the output at what each mixer returned, (B, L, E) each.
-        locals: what each part within tokens adds at its tokens, (B, L) each.
-        embedding: what the stream entering the first block adds at its tokens, (B, L).
-        biases: what constants add, (B,) by module.
+        toward: gradient of the output at each mixer's output, (B, L, E) each.
+        locals: contribution of each part within tokens at its tokens, (B, L) each.
+        embedding: contribution of the stream entering the first block at its tokens, (B, L).
+        biases: contributions of constants, (B,) by module.
         output: the explained number (B,).
     """
 
@@ -190,6 +195,7 @@ class _Direct:
 
 
 def _direct(run: Run, question: Question) -> _Direct:
+    """Take the backward pass of one question."""
     paths, layers = run.paths, run.layers
     assert paths is not None and question.selected is not None
     if any(layer.map is not None for layer in layers):
@@ -204,8 +210,8 @@ def _direct(run: Run, question: Question) -> _Direct:
         question.constant,
         [*paths.outputs, *(part.output for part in parts)],
     )
-    toward, given = gradients[: len(layers)], gradients[len(layers) :]
-    added = [_by_token(run, part, gradient) for part, gradient in zip(parts, given, strict=True)]
+    toward, at_parts = gradients[: len(layers)], gradients[len(layers) :]
+    added = [_by_token(run, part, g) for part, g in zip(parts, at_parts, strict=True)]
     locals_, output = added[: len(paths.locals)], question.selected.detach()
     embedding = torch.zeros_like(paths.outputs[0][..., 0], device=output.device)
     embedding = sum((x.to(output.device) for x in added[len(paths.locals) :]), embedding)
@@ -213,7 +219,7 @@ def _direct(run: Run, question: Question) -> _Direct:
 
 
 def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
-    """What a part adds to the output at its tokens, in the order of the first layer's, (B, L)."""
+    """Return a part's contribution to the output by the tokens of the first layer, (B, L)."""
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
     added = gradient * part.output.detach()

@@ -1,4 +1,4 @@
-"""ALTI's mixing: what share of a token comes from each token of the stream before (LATIM, eq. 6).
+"""ALTI's mixing: the share of each token of the stream before in a token (LATIM, eq. 6).
 
     P[i, j] proportional to relu(sum over features of |y_i| - |y_i - T_i(x_j)|),
 
@@ -6,7 +6,7 @@ rows summing to 1, where y_i = sum over j of T_i(x_j).  With the residual stream
 y_i and to T_i(x_i) (LATIM, eq. 4).  Constants belong to no token and are left out, as in the paper
 (footnotes 1 and 4).
 
-A mixing of tokens that is linear in L: the share of each source in what a token has become.
+And a mixing of tokens that is linear in L, by projections on the token's new vector:
 
     P[i, j] = <T_i(x_j), y_i> / |y_i|^2,      y_i = sum over j of T_i(x_j)
 
@@ -35,13 +35,13 @@ Streams = Mapping[Layer, Tensor | None]
 class AltiShares:
     """The mixing of the layers that act on one residual stream together; see :func:`.fold.stages`.
 
-    What parallel mixers write adds up.  A layer that feeds the next one does not write to the
-    stream: the next one's sources are then what the first one, with the stream beside it, makes of
-    the tokens, so that the mixing is diag(r) + C P, where C and r are the shares of these sources
-    and of the stream, and P the mixing of the layer that feeds.
+    Outputs of parallel mixers add up.  A layer that feeds the next one does not write to the
+    stream: the next one's sources are the stream plus the first one's output.  The mixing is then
+    diag(r) + C P, where C and r are the shares of these sources and of the stream, and P the
+    mixing of the layer that feeds.
 
-    A row whose entries are all zero before they are divided by their sum, as that of a padded
-    token, leaves the token to itself: it is 1 at the token's own place.
+    A row whose entries are all zero before they are divided by their sum, such as a padded
+    token's, is 1 at the token's own place.
 
     Args:
         stage: the layers.
@@ -63,7 +63,7 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        # what is written alone, and is added to nothing, has come no way
+        # a single output that is added to no stream has no way into it
         alone = len(writers) == 1 and not (residual and writers[0].has_stream)
         self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
         self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
@@ -71,7 +71,7 @@ class AltiShares:
         if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
-        self._before: Tensor | None = None  # what the feeding layers make of the tokens (B, L, L)
+        self._before: Tensor | None = None  # mixing of the feeding layers (B, L, L)
         for feeder in feeders:
             fed = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
             self._before = fed if self._before is None else fed @ self._before
@@ -79,49 +79,49 @@ class AltiShares:
 
     @underflow_flushed()
     def rows(self, index: Tensor) -> Tensor:
-        """The rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
+        """Return the rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
-        kept, given = self._stream if self._before is None else None, index
+        kept, on_host = self._stream if self._before is None else None, index
         index = index.to(self._output.device)
         output = tokens_at(self._output, index)[:, :, None]  # (B, Q, 1, E)
-        for tile in tiles(self._parts, given, kept):
+        for tile in tiles(self._parts, on_host, kept):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
         if self._mask is not None:
             real = self._mask.to(shares)
             shares *= real[:, None] * real.gather(1, index)[..., None]
-        own = index[..., None] == torch.arange(tokens, device=index.device)
+        at_query = index[..., None] == torch.arange(tokens, device=index.device)
         if self._before is not None:
             shares = shares @ self._before
             if self._stream is not None:
                 stream = tokens_at(self._stream, index)[:, :, None]
-                shares = shares + _share(output, stream) * own
+                shares = shares + _share(output, stream) * at_query
         total = shares.sum(-1, keepdim=True)
-        return torch.where(total > 0, shares / total.where(total > 0, 1), own.to(shares))
+        return torch.where(total > 0, shares / total.where(total > 0, 1), at_query.to(shares))
 
     def matrix(self) -> Tensor:
-        """All rows, (B, L, L)."""
+        """Return all rows, (B, L, L)."""
         batch, tokens = self._output.shape[:2]
         return self.rows(torch.arange(tokens, device="cpu").expand(batch, -1))
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Rows (..., B, L) times the mixing, of which no more than some rows exist at once."""
+        """Return rows (..., B, L) times the mixing, of which a few rows exist at once."""
         return weighted_rows(row, self.rows, within)
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
-    """relu(|y|_1 - |y - T|_1), summed from differences, so that T = 0 has a share of exactly 0."""
+    """Return relu(|y|_1 - |y - T|_1), summed from differences: exactly 0 for T = 0."""
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
-    """The layers of a stage that write to the stream, and those that feed them."""
+    """Return the layers of a stage that write to the stream, and the layers that feed them."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
 
 def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
-    """The stream entering the layer's block, which what it returns (``like``) is added to."""
+    """Return the stream that the layer's output is added to, in the shape of the output."""
     stream = streams.get(layer)
     if stream is None or stream.shape != like.shape:
         found = "stands alone" if stream is None else f"stands in one of {tuple(stream.shape)}"
@@ -133,11 +133,11 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
 
 
 class ProjectionShares:
-    """The mixing of the layers that act on one residual stream together.
+    """The mixing, by projections, of the layers that act on one residual stream together.
 
     Args:
-        stage: the layers; of those that feed the next one, that one's sources are what they, with
-            the stream beside them, make of the tokens.
+        stage: the layers; if one feeds the next, the next one's sources are the stream plus the
+            first one's output.
         streams: the stream entering each layer's block.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
             ``"linearized"``.
@@ -157,13 +157,13 @@ class ProjectionShares:
         stream = stream_of(last, streams, mixed) if last.has_stream else torch.zeros_like(mixed)
         output = mixed + stream
         size = output.square().sum(-1, keepdim=True)
-        # a token that has become nothing, such as a padded one, stays with itself
+        # a token whose vector is 0, such as a padded one, has its only share at its own place
         self._direction = output / size.where(size > 0, 1)
         kept = (stream * self._direction).sum(-1)
         self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Rows (..., B, L) times the mixing."""
+        """Return rows (..., B, L) times the mixing."""
         direction = row[..., None] * self._direction
         mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
         for feeder in reversed(self._before):

@@ -23,7 +23,7 @@ from .loops import Repair, replacing
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Replace fused functions by what they compute, until the last user leaves."""
+    """Replace fused functions by torch's functions, until the last user leaves."""
     with lasting(_changes.enter):
         yield
 
@@ -39,7 +39,7 @@ def _norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Any:
-    """LayerNorm or RMSNorm of a sum, in groups of channels; with ``prenorm`` the sum, too."""
+    """Return LayerNorm or RMSNorm of a sum, in groups of channels; with ``prenorm`` the sum too."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     grouped = torch.unflatten(total, -1, (num_groups, -1))
@@ -55,7 +55,7 @@ def _norm(
 
 
 def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, unless a second norm, dropout or a scale for each row is asked for."""
+    """Repair mamba_ssm's norm by :func:`_norm`, without a second norm, dropout or rowscale."""
 
     @functools.wraps(original)
     def norm(
@@ -95,7 +95,7 @@ def _token_shift(
     output_cache: bool = False,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The token before less the token, in each packed sequence alone, and the last tokens."""
+    """Return each token's predecessor, in its packed sequence, less the token; and last tokens."""
     before, last = F.pad(x[:, :-1], (0, 0, 1, 0)), x[:, -1]
     if cu_seqlens is not None:
         places = torch.arange(x.shape[1], device=x.device)
@@ -105,7 +105,7 @@ def _token_shift(
 
 
 def _where_cache_is_empty(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Else the kernel stays, and is refused as one that cannot be seen into."""
+    """Repair fla's token shift if its cache is empty; else the kernel stays, and is refused."""
 
     @functools.wraps(original)
     def shift(x: Tensor, cu_seqlens: Any = None, cache: Any = None, *rest: Any) -> Any:
@@ -121,7 +121,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 def _with_torchs_activation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """How a module's attributes are read: it holds the fused function itself, not by its name."""
+    """Repair ``__getattribute__`` of a module that holds the fused activation itself."""
 
     def read(self: Any, name: str) -> Any:
         found = original(self, name)

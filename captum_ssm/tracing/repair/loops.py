@@ -2,12 +2,12 @@
 
 Packages bring kernels for GPUs and, for CPUs, loops over tokens in plain torch.  Most of these
 loops slice tensors that hold all tokens, and the backward of each slice writes a whole tensor of
-zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Those of selective scans
-also hold the states of all tokens at once.  What replaces them here computes the same numbers: it
-takes all tokens apart once, and puts them together once.
+zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Loops of selective scans
+also keep the states of all tokens at once.  The functions here compute the same numbers: they split
+the tokens once, and stack them once.
 
 Where fla is installed, transformers calls its kernels on a CPU or on MPS as well, which they do not
-know; its own function takes their place.
+support; transformers' own function replaces them there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...operators.kernels.scan_backward import selective_scan
 from ..changes import Shared, Undo, lasting
 
 Function = Callable[..., Any]
-#: Where a function is held: a module, the attribute's path in it, and what is made of the original.
+#: A function to replace: its module, the path in it, and a function that wraps the original.
 Repair: TypeAlias = tuple[str, str, Callable[[Function], Function]]
 #: Numerator, denominator and largest exponent of RWKV's running average, (B, D) each.
 Average = list[Tensor]
@@ -58,11 +58,7 @@ def repaired_scans() -> Iterator[None]:
 
 
 def replacing(repairs: Iterable[Repair]) -> Undo:
-    """Replace functions of packages that are imported.
-
-    Returns:
-        What puts the originals back.
-    """
+    """Replace functions of packages that are imported; return a function that puts them back."""
     originals: list[tuple[Any, str, Function, bool]] = []
     for name, path, repaired in repairs:
         holder: Any = sys.modules.get(name)
@@ -75,8 +71,8 @@ def replacing(repairs: Iterable[Repair]) -> Undo:
             setattr(holder, attribute, repaired(original))
 
     def restore() -> None:
-        for holder, attribute, original, its_own in originals:
-            if its_own:
+        for holder, attribute, original, is_own in originals:
+            if is_own:
                 setattr(holder, attribute, original)
             else:  # a base class has it
                 delattr(holder, attribute)
@@ -88,7 +84,7 @@ _repairs = Shared(lambda: replacing(_REPAIRS))
 
 
 def _of_transformers(original: Function) -> Function:
-    """``mamba_selective_scan``."""
+    """Repair transformers' mamba_selective_scan: its CPU loop has a backward quadratic in L."""
 
     @functools.wraps(original)
     def scan(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +98,7 @@ def _of_transformers(original: Function) -> Function:
 
 
 def _of_mamba_ssm(original: Function) -> Function:
-    """``selective_scan_ref``, and what stands in a module for the kernel it is the reference of."""
+    """Repair mamba_ssm's selective_scan_ref, and names of it or its kernel in other modules."""
 
     @functools.wraps(original)
     def scan(
@@ -121,7 +117,7 @@ def _of_mamba_ssm(original: Function) -> Function:
 
 
 def _of_griffin(original: Function) -> Function:
-    """RecurrentGemma's ``_rnn_scan``."""
+    """Repair RecurrentGemma's ``_rnn_scan`` by :func:`rg_lru`."""
 
     @functools.wraps(original)
     def scan(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +129,7 @@ def _of_griffin(original: Function) -> Function:
 
 
 def _of_rwkv(_: Function) -> Function:
-    """``rwkv_linear_attention_cpu``."""
+    """Repair RWKV-4's ``rwkv_linear_attention_cpu`` by :func:`wkv`."""
     return wkv
 
 
@@ -144,7 +140,7 @@ def rg_lru(
     recurrent_states: Tensor | None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """What RecurrentGemma's ``_rnn_scan`` computes, with the same arguments.
+    """Compute RecurrentGemma's ``_rnn_scan``, with the same arguments.
 
     Args:
         hidden_states: gated inputs (B, L, D).
@@ -171,7 +167,7 @@ def wkv(
     state: Average | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Average | None]:
-    """What RWKV-4's ``rwkv_linear_attention_cpu`` computes, with the same arguments.
+    """Compute RWKV-4's ``rwkv_linear_attention_cpu``, with the same arguments.
 
     Args:
         time_decay: logarithms of the decay rates (D,).
@@ -194,7 +190,7 @@ def wkv(
 
 
 def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
-    """The average with ``value`` of weight exp(exponent) taken in, by exponents at most 0."""
+    """Add ``value`` with weight exp(exponent) to an average; no exponential exceeds 1."""
     numerator, denominator, largest = average
     top = torch.maximum(largest, exponent)
     before, here = torch.exp(largest - top), torch.exp(exponent - top)
@@ -202,7 +198,7 @@ def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
 
 
 def _without_kernel(kernel: Function) -> Function:
-    """What transformers has for machines without fla, whose kernels know no CPU and no MPS."""
+    """Repair transformers' use of fla's kernel on a CPU or MPS by its own function without fla."""
     reference = inspect.unwrap(kernel)
 
     @functools.wraps(kernel)
