@@ -200,7 +200,7 @@ TRACING = (
     with _lock:
         _, undo = _lasting.pop(key)
         undo()""",
-        ("tracing/test_changes.py", "tracing/test_hooks.py", "attr/test_results.py"),
+        ("tracing/test_hooks.py", "attr/test_results.py"),
     ),
     Fault(
         "hooks hear other threads",
