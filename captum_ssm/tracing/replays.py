@@ -278,7 +278,7 @@ class Replays:
     def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
         """A sequence (B, L, E) with noise at some tokens, as large as each token's largest number.
 
-        Ids become others of the same text, so that the model knows them.
+        Ids become others of the same text, so that the model knows them, where it has three.
 
         Args:
             x: the sequence, or ids (B, L).
@@ -289,8 +289,8 @@ class Replays:
             return x.clone()  # the model may write to it
         if not x.is_floating_point():
             known = torch.unique(x)
-            next_one = (torch.searchsorted(known, x) + 1) % len(known)
-            other = known[next_one] if len(known) > 1 else (x == 0).to(x)
+            few = len(known) < 3  # a mean over tokens would not tell a permutation
+            other = (x == 0).to(x) if few else torch.where(x == known[0], known[1], known[0])
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
             if k >= 0 and x.shape[-1] in self._largest:

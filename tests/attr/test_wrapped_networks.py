@@ -62,6 +62,7 @@ CASES = {
         "blocks": (("Turned",), ("Parts", "rwkv", "none")), "floating": True, "batch": 1,
         "tokens": 2,
     },
+    "ids in another order under a mean": {"prepared": ("flip",), "reads": "mean", "batch": 1},
     "a virtual token read by the head": {
         "blocks": (("Parts", "llama", "layer"),), "virtual": 2, "reads": 1,
     },
