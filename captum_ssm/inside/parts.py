@@ -97,6 +97,7 @@ class Parts:
         label = "target" if predicted is None else known.get(predicted, str(predicted))
         at = self.target[0] if len(self.target) == 2 else None
         nodes.append(Node("target", "", last, at, predicted, value, 0.0, label))
+        # found has a row for each node that something enters: what every node contributes to it
         rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
         entered = torch.tensor([*rows, len(nodes) - 1])
         found = torch.stack(self.edges)
@@ -117,8 +118,8 @@ class Parts:
             which, kept = strongest(nodes, keep)
         place = torch.full((len(nodes),), -1)
         place[which] = torch.arange(len(which))
-        edges, at = found.new_zeros(len(which), len(which)), place[entered]
-        edges[at[at >= 0]] = found[at >= 0][:, which]
+        edges, into = found.new_zeros(len(which), len(which)), place[entered]
+        edges[into[into >= 0]] = found[into >= 0][:, which]
         chosen = which.tolist()
         graph = Graph(
             tuple(nodes[i] for i in chosen),

@@ -234,7 +234,11 @@ class Linearising(TorchFunctionMode):
         )
 
     def _unknown(self, value: Any, complaint: str) -> Any:
-        """Refuse a value whose dependence on the input is not known, now or at its gradient."""
+        """Refuse a value whose dependence on the input is not known, now or at its gradient.
+
+        The latter with :attr:`defers`: the value is returned, and its graph raises in a backward
+        pass.
+        """
         if not self.defers:
             raise NotLinearError(complaint)
         self.bends += 1
@@ -242,7 +246,8 @@ class Linearising(TorchFunctionMode):
             return type(value)(self._unknown(item, complaint) for item in value)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        self.ledger.leaves.append(self.leaf(value.new_zeros(())))  # a backward pass goes on to it
+        # backward passes ask for the ledger's leaves, and on the way to this one meet the refusal
+        self.ledger.leaves.append(self.leaf(value.new_zeros(())))
         return _Refused.apply(  # type: ignore[no-untyped-call]
             value.detach(), self.ledger.leaves[-1], complaint
         )

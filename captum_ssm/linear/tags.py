@@ -119,7 +119,7 @@ class Tags:
         tensors = {id(x): x for x in _tensors((args, kwargs))}
         if not any(map(self.follow, tensors.values())):
             return func(*args, **kwargs)
-        ids = {key: x for key, x in tensors.items() if _where(x) is not None}
+        ids = {key: x for key, x in tensors.items() if _where(x) is not None}  # whole numbers
         with unseen():  # the function may write to its arguments
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
@@ -132,6 +132,7 @@ class Tags:
             new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
             copies = _on_tagged(func, _swapped(args, new), _swapped(kwargs, new), len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
+            # follow what holds tags now, or may: a copy without tags equals its tensor
             for x, copy in pairs:
                 if not (self.follow(x) or (copy is not None and torch.equal(_on_host(x), copy))):
                     self._keep(x, copy)

@@ -228,7 +228,10 @@ class _JoinSearch:
         return self.loud[k]
 
     def _leaf(self, k: int) -> Tensor:
-        """The leaf of a layer in a replay."""
+        """What layer k returns in a replay: what it returned in the run, with noise in its slot.
+
+        The slot is laid out by the operator's tokens, the leaf as the module returns it.
+        """
         own, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
             return own.clone()

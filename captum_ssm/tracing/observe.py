@@ -172,6 +172,7 @@ class _Calls:
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Before all other hooks of a mixer: tell watchers the call, and return other output."""
         heard: dict[nn.Module, Heard | None] = {}
         if self.running:  # empty if a hook before ours raised
             contexts, heard = self.running.pop()
@@ -183,7 +184,7 @@ class _Calls:
         around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
         known = {child: once for child, once in heard.items() if once is not None}
-        del heard  # so that who forgets what is known has nobody beside it
+        del heard  # known alone holds the outputs now, so that an adapter's forget() frees them
         with telling(known):
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
@@ -191,6 +192,7 @@ class _Calls:
         return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Behind all other hooks of a mixer: show watchers what leaves, and return other output."""
         changed = None
         for watcher in self.watchers:
             found = watcher.left(mixer, output if changed is None else changed)

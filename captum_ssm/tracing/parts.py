@@ -122,8 +122,11 @@ def place(
     first, calm = run({}, False)
 
     def moved(at: int, x: Tensor | None) -> Tensor | None:
-        """Where a part is not what it was (B, L')."""
-        if parts[at].module is None:
+        """Where part number ``at``, now ``x``, is not what it was without noise (B, L').
+
+        None if that is not told: it did not come, or its rows are not tokens of each example.
+        """
+        if parts[at].module is None:  # the input, which has noise where the last run began
             if embeddings is not None or looked_up is None:
                 return begun[-1]
             own = looked_up.cpu()  # noise is at the ids, of which these are made

@@ -220,10 +220,12 @@ class Replays:
     def settle_hooks(self, subsets: Sequence[Tensor]) -> None:
         """Take for leaves what hooks of others make of outputs, where they move no tokens.
 
-        A hook that silences a mixer would silence its noise as well.
+        Replays then put leaves behind these hooks: one that silences a mixer would silence its
+        noise as well.
 
         Args:
-            subsets: tokens (B, L) at which there is noise, in one replay each.
+            subsets: tokens (B, L) at which there is noise, in one replay each; a hook after which
+                others differ as well moves tokens.
         """
         hooked_ones = {layer.mixer.module for layer in self.layers if layer.is_hooked}
         if not hooked_ones:

@@ -197,7 +197,7 @@ class _Same:
 
 
 def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
-    """What an input has in common with others of its kind."""
+    """What two runs have in common if the structure found in one serves the other."""
     for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
         yield x.shape, x.dtype, x.device
     yield from (_Same(layer.mixer.module) for layer in replays.layers)

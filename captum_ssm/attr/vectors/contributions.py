@@ -93,12 +93,15 @@ class Contributions:
         return along(self._behind, before.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
-        """Return the part of no token: biases behind the activation and of W_out, (B, L, E)."""
+        """Return the part of no token: biases behind the activation and of W_out, (B, L, E).
+
+        Linearized, the bias before the activation is in it as well; else that is part of a tap.
+        """
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
         values = self._linear.values
-        at_rest = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
-        return along(self._way, self._linear.project(at_rest))
+        biases = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
+        return along(self._way, self._linear.project(biases))
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
         """Sum <T_i(x_j), direction_i> over queries i, without a single vector: (..., B, L).

@@ -215,6 +215,6 @@ def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def steps(x: Tensor, mask: Tensor | None) -> Tensor:
+def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
     """Set numbers per token (B, L, ...) to zero at padded tokens."""
     return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...operators import DeltaRule
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run
-from .common import closing, convolved, entering_unpadded, o_norm_and_gate, steps
+from .common import closing, convolved, entering_unpadded, o_norm_and_gate, zeroed
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:
@@ -86,7 +86,7 @@ def _delta_rule(
         q * module.head_k_dim**-0.5,
         k,
         beta,
-        None if log_decay is None else steps(log_decay, mask),
+        None if log_decay is None else zeroed(log_decay, mask),
         module.head_v_dim,
     )
     return closing(module, hidden, mask, scan, o_norm_and_gate, silu=True)

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...operators import DeltaProduct, DeltaRule, Diagonal, Operator, Shape
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, output_gate, run
-from .common import closing, convolved, entering_unpadded, frozen_rms_norm, steps
+from .common import closing, convolved, entering_unpadded, frozen_rms_norm, zeroed
 
 #: Added to the squared norm of queries and keys.
 _NORM_EPS = 1e-6
@@ -52,7 +52,7 @@ def fla_gated_delta_product(module: Any, call: Call) -> LinearMixer:
         beta = 2 * beta
     log_decay = None
     if module.use_forget_gate:
-        log_decay = steps(_log_decay(module, hidden), mask).repeat(1, 1, count)
+        log_decay = zeroed(_log_decay(module, hidden), mask).repeat(1, 1, count)
     scan = DeltaProduct(
         q.repeat(1, 1, count, 1) * module.head_k_dim**-0.5,
         torch.unflatten(k, 2, (count, heads)).repeat(1, 1, 1, count, 1),
@@ -85,7 +85,7 @@ def fla_comba(module: Any, call: Call) -> LinearMixer:
         q * module.head_k_dim**-0.5,
         k,
         torch.sigmoid(run(module.b_proj, hidden)),
-        steps(_log_decay(module, hidden), mask),
+        zeroed(_log_decay(module, hidden), mask),
         module.head_v_dim,
         erase=p,
     )

@@ -20,7 +20,7 @@ from ...operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape
 from ...operators.heads import ScoredHeads
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, masked, rms_norm, run
-from .common import entering, steps
+from .common import entering, zeroed
 
 
 def fla_forgetting(module: Any, call: Call) -> LinearMixer:
@@ -30,7 +30,7 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
     q = _normed(module, "q", hidden, heads) * module.head_dim**-0.5
     k = _normed(module, "k", hidden, module.num_kv_heads).repeat_interleave(groups, 2)
     values = as_heads(run(module.v_proj, hidden), module.num_kv_heads).repeat_interleave(groups, 2)
-    forget = steps(F.logsigmoid(run(module.f_proj, hidden)), mask)
+    forget = zeroed(F.logsigmoid(run(module.f_proj, hidden)), mask)
     shape = Shape(*values.shape)
     reads = ScalarDecayHeads(q, k, torch.zeros_like(forget.detach()), None, shape.per_head)
     operator: list[Operator] = [

@@ -25,8 +25,8 @@ from .common import (
     frozen_rms_norm,
     norm_and_gate,
     queries_and_keys,
-    steps,
     value_stream,
+    zeroed,
 )
 from .hgrn import log_forget
 
@@ -47,7 +47,7 @@ def fla_gla(module: Any, call: Call) -> LinearMixer:
     scan = VectorDecayHeads(
         q * module.head_k_dim**-0.5,
         k.repeat_interleave(groups, 2),
-        steps(log_decay.repeat_interleave(groups, 2), mask),
+        zeroed(log_decay.repeat_interleave(groups, 2), mask),
         module.head_v_dim,
     )
     return closing(module, hidden, mask, scan, norm_and_gate, repeat=groups)
@@ -61,7 +61,7 @@ def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
     log_decay = log_forget(module, f, call)
     q, k, log_decay = (as_heads(x, module.num_heads) for x in (q, 1 - log_decay.exp(), log_decay))
     scan = VectorDecayHeads(
-        q * module.head_f_dim**-0.5, k, steps(log_decay, mask), module.head_i_dim
+        q * module.head_f_dim**-0.5, k, zeroed(log_decay, mask), module.head_i_dim
     )
     conv = getattr(module, "i_conv1d", None)
     values, inner = value_stream(run(module.i_proj, hidden), conv, mask, module.head_i_dim)

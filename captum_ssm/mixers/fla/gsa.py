@@ -21,7 +21,7 @@ from torch import Tensor
 from ...operators import Chain, Diagonal, VectorDecayHeads
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, run
-from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
+from .common import convolved, entering_unpadded, frozen_rms_norm, value_stream, zeroed
 
 #: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-5
@@ -38,7 +38,7 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     log_decay = as_heads(f, module.num_kv_heads)
     written = 1 - log_decay.exp()
     k, log_decay, written = (
-        x.repeat_interleave(groups, 2) for x in (k, steps(log_decay, mask), steps(written, mask))
+        x.repeat_interleave(groups, 2) for x in (k, zeroed(log_decay, mask), zeroed(written, mask))
     )
     # by way of log_softmax, along which relevance can be sent
     slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...operators import Chain, Diagonal, ElementwiseRecurrence, Shape
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run
-from .common import convolved, entering, frozen_rms_norm, steps, value_stream
+from .common import convolved, entering, frozen_rms_norm, value_stream, zeroed
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
@@ -27,7 +27,7 @@ def fla_hgrn(module: Any, call: Call) -> LinearMixer:
     hidden, mask = entering(module, call)
     f = run(module.f_proj, hidden)
     if module.use_short_conv:
-        f = convolved(module.f_conv1d, steps(f, mask))
+        f = convolved(module.f_conv1d, zeroed(f, mask))
     decay = log_forget(module, f, call).exp()
 
     conv = module.i_conv1d if module.use_short_conv else None

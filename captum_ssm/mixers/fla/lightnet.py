@@ -21,7 +21,7 @@ from torch import Tensor
 from ...operators import Chain, VectorDecayHeads
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, linear, masked, output_gate, run
-from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
+from .common import convolved, entering_unpadded, frozen_rms_norm, value_stream, zeroed
 
 #: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-6
@@ -61,4 +61,4 @@ def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
     more = k - before
     # before the first token there is no state that could fade
-    return steps(torch.sigmoid(more), mask), steps(F.logsigmoid(-more), real.cumsum(1) > 1)
+    return zeroed(torch.sigmoid(more), mask), zeroed(F.logsigmoid(-more), real.cumsum(1) > 1)

@@ -29,8 +29,8 @@ from .common import (
     entering_unpadded,
     frozen_rms_norm,
     norm_and_gate,
-    steps,
     value_stream,
+    zeroed,
 )
 
 #: Added by LinearAttention to the sum of features, and by its kernels to the sum of a row.
@@ -51,7 +51,7 @@ def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
     if module.norm_k:
         k = k / (k.sum(-1, keepdim=True) + _FEATURES_EPS)
     eps = _ROWS_EPS if module.do_feature_map_norm else None
-    scan = _attention(q * q.shape[-1] ** -0.5, steps(k, mask), module.head_v_dim, eps)
+    scan = _attention(q * q.shape[-1] ** -0.5, zeroed(k, mask), module.head_v_dim, eps)
     return closing(module, hidden, mask, scan, _norm, repeat=groups)
 
 
@@ -82,7 +82,7 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
     scan = ScalarDecayHeads(
         q * module.head_k_dim**-0.5,
         k.repeat_interleave(groups, 2),
-        steps(log_decay, mask),
+        zeroed(log_decay, mask),
         None,
         module.head_v_dim,
     )
@@ -123,7 +123,7 @@ def _convolved_key(module: Any, name: str, hidden: Tensor, mask: Tensor | None) 
     x = run(getattr(module, f"{name}_proj"), hidden)
     conv = getattr(module, f"{name}_conv1d", None)
     if conv is not None:
-        x = convolved(conv, steps(x, mask))
+        x = convolved(conv, zeroed(x, mask))
     return x if module.feature_map_fn is None else module.feature_map_fn(x)
 
 

@@ -26,7 +26,7 @@ from ...operators.reorder import Windowed, Windows
 from .. import mamba2
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run
-from .common import entering, steps
+from .common import entering, zeroed
 
 
 def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
@@ -34,7 +34,7 @@ def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
     hidden, mask = entering(module, call)
     width, heads = module.intermediate_size, module.num_heads
     z, stream, dt, level = torch.split(
-        run(module.in_proj, steps(hidden, mask)),
+        run(module.in_proj, zeroed(hidden, mask)),
         [width, module.conv_dim, heads, heads * module.num_lambda_dims],
         dim=-1,
     )
@@ -45,7 +45,7 @@ def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
         norm = mamba2.OutputNorm(own.weight, own.eps, width // own.group_size, own.norm_before_gate)
     return mamba2.linearize(
         module,
-        torch.cat([z, steps(stream, mask), dt], -1),
+        torch.cat([z, zeroed(stream, mask), dt], -1),
         mask,
         groups=module.n_groups,
         dt_limit=module.dt_limit,

@@ -18,7 +18,7 @@ from ...errors import UnsupportedMixerError
 from .. import mamba, mamba2, mamba3
 from ..base import Call, LinearMixer
 from ..parts.common import run
-from .common import entering, entering_unpadded, steps
+from .common import entering, entering_unpadded, zeroed
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
@@ -27,7 +27,7 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
     x, z = run(module.in_proj, hidden).chunk(2, dim=-1)
     gate = F.silu(z) if module.activation in ("silu", "swish") else module.act(z)
     select = mamba.selection(module, as_module=True)
-    return mamba.linearize(module, (steps(x, mask), gate), mask, select, run_out_proj=True)
+    return mamba.linearize(module, (zeroed(x, mask), gate), mask, select, run_out_proj=True)
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
@@ -35,7 +35,7 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
     hidden, mask = entering(module, call)
     groups, heads, width = module.n_groups, module.num_heads, module.intermediate_size
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
-        hidden = steps(hidden, mask)
+        hidden = zeroed(hidden, mask)
         if groups not in (1, heads):
             raise UnsupportedMixerError(
                 f"fla's Mamba2 with n_groups={groups} without the kernels of mamba_ssm on a GPU: "
@@ -51,7 +51,7 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
         norm = mamba2.OutputNorm(own.weight, own.eps, width // own.group_size, own.norm_before_gate)
     return mamba2.linearize(
         module,
-        torch.cat([z, steps(stream, mask), dt], -1),
+        torch.cat([z, zeroed(stream, mask), dt], -1),
         mask,
         groups=groups,
         dt_limit=module.dt_limit,

@@ -25,7 +25,7 @@ from ...operators import Operator, ScalarDecayHeads
 from ...operators.kernels.arithmetic import linear_map, unseen
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, output_gate, run
-from .common import closing, convolved, entering_unpadded, frozen_rms_norm, steps
+from .common import closing, convolved, entering_unpadded, frozen_rms_norm, zeroed
 
 #: Added to denominators of the solver.
 _EPS = 1e-5
@@ -37,8 +37,8 @@ def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
     heads = module.num_heads
     projected = ((run(getattr(module, f"{n}_proj"), hidden), f"{n}_conv1d") for n in ("q", "k"))
     q, k = (_unit(as_heads(convolved(getattr(module, c), x), heads)) for x, c in projected)
-    beta = steps(torch.sigmoid(run(module.b_proj, hidden)), mask)
-    log_decay = steps(F.logsigmoid(run(module.a_proj, hidden)), mask)
+    beta = zeroed(torch.sigmoid(run(module.b_proj, hidden)), mask)
+    log_decay = zeroed(F.logsigmoid(run(module.a_proj, hidden)), mask)
     keys = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
     ridge = F.softplus(module.lambda_params.to(q)) + module.lambda_lower_bound
     solved = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)

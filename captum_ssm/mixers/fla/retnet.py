@@ -17,7 +17,7 @@ import torch
 
 from ...operators import ScalarDecayHeads
 from ..base import Call, LinearMixer
-from .common import closing, entering_unpadded, norm_and_gate, queries_and_keys, rotated, steps
+from .common import closing, entering_unpadded, norm_and_gate, queries_and_keys, rotated, zeroed
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
@@ -32,7 +32,7 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
     scan = ScalarDecayHeads(
         q * module.head_k_dim**-0.5,
         k.repeat_interleave(groups, 2),
-        steps(log_decay, mask),
+        zeroed(log_decay, mask),
         None,
         module.head_v_dim,
     )

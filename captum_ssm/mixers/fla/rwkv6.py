@@ -30,13 +30,13 @@ from ..parts.common import (
     output_gate,
     run,
 )
-from .common import entering, steps
+from .common import entering, zeroed
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
     """fla's RWKV6Attention; padded tokens write nothing, but the state decays over them."""
     hidden, mask = entering(module, call)
-    hidden = steps(hidden, mask)
+    hidden = zeroed(hidden, mask)
     delta = torch.nn.functional.pad(hidden, (0, 0, 1, -1)) - hidden
     r, w, k, v, g = (
         run(getattr(module, f"{name}_proj").linear, hidden + delta * mu)

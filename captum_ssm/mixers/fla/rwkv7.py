@@ -26,7 +26,7 @@ _TAKEN, _RETURNED = 5, 3
 def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
     """fla's RWKV7Attention."""
     hidden, mask = common.entering(module, call)
-    hidden = common.steps(hidden, mask)
+    hidden = common.zeroed(hidden, mask)
     r, w, k, v, a, g = entering(module, hidden)
     keys = run(module.k_proj, k)
     values = run(module.v_proj, v)

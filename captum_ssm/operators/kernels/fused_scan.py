@@ -236,10 +236,13 @@ def _pull(  # type: ignore[no-untyped-def]
     BACK: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of a group of one example, T tokens at a time.
+    """BLOCK channels of a group of one example, T tokens at a time; see :func:`_launch`.
 
-    On the first way the state before each T tokens is kept; on the way back, states are made again
-    from there, those after the tokens before each, so that nothing is divided by a decay.
+    On the first way the state before each T tokens is kept, and ``c``, ``up`` and results, which
+    begin with ``of_``, are not used.  On the way back (BACK), states are made again from there,
+    those after the tokens before each, so that nothing is divided by a decay: ``held``, at first.
+    ``pull`` is the gradient of the states.  ``of_y`` is the gradient of y: of_shared holds that of
+    B, of_key, and then that of C, of_read.  A column is a channel and a state of it.
     """
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)

@@ -106,10 +106,12 @@ class _Sum:
         self.rows = rows
         self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
+        #: Numbers of the lags whose diagonals :meth:`add` sums; ``own`` is that of the first.
         self._summed = range(0 if own is None else 1, lags)
         if own is not None:
             self.diagonals[0, :, rows.start :] = own
         self._scratch = Scratch(like)
+        #: The tree of the last block, which serves the next one if it lies in the same memory.
         self._prepared: _Tree | None = None
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:

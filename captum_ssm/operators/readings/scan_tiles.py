@@ -71,6 +71,7 @@ class ScanRows:
         launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
         #: How many sources are taken at a time.
         self.width = at_a_time(_SOURCES, scan.device, launched)
+        #: What :meth:`_run` writes to; None where it would take a launch for each token.
         self._outputs: Tensor | None = None
         if scan.device.type == "cpu":
             self._outputs = outer.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
@@ -81,7 +82,7 @@ class ScanRows:
         return self._scan.device
 
     def sent(self, sources: slice) -> Sent:
-        """The columns of some sources; valid until the next call."""
+        """The columns of some sources; valid until the next call, which takes the same memory."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         if self._outputs is None:
             near, states = self._near_by_matrix(sources, end), self._states_by_decay(sources, end)

@@ -357,7 +357,14 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
 def _blocks(
     heads: int, states: int, tokens: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield heads, and groups of their states, whose factors make one block of the tree each."""
+    """Yield heads, and groups of their states, whose factors make one block of the tree each.
+
+    Args:
+        heads, states: how many there are.
+        tokens: the rows of a factor: the tokens of all examples.
+        device: where factors are.
+    """
+    # columns of a factor, each a head and a state, of which memory and cache hold so many
     width = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, device) // tokens)
     width = min(at_a_time(_TREE_MOST, device), width)
     each = evenly(heads, width)
