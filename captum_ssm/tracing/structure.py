@@ -307,7 +307,7 @@ class _OrderSearch:
         if root is not None:
             given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
             unread = ~self._at_root(torch.ones_like(self.keep))
-            if bool(unread.any()):
+            if bool(unread.any() and (given >= 0).any()):
                 passing = self._spread(unread, torch.zeros_like(self.keep))
                 if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
                     raise NotAChain(
@@ -528,14 +528,14 @@ class _OrderSearch:
         mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
         free = free[mixed.to(device)]
         for turn in range(1 + (len(free) < 2 * n + 2)):
+            if turn and not bool((found[1:n] == found[: n - 1]).all(1).any()):
+                break  # else layers read the same, or something silences one at its only token
             free = free.roll(turn)
             for start in range(0, n + 1, len(free)):
                 some = torch.arange(start, min(start + len(free), n + 1), device=device)
                 slots = torch.full_like(self.own, n + 1).flatten()
                 slots[free] = some[torch.arange(len(free), device=device) % len(some)]
                 self._link(slots.view_as(self.keep), found)
-            if not bool((found[1:n] == found[: n - 1]).all(1).any()):
-                break  # else layers read the same, or something silences one at its only token
         if self.replays.root is None:
             found[:, 0] = True  # nothing tells what passes the first stage by
         if not self.per_token:
