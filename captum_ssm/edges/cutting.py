@@ -120,6 +120,7 @@ class _KnockOut(Watcher):
     verify: bool | float
     #: Of the other run what is sent along the edges, by mixer and the number of its call.
     sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
+    #: Of the other run what each of these calls reads.
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -239,7 +240,10 @@ class _KnockOut(Watcher):
         self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Return the mixer's output without the messages, None if it stays; or keep a donor's."""
+        """Return the mixer's output without the messages; None if it stays.
+
+        In a donor's run nothing changes, and what it sends and reads is kept.
+        """
         if self.looks_away:
             return None
         number = self._calls[mixer.module]

@@ -305,7 +305,10 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU."""
+    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU.
+
+    A relation, by name or as a function, is asked of pairs later: here every token passes.
+    """
     if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)
     found = _of_given(name, given, size).gather(1, at.clamp_min(0))

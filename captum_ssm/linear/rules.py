@@ -168,6 +168,7 @@ def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
     x, other = (zero if mode.is_live(value) else once(value) for value in (x, other))
     if isinstance(fixed[0], Tensor):
         return mode.ledger.included(out, func(x, other, **kwargs))
+    # a plain number stays in the network where biases do not
     mode.ledger.record(out, func(x, other, **kwargs))
     return out
 

@@ -31,11 +31,11 @@ def cascade(module: Any, call: Call) -> LinearMixer:
     taps = taps.view(-1, 3, taps.shape[-1])
     x2, x1, v = (as_heads(each) for each in projected.unbind(-1))  # (B, L, E, 1)
     shape = Shape(*v.shape)
-    gates, conv = [], None
-    for each, weight in zip((x2, x1, v), taps.unbind(1), strict=True):
-        conv = ShortConv(weight[:, None], shape)
-        gates.append(Diagonal(conv.affine(each), shape, "gate"))
-    assert conv is not None  # that of the values
+    *convolutions, conv = (ShortConv(weight[:, None], shape) for weight in taps.unbind(1))
+    gates = [
+        Diagonal(convolution.affine(each), shape, "gate")
+        for each, convolution in zip((x2, x1), convolutions, strict=True)
+    ]
     kernel = module.kernel(shape.tokens).detach().to(v)[:, None]  # (E, 1, K)
     few = kernel.shape[-1] <= _FEW
     core: Operator = ShortConv(kernel, shape, component="scan") if few else LongConv(kernel, shape)

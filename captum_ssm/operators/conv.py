@@ -84,6 +84,7 @@ class ShortConv(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
+        """Sum weight[lag] v[t - lag] over lags, for all tokens t at a time."""
         if self._is_fused(v):
             return self._run_fused(v, transposed=False)
         out, others = self._without_delay(v)

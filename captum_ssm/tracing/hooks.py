@@ -53,7 +53,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
     hooks = module._forward_hooks
 
     def order(*_: Any) -> None:
-        """Where hooks were added meanwhile, put all but the first behind it anew, the last last."""
+        """Bring the first and the last one back to their ends, if hooks were added there."""
         keys = list(hooks)
         if hooks[keys[0]] is own[0] and hooks[keys[-1]] is own[1]:
             return

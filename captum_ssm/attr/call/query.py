@@ -120,7 +120,11 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """Return a range that includes all tokens asked for; None if only a device knows it."""
+    """Return a range that includes all tokens asked for; None if it may be any.
+
+    No number of the run and no device is read for it: a cls token, a last token before padding and
+    positions on a device are not looked for.
+    """
     if query == "mean":
         return range(tokens)
     per_token = output.dim() == 3 and output.shape[1] == tokens

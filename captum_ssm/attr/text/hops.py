@@ -96,6 +96,7 @@ def follow(
         row = yield Against(Total(some - count, text[some]), contrast)
         first.append(_parts(row, prompt, count))
     found = [Hop(*map(torch.stack, zip(*first, strict=True)))]
+    # a token's row adds up to its number
     number, has_sum = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
     for _ in range(hops):
         latest = found[-1]

@@ -39,7 +39,10 @@ class Heard:
         self.given = given.detach()
         self.output: Tensor | None = None
         self.is_its_own = False
+        #: Versions of the input and the output, by which later writes to them are noticed.
         self._versions = _version(given), 0
+        #: The input before other hooks, and the output before other hooks with its version; only
+        #: during the call.
         self._entered: Any = given
         self._left: tuple[Any, int] = None, 0
 

@@ -181,13 +181,14 @@ def sums_over_groups(
     rights: Sequence[Tensor],
     out: Tensor,
 ) -> Tensor:
-    """As :func:`sums_over_channels`, where heads with decays share queries and keys.
+    """As :func:`sums_over_channels`, for alpha[i, j] = q[i] . k[j] times the decays over j+1..i.
 
-    Their sum is q[i] . k[j] times a sum over all channels of a group, which between chunks is one
-    matrix product: there the decays are factors on rows and columns.
+    Heads of a group share q and k, so that the group's sum is q[i] . k[j] times one over all of
+    its channels.  Between chunks that is one matrix product: there the decays are factors on rows
+    and columns.
 
     Args:
-        decay: products of these are between tokens (B, L, H).
+        decay: of each token and head (B, L, H).
         query: (B, L, G, N).
         key: (B, L, G, N).
         left: row factors (B, L, H, P).
@@ -212,6 +213,7 @@ def sums_over_groups(
             _add_groups(total[:, _less(rows, start), columns], found, gram)
 
     for at, within, _ in _each(_from(chunks, start)):
+        # the decays within a chunk are any numbers above the diagonal
         row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
         for total, right in zip(out, rights, strict=True):
             found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(within)
@@ -284,6 +286,7 @@ def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
 
 
 def _less(tokens: slice, by: int) -> slice:
+    """The same tokens, where token ``by`` is the first."""
     return slice(tokens.start - by, tokens.stop - by)
 
 

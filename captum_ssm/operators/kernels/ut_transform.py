@@ -186,7 +186,10 @@ def corrected(
         late: whether ``erase`` reads states after their decay, so that e is it times the decay.
             Default: False.
     """
+    # factors on q_before, e_before and after, for decays per head alone
     since = before = until = None
+    # both: of f, then of k if that is another, the products with q and with e, and itself as the
+    # state after the chunk has it, but for ``until``
     columns = [key] if taken is None else [taken, key]
     if log_decay is None:
         both = [((query @ x.mT).tril_(), (erase @ x.mT).tril_(-1), x) for x in columns]

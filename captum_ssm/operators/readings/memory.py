@@ -112,9 +112,10 @@ class Memory(NamedTuple):
     def erased(self, source: int, token: int) -> Tensor:
         """How much of a source's share each token up to ``token`` erased, by head (B, H, L).
 
-        If states fade by themselves, the loss is divided among the tokens between in proportion to
-        the logarithms of their decays.  Else each step erases the difference of the share's lengths
-        before and after it, along the share as it was written.
+        If states fade by themselves, the loss, summed over the key's numbers, is divided among the
+        tokens between in proportion to the logarithms of their decays.  Else only the component
+        along the share as it was written counts: a step erases that of the share before it less
+        that of the share after it, which may be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
