@@ -7,8 +7,7 @@ None of that changes what a model computes, but a function of the user's may dep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch import Tensor
 from ...errors import ReconstructionError
 from ...operators.kernels.arithmetic import unseen
 from ...operators.kernels.truths import at_most
-from ...tracing import repaired_scans
-from ...tracing.repair.fused import unfused
 from ..call.targets import Against, contrasted
 from .run import Request, Run
 
@@ -35,14 +32,16 @@ class Alone:
     Attributes:
         request: what is run.
         limit: the largest error of a number that is accepted, per largest output.
+        run: returns its output.
     """
 
     request: Request
     limit: float
+    run: Callable[[], Tensor]
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
         """Raise unless explained numbers (B,) are those that forward_func returns."""
-        output = self._output()
+        output = self.run()
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
             given, contrast = question.target, question.contrast
@@ -60,15 +59,13 @@ class Alone:
                     "as it is."
                 )
 
-    def _output(self) -> Tensor:
-        """Return the output of forward_func alone; errors that it raises pass through."""
-        # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
-        on_cpu = self.request.inputs.device.type == "cpu"
-        with torch.no_grad(), repaired_scans(), unfused() if on_cpu else nullcontext():
-            return self.request.output(self.request.inputs)
 
-
-def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
+def alone(
+    request: Request,
+    calls: Mapping[Any, int],
+    granted: float,
+    run: Callable[[], Tensor] | None = None,
+) -> Alone | None:
     """The run that explained numbers are compared with; None where the user has no part in it.
 
     That is where forward_func is the model itself, and no mixer ran more than once.
@@ -77,10 +74,12 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
         request: what was run.
         calls: how often each mixer ran.
         granted: the largest error that was accepted of an operator.
+        run: returns the output of the function alone. Default: None, it is run.
     """
     if request.is_model and max(calls.values()) == 1:
         return None
-    return Alone(request, min(_TIMES * len(calls) * granted, _MOST))
+    limit = min(_TIMES * len(calls) * granted, _MOST)
+    return Alone(request, limit, run or request.output_alone)
 
 
 def require_alone(
@@ -96,6 +95,7 @@ def require_alone(
     if verify is False:
         return
     granted = max(layer.tolerance if verify is True else verify for layer in run.layers)
-    by_itself = alone(run.request, Counter(layer.mixer for layer in run.layers), granted)
+    calls = Counter(layer.mixer for layer in run.layers)
+    by_itself = alone(run.request, calls, granted, lambda: run.output_alone)
     if by_itself is not None:
         by_itself.require(explained)

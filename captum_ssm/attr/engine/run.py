@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from ...tracing import (
     Layer,
     Trace,
     find_mixers,
+    repaired_scans,
     require_deterministic,
     require_layers,
     require_real_tokens,
@@ -33,6 +34,7 @@ from ...tracing import (
     trace,
 )
 from ...tracing.joins import join
+from ...tracing.repair.fused import unfused
 from ...tracing.replays import Beginning, Replays
 from ...tracing.structure import NotAChain, TokenOrder, arrange, note_streams
 from ..call.head import Kept
@@ -133,6 +135,13 @@ class Request:
         more = (*(self.others if others is None else others), *self.additional)
         return logits_of(call_model(self.forward_func, start, more, named))
 
+    def output_alone(self) -> Tensor:
+        """Run forward_func while nobody looks on; errors that it raises pass through."""
+        # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
+        on_cpu = self.inputs.device.type == "cpu"
+        with torch.no_grad(), repaired_scans(), unfused() if on_cpu else nullcontext():
+            return self.output(self.inputs)
+
     def one_output(self, start: Tensor) -> Tensor:
         """The same of one example."""
         first = BatchPart(slice(0, 1), len(self.inputs))
@@ -218,6 +227,11 @@ class Run:
     def streams(self) -> Mapping[Layer, Tensor | None]:
         """The residual stream (B, L, E) entering each layer's block; None where none was kept."""
         return {layer: layer.residual_in_order for layer in self.layers}
+
+    @functools.cached_property
+    def output_alone(self) -> Tensor:
+        """See :meth:`Request.output_alone`; methods that share the run share it."""
+        return self.request.output_alone()
 
     @property
     def weights(self) -> Tensor:
