@@ -66,7 +66,7 @@ OPERATORS = (
         "a reordering of rows undone instead",
         "return matrix.index_select(-2, self.order)",
         "return matrix.index_select(-2, self.inverse)",
-        ("operators/test_contract.py",),
+        ("operators/test_compositions.py",),
     ),
     Fault(
         "a share of the channels off by one through rounding",

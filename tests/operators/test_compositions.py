@@ -58,7 +58,8 @@ def test_any_composition(
 
 
 def test_tokens_are_reordered_last() -> None:
-    """No random composition is sure to begin with a reordering."""
+    """No random composition is sure to begin with a reordering that is not its own inverse."""
+    torch.manual_seed(1)
     chain(permute, delta_rule(), diagonal())(Shape(2, 7, 4, 2)).check()
 
 
