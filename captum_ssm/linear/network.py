@@ -347,6 +347,7 @@ def linearised(
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
         network = Network(mode, mixers, sites, steps, verify, begins)
         vouched = layers is not None
+        # under_rules has let autograd record the runs
         observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
         sites.watch(stack)
         yield network

@@ -7,7 +7,7 @@ None of that changes what a model computes, but a function of the user's may dep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,14 @@ class Alone:
     Attributes:
         request: what is run.
         limit: the largest error of a number that is accepted, per largest output.
-        run: returns its output.
     """
 
     request: Request
     limit: float
-    run: Callable[[], Tensor]
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
         """Raise unless explained numbers (B,) are those that forward_func returns."""
-        output = self.run()
+        output = self.request.output_alone
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
             given, contrast = question.target, question.contrast
@@ -60,12 +58,7 @@ class Alone:
                 )
 
 
-def alone(
-    request: Request,
-    calls: Mapping[Any, int],
-    granted: float,
-    run: Callable[[], Tensor] | None = None,
-) -> Alone | None:
+def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
     """The run that explained numbers are compared with; None where the user has no part in it.
 
     That is where forward_func is the model itself, and no mixer ran more than once.
@@ -74,12 +67,10 @@ def alone(
         request: what was run.
         calls: how often each mixer ran.
         granted: the largest error that was accepted of an operator.
-        run: returns the output of the function alone. Default: None, it is run.
     """
     if request.is_model and max(calls.values()) == 1:
         return None
-    limit = min(_TIMES * len(calls) * granted, _MOST)
-    return Alone(request, limit, run or request.output_alone)
+    return Alone(request, min(_TIMES * len(calls) * granted, _MOST))
 
 
 def require_alone(
@@ -95,7 +86,6 @@ def require_alone(
     if verify is False:
         return
     granted = max(layer.tolerance if verify is True else verify for layer in run.layers)
-    calls = Counter(layer.mixer for layer in run.layers)
-    by_itself = alone(run.request, calls, granted, lambda: run.output_alone)
+    by_itself = alone(run.request, Counter(layer.mixer for layer in run.layers), granted)
     if by_itself is not None:
         by_itself.require(explained)

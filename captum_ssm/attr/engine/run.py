@@ -135,8 +135,12 @@ class Request:
         more = (*(self.others if others is None else others), *self.additional)
         return logits_of(call_model(self.forward_func, start, more, named))
 
+    @functools.cached_property
     def output_alone(self) -> Tensor:
-        """Run forward_func while nobody looks on; errors that it raises pass through."""
+        """The output of forward_func while nobody looks on; errors that it raises pass through.
+
+        Methods that share a run share its request, and so this as well.
+        """
         # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
         on_cpu = self.inputs.device.type == "cpu"
         with torch.no_grad(), repaired_scans(), unfused() if on_cpu else nullcontext():
@@ -227,11 +231,6 @@ class Run:
     def streams(self) -> Mapping[Layer, Tensor | None]:
         """The residual stream (B, L, E) entering each layer's block; None where none was kept."""
         return {layer: layer.residual_in_order for layer in self.layers}
-
-    @functools.cached_property
-    def output_alone(self) -> Tensor:
-        """See :meth:`Request.output_alone`; methods that share the run share it."""
-        return self.request.output_alone()
 
     @property
     def weights(self) -> Tensor:
