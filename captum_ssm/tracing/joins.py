@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -148,7 +149,7 @@ class _JoinSearch:
     def find(self) -> None:
         for some in self._groups():
             wanted = range(min(some[0]), max(some[-1]) + 2 + self._after(some[-1]))
-            self.slots, self.loud = {}, {}
+            self.slots, self.loud, self.real, self.noisy = {}, {}, {}, {}
             self.real = self._tensors(wanted)
             self.slots = self._slots([k for stage in some for k in stage])
             self.noisy = self._tensors(wanted)
@@ -248,10 +249,16 @@ class _JoinSearch:
             wanted: while so many mixers have run.
         """
         found: dict[_Key, _Seen] = {}
+        # what leaves a block enters the next one, and a norm there: one copy of it serves
+        latest: tuple[Callable[[], Any], int, Tensor] = (lambda: None), 0, self.leaves[0]
 
         def keep(key: _Key, x: Tensor) -> None:
+            nonlocal latest
             if self.ran in wanted:
-                found[key] = _Seen(self.ran, x.detach().clone())
+                version = -1 if x.is_inference() else x._version
+                if latest[0]() is not x or latest[1] != version or version < 0:
+                    latest = weakref.ref(x), version, x.detach().clone()
+                found[key] = _Seen(self.ran, latest[2])
 
         entering, output = self._replayed(keep)
         if not self.slots:
