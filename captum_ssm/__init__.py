@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         NeuronMambaLRP,
         attribution_graph,
     )
+    from .linear.norms import frozen_norms
     from .mixers import register_mixer, supported_architectures
     from .operators import discard_smallest
     from .tracing import trace
@@ -65,6 +66,7 @@ _WHERE = {
     "attribution_graph": "inside",
     "compare": "attr",
     "discard_smallest": "operators",
+    "frozen_norms": "linear.norms",
     "knock_out": "edges",
     "load_result": "attr",
     "register_mixer": "mixers",
@@ -97,6 +99,7 @@ __all__ = [
     "attribution_graph",
     "compare",
     "discard_smallest",
+    "frozen_norms",
     "knock_out",
     "load_result",
     "register_mixer",

@@ -1,0 +1,165 @@
+"""Norms whose statistics are constants, for gradient methods of any network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import InputError, OptionError
+from ..tracing.hooks import hooked
+from ..tracing.repair.fused import unfused
+from .mode import Linearising
+from .rules import RULES, plain
+
+#: Norms of torch: each is computed by its rule, whose root is met below.
+_NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
+#: A root of one number a token is a norm's statistic; of many, part of a gate.
+_ROOTS = ("sqrt", "norm", "vector_norm", "std")
+
+
+@contextmanager
+def frozen_norms(
+    model: nn.Module | None = None, keep: Any = None, *, interleaved: bool = False
+) -> Iterator[None]:
+    """Let gradients take the statistics of norms for constants, in any network.
+
+    A norm divides its input by a root of the input's own mean square.  Gradients through that root
+    cancel most of what a token adds, which makes gradient methods less faithful.  Inside the
+    ``with`` LayerNorm, RMSNorm, GroupNorm, InstanceNorm and norms that a model writes out itself
+    keep their values, and their roots have no gradient.  Any method of Captum may run there.
+
+    With ``keep`` the roots are those of one run, whatever the model is run on, so that points on
+    the path of :class:`captum.attr.IntegratedGradients` have the norms of the explained input.
+
+    Args:
+        model: the module whose norms are kept. Default: None, none are.
+        keep: the explained input: a tensor, or a tuple or mapping of the model's arguments. A run
+            on a batch that is larger by a whole factor repeats the roots. Default: None, each run
+            has its own.
+        interleaved: whether larger batches repeat each example by itself, as Captum's NoiseTunnel
+            and GradientShap make them, and not the whole batch, as IntegratedGradients does.
+            Default: False.
+
+    Raises:
+        OptionError: when only one of ``model`` and ``keep`` is given.
+        InputError: when a run meets other norms than that on ``keep``, or when no norm was met, as
+            in a compiled model.
+
+    References:
+        Ali et al. 2022, "XAI for Transformers: Better Explanations through Conservative
+        Propagation", which detaches the statistics of LayerNorm.
+
+    Example:
+        >>> import torch
+        >>> from captum.attr import InputXGradient
+        >>> from captum_ssm import frozen_norms
+        >>> net = torch.nn.Sequential(torch.nn.RMSNorm(4), torch.nn.Linear(4, 1, bias=False))
+        >>> x = torch.randn(2, 4, requires_grad=True)
+        >>> with frozen_norms():
+        ...     relevance = InputXGradient(net).attribute(x)
+        >>> torch.allclose(relevance.sum(-1, keepdim=True), net(x), atol=1e-6)
+        True
+    """
+    if (model is None) != (keep is None):
+        found = "keep" if model is None else "model"
+        raise OptionError(f"frozen_norms takes model and keep together, but only {found} is given.")
+    norms = _Norms(interleaved)
+    with ExitStack() as stack:
+        stack.enter_context(unfused())
+        stack.enter_context(norms)
+        if model is not None:
+            stack.enter_context(hooked(model.register_forward_pre_hook, norms.begin))
+            stack.enter_context(hooked(model.register_forward_hook, norms.end))
+            with torch.no_grad():
+                if isinstance(keep, Mapping):
+                    model(**keep)
+                else:
+                    model(*keep if isinstance(keep, tuple) else (keep,))
+            norms.kept, norms.met = norms.met, []
+        yield
+    if not norms.any_met:
+        raise InputError(
+            "frozen_norms met no norm inside its with. Is the model run there, in this thread, "
+            "and is it uncompiled?"
+        )
+
+
+class _Norms(TorchFunctionMode):
+    """Detaches the roots of norms, or puts kept ones in their place."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+        #: Roots by the names of the functions that made them: of the run on ``keep``, and so far.
+        self.kept: list[tuple[str, Tensor]] | None = None
+        self.met: list[tuple[str, Tensor]] = []
+        self.any_met = False
+
+    def begin(self, *_: Any) -> None:
+        self.met = []
+
+    def end(self, *_: Any) -> None:
+        if self.kept is not None and len(self.met) != len(self.kept):
+            raise self._others(f"{len(self.met)} norms in place of {len(self.kept)}")
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, plain(func.__name__)
+        if name in _NORMS:
+            with self:  # meets the root in the rule
+                return RULES[name](cast(Linearising, self), func, args, kwargs)
+        out = func(*args, **kwargs)
+        return self._root(name, out) if _is_root(name, args, kwargs, out) else out
+
+    @property
+    def ledger(self) -> _Norms:
+        """Takes up constants, which rules of norms tell."""
+        return self
+
+    def included(self, out: Tensor, constant: Tensor) -> Tensor:
+        """Return the output of a norm, whose bias is not told apart here."""
+        return out
+
+    def _root(self, name: str, root: Tensor) -> Tensor:
+        """Return a root, detached, or the kept one in its place."""
+        self.any_met, place = True, len(self.met)
+        self.met.append((name, root.detach()))
+        if self.kept is None:
+            return root.detach()
+        if place >= len(self.kept):
+            raise self._others(f"more than {len(self.kept)} norms")
+        before, kept = self.kept[place]
+        times, rest = divmod(len(root), len(kept))
+        if name != before or rest or root.shape[1:] != kept.shape[1:]:
+            raise self._others(
+                f"a {name} of shape {tuple(root.shape)} in place of a {before} of shape "
+                f"{tuple(kept.shape)}"
+            )
+        repeated = kept.repeat_interleave(times, 0) if self.interleaved else kept
+        return repeated.repeat(len(root) // len(repeated), *(1,) * (kept.dim() - 1)).to(root)
+
+    def _others(self, found: str) -> InputError:
+        return InputError(
+            f"frozen_norms keeps the norms of one run, and another run met {found}. Pass the "
+            "explained input as keep, of the same tokens, and run the same model."
+        )
+
+
+def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    if not isinstance(out, Tensor) or not out.is_floating_point():
+        return False
+    power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
+    if name == "rsqrt" or power == -0.5:
+        return True
+    by_token = out.dim() > 1 and (out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1))
+    return by_token and (name in _ROOTS or power == 0.5)
