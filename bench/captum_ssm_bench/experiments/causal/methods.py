@@ -8,7 +8,7 @@ Shapes: N points, U units, L tokens, E width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from captum_ssm.attr import LatimFlow
 from captum_ssm.attr.catalogue import METHODS as CATALOGUE
 from captum_ssm.attr.catalogue import Entry
 from captum_ssm.linear import FAMILY
+from captum_ssm.linear.norms import frozen_norms
 
 from ...harness.experiment import Cell
 from ..linked_texts import device_of
@@ -29,6 +30,8 @@ from .interventions import DRAWS, PERMUTATIONS, Answers
 
 #: References of expected gradients, and samples of GradientShap.
 EXPECTED, SHAP = (8, 16, 32), 20
+#: Points of integrated gradients on whose way the input's own norms are held.
+HELD_POINTS = (1, 3)
 #: Texts of the task that a mean embedding is made of.
 _MEAN_OF = 32
 
@@ -75,13 +78,29 @@ def _input_x_gradient(answers: Answers) -> Tensor:
     return _summed(answers, points * _gradients(answers, points))
 
 
+def _held_norms(answers: Answers, *, less_mean: bool) -> Tensor:
+    """Input x gradient with the statistics of norms held, of the input or less its own mean."""
+    points = answers.points(answers.question.inputs)
+    places = (1,) if answers.question.grid is None else (2, 3)
+    inputs = points - points.mean(places, keepdim=True) if less_mean else points
+    with frozen_norms():
+        return _summed(answers, inputs * _gradients(answers, points))
+
+
 def _integrated_gradients(
-    answers: Answers, baseline: Callable[[Answers, Tensor], Tensor]
+    answers: Answers,
+    baseline: Callable[[Answers, Tensor], Tensor],
+    steps: int = STEPS,
+    held: bool = False,
 ) -> Tensor:
-    """Captum's, along a straight line."""
+    """Captum's, along a straight line; perhaps with the norms of the input."""
     points = answers.points(answers.question.inputs)
     explain = IntegratedGradients(answers.output)
-    found = explain.attribute(points, baseline(answers, points), n_steps=STEPS)
+    keep: Any = points
+    if answers.question.grid is None:
+        keep = {"inputs_embeds": points, "use_cache": False}
+    with frozen_norms(answers.model, keep) if held else nullcontext():
+        found = explain.attribute(points, baseline(answers, points), n_steps=steps)
     return _summed(answers, found)
 
 
@@ -185,6 +204,16 @@ METHODS: Mapping[Cell, Method] = {
         for rule in FAMILY
     },
     Cell("InputXGradient"): Method(_input_x_gradient, 1, 1),
+    Cell("InputXGradient", "norms held"): Method(partial(_held_norms, less_mean=False), 1, 1),
+    Cell("InputXGradient", "norms held, less the mean"): Method(
+        partial(_held_norms, less_mean=True), 1, 1
+    ),
+    **{
+        Cell(
+            "IntegratedGradients", f"from the mean, norms held, {n} point" + "s" * (n > 1)
+        ): Method(partial(_integrated_gradients, baseline=_mean, steps=n, held=True), 1 + n, n)
+        for n in HELD_POINTS
+    },
     Cell("IntegratedGradients", "from zero"): Method(
         partial(_integrated_gradients, baseline=_zero), STEPS, STEPS
     ),
