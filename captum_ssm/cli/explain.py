@@ -27,13 +27,13 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
-  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
+  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centered --out roles.png
   captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
-_RULES = ("frozen", "half", "equal", "centred")
+_RULES = ("frozen", "half", "equal", "centered")
 #: The spans of an answer, likewise.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that say nothing of answers.
@@ -62,9 +62,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--rule",
         nargs="+",
+        type=lambda name: name.replace("centred", "centered"),
         choices=_RULES,
         help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
-        "centred what mattered; several are shown side by side; the method's own if left",
+        "centered what mattered; several are shown side by side; the method's own if left",
     )
     parser.add_argument(
         "--baselines",

@@ -53,7 +53,7 @@ def test_as_the_single_calls(name, monkeypatch):
 
 def test_one_method_under_two_rules():
     model, ids = mamba_lm(), token_ids(2, 9)
-    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
+    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centered", "baselines": 0.0}}
     for methods in ({"content": LatimFlow, "cause": LatimFlow}, dict.fromkeys(rules, "LatimFlow")):
         found = compare(model, methods, ids, (-1, 4), options=rules)
         for name, options in rules.items():

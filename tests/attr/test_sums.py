@@ -11,7 +11,7 @@ import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
-from captum_ssm import LatimFlow, LatimLogit, LatimNorm, compare, load_result, report
+from captum_ssm import LatimFlow, LatimLogit, LatimNorm, compare, load, report
 from captum_ssm.cli import main
 from captum_ssm.models import load_bundled
 
@@ -74,7 +74,7 @@ def test_an_integral_that_misses_its_number_is_marked(steps: int, adds_up: bool)
 
 def test_sums_are_saved_and_split_with_the_batch(tmp_path: Path) -> None:
     found = integral(torch.tensor([[0.5, 0.5], [0.3, 0.3]]), 5)
-    again = load_result(found.named([["a", "b"]] * 2).to_json(tmp_path / "found.json"))
+    again = load(found.named([["a", "b"]] * 2).save(tmp_path / "found.json"))
     assert again.sums["method"][1] == found.sums["method"][1]
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(TEXT)] * 3)

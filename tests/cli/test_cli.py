@@ -148,7 +148,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str
     for asked in (
         ["demo", "--out", tmp_path],
         [*text, "--answer", "lamp", "--out", tmp_path / "matrices.png"],
-        [*text, "--rule", "centred", "--out", tmp_path / "a.png"],
+        [*text, "--rule", "centered", "--out", tmp_path / "a.png"],
     ):
         assert "is already there" in run(*asked, code=1)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}

@@ -57,8 +57,8 @@ def test_a_decomposition_shows_its_sum() -> None:
 
 @pytest.mark.parametrize("method", [LatimFlow, partial(LayerLatimFlow, layer=MIXER)])
 def test_a_rule_of_all_calls(method: Callable[..., Any]) -> None:
-    wanted = method(MODEL).attribute(IDS, TARGET, rule="centred")
-    assert torch.equal(method(MODEL, rule="centred").attribute(IDS, TARGET), wanted)
+    wanted = method(MODEL).attribute(IDS, TARGET, rule="centered")
+    assert torch.equal(method(MODEL, rule="centered").attribute(IDS, TARGET), wanted)
     assert not torch.equal(method(MODEL).attribute(IDS, TARGET), wanted)
     with pytest.raises(OptionError, match="rule='none' is not known"):
         method(MODEL, rule="none")

@@ -16,7 +16,7 @@ from ...errors import InputError, PaddedExampleError
 from ...tracing import runnable
 from ...tracing.hooks import hooked
 from . import checks
-from .targets import Against, Total
+from .targets import Against, SumTarget
 
 #: Accepted forms, for the end of an error's message.
 _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
@@ -335,7 +335,7 @@ class BatchPart:
         """Take the examples out of a target, in any of Captum's forms, or a contrast."""
         if isinstance(target, Against):
             return Against(self.target(target.target), self.target(target.contrast))
-        if isinstance(target, Total):
+        if isinstance(target, SumTarget):
             return target.part(self)
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:

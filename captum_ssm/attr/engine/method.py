@@ -34,7 +34,7 @@ from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
     Against,
-    Total,
+    SumTarget,
     as_asked,
     contrasted,
     each_of,
@@ -371,7 +371,7 @@ class ImplicitMethod(SSMAttribution):
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
             selected, taken = None, None
-            if self.needs_gradient and isinstance(target, Total):
+            if self.needs_gradient and isinstance(target, SumTarget):
                 selected, _ = contrasted(output, target)
             elif self.needs_gradient:
                 selected, taken = run.select(index)

@@ -62,8 +62,8 @@ class Result:
         if kind:
             Result._kinds[cls.__name__] = cls
 
-    def to_json(self, path: str | Path) -> Path:
-        """Save it; :func:`captum_ssm.load_result` loads it again, on the CPU and to the last bit.
+    def save(self, path: str | Path) -> Path:
+        """Save it; :func:`captum_ssm.load` loads it again, on the CPU and to the last bit.
 
         Args:
             path: the file. What it held is replaced, once all is written; its folder is made.
@@ -169,8 +169,8 @@ class NamedTokens(Result, kind=False):
         return replace(self, names=names)  # type: ignore[type-var]
 
 
-def load_result(path: str | Path) -> Any:
-    """Load a result that was saved by its ``to_json``.
+def load(path: str | Path) -> Any:
+    """Load a result that was saved by its ``save``.
 
     Args:
         path: the file.
@@ -186,25 +186,25 @@ def load_result(path: str | Path) -> Any:
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from captum_ssm import LatimFlow, compare, load_result
+        >>> from captum_ssm import LatimFlow, compare, load
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> found = compare(model, [LatimFlow], ids, target=(-1, 3))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     again = load_result(found.to_json(f"{folder}/found.json"))
+        ...     again = load(found.save(f"{folder}/found.json"))
         >>> torch.equal(again["LatimFlow"], found["LatimFlow"])
         True
     """
-    file = existing_file(path, "a file that a result's to_json() wrote")
+    file = existing_file(path, "a file that a result's save() wrote")
     wrong = f"{file} holds no result of captum_ssm"
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{wrong}: {error}. Pass what a result's to_json() wrote.") from None
+        raise DataError(f"{wrong}: {error}. Pass what a result's save() wrote.") from None
     names = {"captum_ssm", "form", "kind", "state"}
     if not isinstance(content, dict) or not names <= content.keys():
-        raise DataError(f"{wrong}. Pass what a result's to_json() wrote.")
+        raise DataError(f"{wrong}. Pass what a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
             f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in form "

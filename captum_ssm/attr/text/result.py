@@ -218,7 +218,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
 
     def _state(self) -> dict[str, Any]:
-        """Return what to_json saves, by the names of the constructor's arguments."""
+        """Return what save() writes, by the names of the constructor's arguments."""
         of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
         found = {name: getattr(self, name) for name in names}
