@@ -73,6 +73,9 @@ class Comparison(dict[str, Tensor], NamedTokens):
     def _state(self) -> dict[str, Any]:
         return {"relevance": dict(self), "names": self.names, "sums": self.sums}
 
+    def _columns(self) -> Mapping[str, Tensor]:
+        return self
+
     def _tokens(self) -> tuple[int, int]:
         first = next(iter(self.values()))
         return first.shape[0], first.shape[1]

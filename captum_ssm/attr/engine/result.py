@@ -10,6 +10,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ... import __version__
 from ..._files import existing_file, make_folder, read_text, write_whole
+from ..._optional import optional
 from ...errors import DataError, InputError
 from ..text.tokens import Tokens
 
@@ -105,6 +107,18 @@ class Result:
         page = self._page(title)
         return page if path is None else _written(path, page)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each token, node or pair of tokens, with its numbers by name."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`rows` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: when pandas is not installed.
+        """
+        return optional("pandas", "pandas", "to_pandas()").DataFrame(self.rows())
+
     def show(self) -> None:
         """Show its page: in a notebook below the cell, elsewhere in a browser, of a temporary file.
 
@@ -160,6 +174,24 @@ class NamedTokens(Result, kind=False):
         """
         batch, length = self._tokens()
         return self._with_names(read_names(tokens, batch, length))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each example and token, or patch, with its relevance by name."""
+        columns = {name: values.flatten(1).tolist() for name, values in self._columns().items()}
+        found = []
+        for example in range(self._tokens()[0]):
+            values = {name: of_all[example] for name, of_all in columns.items()}
+            named = {} if self.names is None else {"token": self.names[example]}
+            each = zip_longest(*named.values(), *values.values())
+            found += [
+                dict(zip(("example", "position", *named, *values), (example, i, *row), strict=True))
+                for i, row in enumerate(each)
+            ]
+        return found
+
+    def _columns(self) -> Mapping[str, Tensor]:
+        """Return relevance (B, L) by name."""
+        raise NotImplementedError
 
     def _tokens(self) -> tuple[int, int]:
         """Return how many examples there are, and tokens of each."""
