@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, OptionError
 from ..tracing import Graph, find_model
 from .call import checks
+from .call.given import called_by_name
 from .call.inputs import (
     BatchPart,
     as_tuple,
@@ -84,6 +85,7 @@ class Comparison(dict[str, Tensor], NamedTokens):
         return Comparison(self, names, self.sums)
 
 
+@called_by_name
 def compare(
     forward_func: Callable[..., Any],
     methods: Method | Sequence[Method] | Mapping[str, Method],
@@ -192,6 +194,8 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
     """Return the methods by unique names."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
+    if hasattr(methods, "encode"):
+        raise OptionError("methods is a tokenizer. Pass tokenizer=, by its name.")
     if not isinstance(methods, Sequence | Mapping):
         raise OptionError(
             f"methods={methods!r} must be a list of methods, for example "

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attr.call import checks
+from ..attr.call.given import called_by_name
 from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.targets import Against, target_index
 from ..attr.engine.baselines import Baselines, out_of_tuple
@@ -27,6 +28,7 @@ from .parts import Parts
 Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
 
 
+@called_by_name
 def attribution_graph(
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...],

@@ -29,6 +29,8 @@ _INSTEAD = {
     "of a feature: torch.zeros(B, features).scatter_add(1, feature_mask, relevance).",
     "n_steps": "There are no steps between two inputs. Leave n_steps out.",
     "layer": "LayerLatimFlow(model, layer) explains a layer; layers=[...] names the mixers to use.",
+    "layers": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
+    "sources": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
     "tokenizer": "Pass it to the call: attribute(text, target=' fox', tokenizer=tokenizer).",
 }
 
@@ -114,14 +116,15 @@ class Reader:
     """Reads inputs and targets in the forms of other tools.
 
     Args:
-        tokenizer: for texts. Default: None, that of forward_func, if it is a pipeline.
+        tokenizer: for texts, or its codec. Default: None, forward_func's own if it is a pipeline.
         forward_func: runs the model.
         model: the module, where forward_func does not reveal it. Default: None.
     """
 
     def __init__(self, tokenizer: Any, forward_func: Any, model: nn.Module | None = None) -> None:
         tokenizer = tokenizer or getattr(forward_func, "tokenizer", None)
-        self.codec = None if tokenizer is None else Codec(tokenizer)
+        is_read = tokenizer is None or isinstance(tokenizer, Codec)
+        self.codec = tokenizer if is_read else Codec(tokenizer)
         self._forward_func, self._model = forward_func, model
 
     def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
