@@ -42,7 +42,7 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "words": answer,
     "spans": lambda: answer(spans="word", prompt_spans="sentence", hops=2),
     "comparison": lambda: compare(
-        mamba_lm(), [MambaAttribution, ImplicitAttentionRollout], token_ids(2, 5), target=(-1, 3)
+        mamba_lm(), token_ids(2, 5), [MambaAttribution, ImplicitAttentionRollout], target=(-1, 3)
     ).named([list("abcde")] * 2),
     "roles": lambda: of_a_text(rule="centered", features=True),
     "named": lambda: of_a_text().named([["a", "", "<b>", "\ud800", "é"]] * 2),

@@ -37,7 +37,7 @@ SAID: dict[str, Callable[[], Any]] = {
     "SSMLLMAttribution(LatimFlow(MambaForCausalLM))": lambda: SSMLLMAttribution(FLOW, WORDS),
     "Decomposition(2 examples of 6 tokens)": lambda: FLOW.decompose(IDS.repeat(2, 1), TARGET),
     f"LayerMemory('{MIXER}', heads 0 to 127, 6 tokens)": lambda: StateMemory(MODEL).of(IDS)[0],
-    "Comparison(LatimNorm (1, 6))": lambda: compare(MODEL, LatimNorm, IDS, TARGET),
+    "Comparison(LatimNorm (1, 6))": lambda: compare(MODEL, IDS, LatimNorm, TARGET),
 }
 
 
@@ -82,7 +82,7 @@ def test_what_a_tokenizer_returns(method: Callable[..., Any]) -> None:
 def test_a_mask_that_has_no_place() -> None:
     with pytest.raises(InputError, match="takes it by no name and place"):
         LatimFlow(lambda x: MODEL(x), MODEL).attribute(IDS, TARGET, attention_mask=IDS > 0)
-    with pytest.raises(InputError, match="stands beside additional_forward_args"):
+    with pytest.raises(InputError, match="and additional_forward_args are given"):
         FLOW.attribute(IDS, TARGET, (None,), attention_mask=IDS > 0)
 
 

@@ -69,7 +69,7 @@ def norms(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
 
 
 def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
-    return list(compare(model, METHODS, inputs, target=target).values())
+    return list(compare(model, inputs, METHODS, target=target).values())
 
 
 def reported(model: nn.Module, inputs: Tensor, target: Any, **options: Any) -> list[Tensor]:

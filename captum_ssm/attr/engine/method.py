@@ -15,7 +15,7 @@ from captum.attr import Attribution, LLMGradientAttribution
 from captum.log import log_usage
 from torch import Tensor, nn
 
-from ...errors import GradientModeError, OptionError
+from ...errors import ArgumentError, GradientModeError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.truths import read_together
@@ -102,6 +102,12 @@ class Explainer:
         if hasattr(self, "layer"):
             said.append(f"layer={_name_of(self.layer)}")
         return f"{self.name}({', '.join(said)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered; errors say how to ask."""
+        raise ArgumentError(
+            f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
+        )
 
     def with_progress(self, show: bool) -> Self:
         """Return a copy that shows a bar over the parts of a batch, if ``show``."""

@@ -222,7 +222,7 @@ def load(path: str | Path) -> Any:
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> found = compare(model, [LatimFlow], ids, target=(-1, 3))
+        >>> found = compare(model, ids, [LatimFlow], target=(-1, 3))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     again = load(found.save(f"{folder}/found.json"))
         >>> torch.equal(again["LatimFlow"], found["LatimFlow"])

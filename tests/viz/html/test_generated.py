@@ -162,7 +162,7 @@ def written(found: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 def test_methods_side_by_side(tmp_path: Path) -> None:
     found = compare(
-        mamba_lm(), [LatimFlow, ImplicitAttentionRollout], token_ids(2, 5), target=(-1, 3)
+        mamba_lm(), token_ids(2, 5), [LatimFlow, ImplicitAttentionRollout], target=(-1, 3)
     )
     facts = written(found.named([WORDS, WORDS[::-1]]), tmp_path, title="T & U")
     assert read_page(tmp_path / "new" / "found.html").texts("h1") == ["T & U"]
