@@ -104,7 +104,8 @@ class Decomposition(NamedTokens):
         return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"
 
     def _columns(self) -> Mapping[str, Tensor]:
-        return {"relevance": self.tokens, **(self.roles or {})}
+        roles: Mapping[Any, Tensor] = self.roles or {}
+        return {"relevance": self.tokens, **roles}
 
     def _tokens(self) -> tuple[int, int]:
         return self.inputs.shape[0], self.inputs.shape[1]
