@@ -197,7 +197,7 @@ def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], A
         "Rollout": lambda: rollout.attribute(x, query=-1, per_token=True),
         "MambaAttribution": lambda: weighted.attribute(x, **asked),
         "LatimFlow": lambda: flow.attribute(x, **asked),
-        "LatimFlow centred": lambda: flow.attribute(x, rule="centred", **asked),
+        "LatimFlow centered": lambda: flow.attribute(x, rule="centered", **asked),
     }
     if isinstance(target, tuple):
         logit = LatimLogit(model)

@@ -156,13 +156,13 @@ CALLS: dict[str, Callable[[Model, Tensor], Any]] = {
     "ImplicitAttentionRollout": lambda model, ids: ImplicitAttentionRollout(model).attribute(ids),
     "MambaAttribution": lambda model, ids: MambaAttribution(model).attribute(ids, TARGET),
     "LatimFlow, frozen": lambda model, ids: LatimFlow(model).attribute(ids, TARGET, rule="frozen"),
-    "LatimFlow, centred": lambda model, ids: LatimFlow(model).attribute(
-        ids, TARGET, rule="centred"
+    "LatimFlow, centered": lambda model, ids: LatimFlow(model).attribute(
+        ids, TARGET, rule="centered"
     ),
     "LatimALTI": lambda model, ids: LatimALTI(model).attribute(ids, TARGET),
 }
 #: Those beside f+b that are to take about as long.
-NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centred")
+NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centered")
 
 
 def counted(model: Model, length: int, calls: tuple[str, ...]) -> dict[str, Row]:

@@ -305,9 +305,9 @@ def calls() -> dict[str, Call]:
     def ask(method: Any, **options: Any) -> Call:
         return lambda model, ids: method(model).attribute(ids, target=(-1, WORD), **options)
 
-    rule = {"LatimFlow, centred": ask(LatimFlow, rule="centred")}
+    rule = {"LatimFlow, centered": ask(LatimFlow, rule="centered")}
     every = {entry.name: ask(entry.method) for entry in METHODS}
-    order = ("LatimFlow", "LatimFlow, centred", "ImplicitAttentionRollout", "MambaAttribution")
+    order = ("LatimFlow", "LatimFlow, centered", "ImplicitAttentionRollout", "MambaAttribution")
     known = rule | every
     return {name: known[name] for name in dict.fromkeys((*order, *every))}
 
@@ -481,7 +481,7 @@ def first_line(error: BaseException) -> str:
 _SSM, _FLA = ("mamba_ssm", "triton"), ("fla", "triton")
 #: What is timed of other packages, too, beside the large model.
 _BESIDE = "Mamba", torch.bfloat16
-_OF_FLOW = ("LatimFlow", "LatimFlow, centred", "ImplicitAttentionRollout")
+_OF_FLOW = ("LatimFlow", "LatimFlow, centered", "ImplicitAttentionRollout")
 _LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
 _NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
 CASES: dict[str, Case] = {

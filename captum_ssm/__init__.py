@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         MambaLRP,
         SSMLLMAttribution,
         StateMemory,
+        SumTarget,
         TransformerAttribution,
         compare,
-        load_result,
+        load,
     )
     from .edges import EdgeEffects, Edges, knock_out, variant_effects
     from .inside import (
@@ -62,13 +63,14 @@ _WHERE = {
     "NeuronMambaLRP": "inside",
     "SSMLLMAttribution": "attr",
     "StateMemory": "attr",
+    "SumTarget": "attr",
     "TransformerAttribution": "attr",
     "attribution_graph": "inside",
     "compare": "attr",
     "discard_smallest": "operators",
     "frozen_norms": "linear.norms",
     "knock_out": "edges",
-    "load_result": "attr",
+    "load": "attr",
     "register_mixer": "mixers",
     "report": "viz",
     "supported_architectures": "mixers",
@@ -95,13 +97,14 @@ __all__ = [
     "NeuronMambaLRP",
     "SSMLLMAttribution",
     "StateMemory",
+    "SumTarget",
     "TransformerAttribution",
     "attribution_graph",
     "compare",
     "discard_smallest",
     "frozen_norms",
     "knock_out",
-    "load_result",
+    "load",
     "register_mixer",
     "report",
     "supported_architectures",
@@ -119,4 +122,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted([*__all__, "__version__"])

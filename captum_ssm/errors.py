@@ -80,6 +80,13 @@ class PaddedExampleError(InputError):
         )
 
 
+class ArgumentError(CaptumSSMError, TypeError):
+    """A function or class is called without an argument that it needs, or with an unknown one.
+
+    The message names the function, and the arguments that it takes.
+    """
+
+
 class OptionError(CaptumSSMError, ValueError):
     """An option has a value that is not accepted; the message lists those that are."""
 

@@ -21,9 +21,9 @@ NUMBERS = Path(__file__).with_name("small.json")
 MODELS = {"causal": "pairs-mamba2"}
 METHODS = ("LatimFlow", "LatimNorm")
 CELLS = {
-    "graphs": Cell("path", "centred"),
+    "graphs": Cell("path", "centered"),
     "hybrid-parts": Cell("one head off", "attention"),
-    "knockout": Cell("by rule", "centred"),
+    "knockout": Cell("by rule", "centered"),
 }
 
 

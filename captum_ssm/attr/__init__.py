@@ -1,9 +1,9 @@
 """Methods, one file each: Captum Attribution classes over reduce and fold."""
 
 from .call.dense import mean_over
-from .call.targets import Total
+from .call.targets import SumTarget
 from .comparison import Comparison, compare
-from .engine.result import load_result
+from .engine.result import load
 from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
 from .latim_alti import LatimALTI
@@ -29,9 +29,9 @@ __all__ = [
     "SSMLLMAttribution",
     "SSMLLMAttributionResult",
     "StateMemory",
-    "Total",
+    "SumTarget",
     "TransformerAttribution",
     "compare",
-    "load_result",
+    "load",
     "mean_over",
 ]

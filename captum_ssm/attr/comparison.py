@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import InputError, OptionError
 from ..tracing import Graph, find_model
 from .call import checks
+from .call.given import Reader, called_by_name
 from .call.inputs import (
     BatchPart,
     as_tuple,
@@ -26,6 +27,7 @@ from .call.inputs import (
 )
 from .call.layout import PatchGrid
 from .call.targets import logits_of
+from .engine.fold import shown
 from .engine.method import ImplicitMethod, SSMAttribution
 from .engine.result import NamedTokens, Names
 from .engine.run import shared_forward
@@ -73,6 +75,9 @@ class Comparison(dict[str, Tensor], NamedTokens):
     def _state(self) -> dict[str, Any]:
         return {"relevance": dict(self), "names": self.names, "sums": self.sums}
 
+    def _columns(self) -> Mapping[str, Tensor]:
+        return self
+
     def _tokens(self) -> tuple[int, int]:
         first = next(iter(self.values()))
         return first.shape[0], first.shape[1]
@@ -81,18 +86,21 @@ class Comparison(dict[str, Tensor], NamedTokens):
         return Comparison(self, names, self.sums)
 
 
+@called_by_name
 def compare(
     forward_func: Callable[..., Any],
-    methods: Method | Sequence[Method] | Mapping[str, Method],
-    inputs: Tensor | tuple[Tensor, ...],
+    inputs: Any,
+    methods: Method | Sequence[Method] | Mapping[str, Method] | None = None,
     target: Any = None,
     additional_forward_args: Any = None,
     *,
     model: nn.Module | None = None,
     layers: Sequence[str | nn.Module] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    tokenizer: Any = None,
     per_token: bool = True,
     internal_batch_size: int | None = None,
+    show_progress: bool = False,
 ) -> Comparison:
     """Explain the same input and target by several methods.
 
@@ -104,26 +112,29 @@ def compare(
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
+        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
+            tensor; a tokenizer's result; or with a tokenizer a text.
         methods: classes of this package or their names, made as
             ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
             forward_func or the model, or their names, made on one that returns the logits, and of
             token ids called on their embeddings where they take gradients at the inputs; or
             instances, for methods with arguments of their own; one of these, or a list of them.
             A mapping gives them names of your choice, under which one method may stand several
-            times, with ``options`` of its own under each.
-        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-            one such tensor.
-        target: what is explained, in Captum's forms; see :meth:`MambaAttribution.attribute`.
-            Default: None.
+            times, with ``options`` of its own under each. Default: None, LatimFlow and LatimNorm.
+        target: what is explained, in Captum's forms, or with a tokenizer a token's text; see
+            :meth:`MambaAttribution.attribute`. Default: None.
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that classes are to use. Default: None, all of them.
         options: further arguments of ``attribute`` for each method, by the method's name in the
             result. Default: None.
+        tokenizer: for texts. Default: None.
         per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
             there is one; else the inputs' shape. Default: True.
         internal_batch_size: run at most so many examples at a time. Default: None, all.
+        show_progress: show a progress bar over the parts of a batch and the methods.
+            Default: False.
 
     Returns:
         The relevance by method, in the order given, as a dict that shows and saves itself.
@@ -142,14 +153,21 @@ def compare(
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> methods = [ImplicitAttentionRollout, MambaAttribution, LatimFlow]
-        >>> found = compare(model, methods, ids, target=(-1, 3))
+        >>> found = compare(model, ids, methods, target=(-1, 3))
         >>> {name: tuple(relevance.shape) for name, relevance in found.items()}
         {'ImplicitAttentionRollout': (1, 4), 'MambaAttribution': (1, 4), 'LatimFlow': (1, 4)}
     """
-    tensor, _ = single_input(inputs)
-    additional = as_tuple(additional_forward_args)
+    given = {"inputs": inputs, "target": target, "additional_forward_args": additional_forward_args}
+    Reader(tokenizer, forward_func, model).read(given, {})
+    target = given["target"]
+    tensor, _ = single_input(given["inputs"])
+    additional = as_tuple(given["additional_forward_args"])
     check_batch(tensor, additional)
-    checks.flags(per_token=per_token)
+    checks.flags(per_token=per_token, show_progress=show_progress)
+    if methods is None:
+        from .catalogue import DEFAULT  # it imports all methods
+
+        methods = DEFAULT
     named = named_methods(methods)
     made = {name: _made(method, forward_func, model, layers) for name, method in named.items()}
     chosen = _chosen(options, made)
@@ -168,7 +186,7 @@ def compare(
     for cut in batch_parts(len(tensor), internal_batch_size):
         with _sharing(ours), cut.counting():
             further = cut.target(target), tuple(cut(a) for a in additional)
-            for name, method in made.items():
+            for name, method in shown(list(made.items()), "compare", show_progress):
                 of_method = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
                 arguments = (cut(embedded.get(name, tensor)), *further)
                 summed = per_token or name in embedded
@@ -189,6 +207,8 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
     """Return the methods by unique names."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
+    if hasattr(methods, "encode"):
+        raise OptionError("methods is a tokenizer. Pass tokenizer=, by its name.")
     if not isinstance(methods, Sequence | Mapping):
         raise OptionError(
             f"methods={methods!r} must be a list of methods, for example "

@@ -191,7 +191,7 @@ class LatimFlow(FlowMethod):
             rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
                 content it moves alone; ``"half"``, in equal parts to content and gates, the rule
                 of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
-                ``"centred"``, to steps and, by what they are more than the average so far, to keys
+                ``"centered"``, to steps and, by what they are more than the average so far, to keys
                 and queries: what mattered, not only whose content was moved. Default: None, the
                 rule of the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
             baselines: the input in comparison with which there is relevance, whose own part counts

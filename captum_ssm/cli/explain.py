@@ -27,13 +27,13 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
-  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
+  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centered --out roles.png
   captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
-_RULES = ("frozen", "half", "equal", "centred")
+_RULES = ("frozen", "half", "equal", "centered")
 #: The spans of an answer, likewise.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that say nothing of answers.
@@ -62,9 +62,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--rule",
         nargs="+",
+        type=lambda name: name.replace("centred", "centered"),
         choices=_RULES,
         help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
-        "centred what mattered; several are shown side by side; the method's own if left",
+        "centered what mattered; several are shown side by side; the method's own if left",
     )
     parser.add_argument(
         "--baselines",
@@ -132,7 +133,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png or .json; report.html, or answers.html, if left",
+        help="file to write: .html, .png, .json or .csv, or - to print JSON; report.html, or "
+        "answers.html, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
@@ -170,18 +172,19 @@ def run(options: argparse.Namespace) -> None:
     from ..explain.methods import against, method_classes, under_rules, with_option
     from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
-    from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
-    from ..viz.html.report import explain_all, write_report
+    from ..viz.html.report import explain_all
+    from ..viz.html.writing import check_format, is_page, json_of, told_of, write
     from .method_options import set_options
 
     if _is_answer(options):
         _run_on_answers(options)
         return
     options.out = options.out or Path("report.html")
-    check_format(options.out)
-    is_page = options.out.suffix.lower() == ".html"
-    _check_maps(options, is_page)
+    printed = str(options.out) == "-"
+    if not printed:
+        check_format(options.out)
+    _check_maps(options, is_page(options.out))
     methods, their_options = under_rules(
         method_classes(options.method), options.rule, options.baselines
     )
@@ -213,22 +216,17 @@ def run(options: argparse.Namespace) -> None:
         examples,
         methods,
         their_options,
-        matrices=maps if is_page else False,
+        matrices=maps if is_page(options.out) else False,
         shown_layers=options.layers,
-        accounts=options.out.suffix.lower() == ".json",
-        answers=is_page,
+        **told_of(Path("-.json") if printed else options.out),
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
+    if printed:
+        print(json_of(found, options.model), end="")
+        return
     _tell(found)
     title = options.model if options.title is None else options.title
-    if is_page:
-        paths = [write_report(subject, found, title, options.out)]
-    elif options.out.suffix.lower() == ".json":
-        paths = write_json(found, options.model, options.out)
-    else:
-        images = None if isinstance(inputs, list) else inputs
-        paths = write_pictures(found, images, title, options.out)
-    for path in paths:
+    for path in write(subject, examples, found, options.model, title, options.out):
         print(f"wrote {path}")
 
 
@@ -236,8 +234,8 @@ def _files(
     options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
 ) -> list[Path]:
     """What will be written, of pictures with those of roles."""
-    from ..explain.writing import picture_files
     from ..viz.html.parts import tells_roles
+    from ..viz.html.writing import picture_files
 
     if options.out.suffix.lower() != ".png":
         return [options.out]
@@ -260,8 +258,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..attr.catalogue import holds_identity
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
-    from ..explain.writing import check_format, picture_files
     from ..viz.html.generated import about_answers
+    from ..viz.html.writing import check_format, picture_files
 
     for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
@@ -319,7 +317,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
 
 def _tell(found: list[Explanation]) -> None:
     """Print what is explained, and the most relevant tokens by each method."""
-    from ..explain.writing import largest
+    from ..viz.html.writing import largest
 
     print_any_letters()
     for explanation in found:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.call import checks
+from ..attr.call.given import called_by_name
 from ..errors import InputError, NoMixerError, OptionError, QueryError
 from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers, find_model
@@ -29,6 +30,7 @@ from .pairs import KINDS, Edges
 _NAMED = ("layers", "sources", "targets", "heads", "component")
 
 
+@called_by_name
 @contextmanager
 def knock_out(
     model: nn.Module | Callable[..., Any],

@@ -33,7 +33,7 @@ class EdgeEffects(Explainer):
     One forward and one backward run give them for every layer, target and source.  By default the
     gradient is the model's own, and the norms that read a message are taken as they are without
     it.  An effect then estimates the true intervention, :func:`~captum_ssm.knock_out`;
-    :meth:`against_truth` compares the two.  With ``rule`` the gradient is that of the linear
+    :meth:`validate` compares the two.  With ``rule`` the gradient is that of the linear
     network of :class:`~captum_ssm.LatimFlow`: then all edges of a layer, its constants and the
     stream that passes it by add up to the output.
 
@@ -42,7 +42,7 @@ class EdgeEffects(Explainer):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centred"``, or None for the model's own
+        rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centered"``, or None for the model's own
             gradient. Default: None.
         exact_norms: whether the norms that read what a layer writes are taken as they are without a
             message, and not to first order. Default: None, True unless ``rule`` is named.
@@ -130,7 +130,7 @@ class EdgeEffects(Explainer):
         ((found,),) = self._by_parts(tensor, [asked], additional_forward_args, None, explain)
         return found
 
-    def against_truth(
+    def validate(
         self,
         inputs: Tensor | tuple[Tensor, ...],
         target: Any = None,

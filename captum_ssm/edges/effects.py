@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._optional import optional
 from ..attr.call import checks
 from ..attr.call.layout import of_given
 from ..attr.vectors.contributions import locals_and_cores
@@ -289,6 +290,22 @@ class Effects:
                 given = None if self.given is None else self.given.cpu()
                 total = total + layer.along(one, size, given).to(total)
         return total
+
+    def to_pandas(self, count: int = 100) -> Any:
+        """Return the edges of the largest effects as a ``pandas.DataFrame``, a row for each.
+
+        Args:
+            count: how many of each example. Default: 100.
+
+        Raises:
+            ImportError: when pandas is not installed.
+        """
+        rows = [
+            {"example": example, **edge._asdict()}
+            for example, edges in enumerate(self.top(count))
+            for edge in edges
+        ]
+        return optional("pandas", "pandas", "to_pandas()").DataFrame(rows)
 
     @underflow_flushed()
     def top(self, count: int, layers: Any = None) -> list[list[Edge]]:

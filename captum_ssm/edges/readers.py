@@ -47,7 +47,7 @@ class NormReader(NamedTuple):
         toward: A'g, (B, L, E).
         explained: <g, N(x) - constant>, (B, L).
         eps: what is added to the mean square.
-        centred: whether the mean is subtracted.
+        centered: whether the mean is subtracted.
     """
 
     stream: Tensor
@@ -55,13 +55,13 @@ class NormReader(NamedTuple):
     toward: Tensor
     explained: Tensor
     eps: float
-    centred: bool
+    centered: bool
 
     def each(self, change: Callable[[Tensor], Tensor]) -> NormReader:
         """Change all tensors, to move or lay them out otherwise."""
         four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
         stream, scale, toward, explained = four
-        return NormReader(stream, scale, toward, explained, self.eps, self.centred)
+        return NormReader(stream, scale, toward, explained, self.eps, self.centered)
 
     def pulled(self) -> Tensor:
         """The gradient at x, (B, L, E)."""
@@ -106,15 +106,15 @@ class Readers:
     def lost(self, messages: Tensor, index: Tensor) -> Tensor:
         """Return the effects (B, q, s) of messages (B, q, s, E) to tokens ``index`` (B, q)."""
         whole = messages.square().mean(-1)
-        varied = whole - messages.mean(-1).square() if self._any_centred else whole
+        varied = whole - messages.mean(-1).square() if self._any_centered else whole
         total = torch.zeros_like(whole)
         for norm in self.norms:
-            total += norm.lost(messages, varied if norm.centred else whole, index)
+            total += norm.lost(messages, varied if norm.centered else whole, index)
         return total
 
     @property
-    def _any_centred(self) -> bool:
-        return any(norm.centred for norm in self.norms)
+    def _any_centered(self) -> bool:
+        return any(norm.centered for norm in self.norms)
 
 
 class NormCalls:
@@ -204,11 +204,11 @@ class _Call:
         if len(self.gradients) != 1 or not isinstance(eps, float | int):
             return None
         x, aside = self.x, self.x + self.x.abs().mean()
-        centred = self._is_what_it_returns(self._made(aside))
+        centered = self._is_what_it_returns(self._made(aside))
 
         def scaled(of: Tensor) -> tuple[Tensor, Tensor]:
             wide = of.to(torch.promote_types(of.dtype, torch.float32))
-            wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+            wide = wide - wide.mean(-1, keepdim=True) if centered else wide
             return wide, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
         constant, (stream, scale) = self._made(x * 0), scaled(x)
@@ -224,7 +224,7 @@ class _Call:
             (pulled,) = torch.autograd.grad(first_tensor(self.module(at)), at, self.gradients[0])
         along = scale.square() * explained[..., None] / x.shape[-1]
         toward = (pulled + along * stream) / scale
-        return NormReader(stream, scale, toward, explained, float(eps), centred)
+        return NormReader(stream, scale, toward, explained, float(eps), centered)
 
     @torch.no_grad()
     def _made(self, x: Tensor) -> Tensor:

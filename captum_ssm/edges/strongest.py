@@ -63,5 +63,5 @@ def strongest_edges(
     if not edges:
         return []
     cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
-    truth = method.against_truth(inputs, target, additional, edges=cuts)
+    truth = method.validate(inputs, target, additional, edges=cuts)
     return [Held(edge, true) for edge, true in zip(edges, truth.true.tolist(), strict=True)]

@@ -30,7 +30,7 @@ def variant_effects(
     additional_forward_args: Any = None,
     *,
     contrast: Any = None,
-    rule: str | None = "centred",
+    rule: str | None = "centered",
     model: nn.Module | None = None,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Tensor:
@@ -47,8 +47,8 @@ def variant_effects(
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: what the target is held against; see :meth:`.LatimFlow.attribute`. Default: None.
         rule: the rule of the linear network whose gradient is read, ``"frozen"``, ``"half"``,
-            ``"equal"`` or ``"centred"``; None for the model's own gradient, which is about 0 where
-            the model is sure. Default: ``"centred"``, the best by evidence.
+            ``"equal"`` or ``"centered"``; None for the model's own gradient, which is about 0 where
+            the model is sure. Default: ``"centered"``, the best by evidence.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: of its mixers those to use, where there is a rule. Default: None, all.
 

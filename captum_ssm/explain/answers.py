@@ -13,7 +13,7 @@ from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 from ..viz import plot_contributions
 from ..viz.html import generated
-from .writing import check_format, picture_files
+from ..viz.html.writing import check_format, picture_files
 
 if TYPE_CHECKING:
     from .loading import Loaded

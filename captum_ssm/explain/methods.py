@@ -58,9 +58,9 @@ def under_rules(
     Example:
         >>> from captum_ssm import LatimFlow
         >>> from captum_ssm.explain.methods import under_rules
-        >>> named, options = under_rules([LatimFlow], ["frozen", "centred"], None)
+        >>> named, options = under_rules([LatimFlow], ["frozen", "centered"], None)
         >>> options
-        {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, centred': {'rule': 'centred'}}
+        {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, centered': {'rule': 'centered'}}
     """
     named: dict[str, type[Attribution]] = {}
     options: dict[str, dict[str, Any]] = {}

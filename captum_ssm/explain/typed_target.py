@@ -39,16 +39,9 @@ def _token(subject: Subject, text: str, option: str) -> int:
     if subject.codec is None:
         raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
     try:
-        ids = subject.codec.encode(text, special=False)
+        return subject.codec.token(text)
     except InputError as error:
-        raise OptionError(f"{option} {text!r}: {error}") from error
-    if len(ids) != 1:
-        names = subject.codec.names(ids)
-        raise OptionError(
-            f"{option} {text!r} is {len(ids)} tokens, {names}; the one that comes next is asked "
-            "for. Name one of them, or give its id as id:NUMBER."
-        )
-    return int(ids[0])
+        raise OptionError(f"{option} {text!r}: {error} An id is written as id:NUMBER.") from error
 
 
 def _class(subject: Subject, text: str, option: str) -> int:

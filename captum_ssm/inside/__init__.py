@@ -6,7 +6,7 @@ from .graph import Graph, Node
 from .layer import LayerLatimFlow, LayerMambaLRP
 from .make import attribution_graph
 from .neuron import NeuronLatimFlow, NeuronMambaLRP
-from .removal import against_truth, without
+from .removal import validate, without
 from .writers import to_graphml, to_json
 
 __all__ = [
@@ -19,9 +19,9 @@ __all__ = [
     "NeuronMambaLRP",
     "Node",
     "SparseAutoencoder",
-    "against_truth",
     "attribution_graph",
     "to_graphml",
     "to_json",
+    "validate",
     "without",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..attr.engine.result import Result, part
 from ..errors import OptionError
 from .influence import influences, scores
 from .writers import to_graphml, to_json
@@ -17,6 +18,7 @@ from .writers import to_graphml, to_json
 Kind = Literal["token", "feature", "direction", "whole", "error", "constants", "target"]
 
 
+@part
 @dataclass(frozen=True)
 class Node:
     """A node of a graph.
@@ -49,7 +51,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(Result):
     """A weighted graph: what each node of a run adds directly to each other node.
 
     Attributes:
@@ -86,6 +88,10 @@ class Graph:
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {score:.2g}" for name, score in self.scores.items())
         return f"Graph({len(self.nodes)} nodes, {int((self.edges != 0).sum())} edges: {scores})"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each node."""
+        return [asdict(node) for node in self.nodes]
 
     def effects(self) -> Tensor:
         """Return each node's contribution to the target over all paths left in the graph, (n,)."""

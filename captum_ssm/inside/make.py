@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attr.call import checks
+from ..attr.call.given import called_by_name
 from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.targets import Against, target_index
 from ..attr.engine.baselines import Baselines, out_of_tuple
@@ -17,7 +18,7 @@ from ..attr.engine.run import Request
 from ..attr.flow import FlowMethod
 from ..errors import InputError, OptionError
 from ..linear import Rule, find_site
-from ..tracing import find_model
+from ..tracing import find_mixers, find_model
 from .features import Dictionary, Feature
 from .graph import Graph, check_share
 from .layer import Layer
@@ -27,13 +28,14 @@ from .parts import Parts
 Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
 
 
+@called_by_name
 def attribution_graph(
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...],
     target: Any = None,
     additional_forward_args: Any = None,
     *,
-    nodes: Nodes,
+    nodes: Nodes | None = None,
     contrast: Any = None,
     rule: Rule | None = None,
     baselines: Baselines = None,
@@ -61,7 +63,7 @@ def attribution_graph(
             objects with ``encode`` and ``decode`` such as sparse autoencoders, or to None for an
             activation that is one node at each token (for heads, such as
             ``"backbone.layers.0.mixer.heads"``, one for each head); or a list of layers and of
-            :class:`Feature`.
+            :class:`Feature`. Default: None, the blocks of all mixers, whole.
         top: how many features are followed, those which add most to the target; what others at
             their place write is in its error. Default: 512.
         keep: the share of the influence that is kept when the graph is pruned, see
@@ -108,11 +110,19 @@ def attribution_graph(
     asked = Against(target, contrast)
     start = out_of_tuple(baselines)
     rules = maker.rules(rule, verify)
-    taken = _by_layer(nodes)
+    taken = _by_layer(_blocks(maker) if nodes is None else nodes)
     parts = maker.parts(
         tensor, asked, additional_forward_args, taken, rules, start, top, show_progress
     )
     return parts.graph(tokens, tensor, keep)
+
+
+def _blocks(maker: _Maker) -> list[Layer]:
+    """Return the blocks of the mixers; the mixers themselves if some have no block, or several."""
+    model = find_model(maker.forward_func, maker.model)
+    mixers = find_mixers(model, maker.layers)
+    in_blocks = all(len(each.blocks) == 1 and each.blocks[0] is not model for each in mixers)
+    return list(dict.fromkeys(each.blocks[0] if in_blocks else each.module for each in mixers))
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
@@ -147,6 +157,8 @@ def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
 
 class _Maker(FlowMethod):
     """Runs a model for a graph."""
+
+    name = "attribution_graph"
 
     def rules(self, rule: Rule | None, verify: bool | float | None) -> Rules:
         """Check the user's options, and return the rules of the linear network."""

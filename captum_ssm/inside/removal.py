@@ -73,7 +73,7 @@ def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[N
         yield
 
 
-def against_truth(
+def validate(
     graph: Graph,
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...],

@@ -79,7 +79,7 @@ def _kind(option: Option) -> Config:
 
 
 #: What the rules of a method tell, where it has some.
-_RULES = "By rule centred: what mattered. By rule frozen: whose content was moved."
+_RULES = "By rule centered: what mattered. By rule frozen: whose content was moved."
 
 
 def _parameters(entry: Entry) -> ConfigParameters:
@@ -96,7 +96,7 @@ ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
 
 #: The method that a page begins with where it fits, and its arguments: of those that cost a
 #: gradient it agrees best with interventions.
-RECOMMENDED: tuple[str, dict[str, object]] = (LatimFlow.get_name(), {"rule": "centred"})
+RECOMMENDED: tuple[str, dict[str, object]] = (LatimFlow.get_name(), {"rule": "centered"})
 
 #: An occluding window covers an eighth of each side of an image, and moves by half of that.
 _WINDOW = 8
@@ -139,8 +139,8 @@ def titled(name: str, arguments: Mapping[str, Any]) -> str:
 
     Example:
         >>> from captum_ssm.insights.methods import titled
-        >>> titled("LatimFlow", {"rule": "centred", "contrast": None, "zero_bias": False})
-        'LatimFlow, rule centred'
+        >>> titled("LatimFlow", {"rule": "centered", "contrast": None, "zero_bias": False})
+        'LatimFlow, rule centered'
     """
     kinds = parameters_of(name).params
     given = {

@@ -31,9 +31,9 @@ from ..operators.readings.coefficients import (
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
-#: keys and queries alike. ``"centred"``: these, and steps, where keys and queries count by what
+#: keys and queries alike. ``"centered"``: these, and steps, where keys and queries count by what
 #: they are more than the average so far.
-Rule = Literal["frozen", "half", "equal", "centred"]
+Rule = Literal["frozen", "half", "equal", "centered"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
     "frozen": {"content": _ALL},
     "half": {"content": _ALL, "gate": _ALL},
     "equal": {"content": _ALL, "gate": _ALL, "key": _ALL, "query": _ALL},
-    "centred": {
+    "centered": {
         "content": _ALL,
         "gate": _ALL,
         "key": _ABOVE_MEAN,

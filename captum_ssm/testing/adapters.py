@@ -334,8 +334,8 @@ _MATRICES: weakref.WeakKeyDictionary[Layer, Tensor] = weakref.WeakKeyDictionary(
 
 
 def _sums(subject: _Subject) -> None:
-    centered = LatimFlow(subject.model).decompose(subject.wide, subject.target, rule="centred")
-    for rule, found in (("frozen", subject.decomposition), ("centred", centered)):
+    centered = LatimFlow(subject.model).decompose(subject.wide, subject.target, rule="centered")
+    for rule, found in (("frozen", subject.decomposition), ("centered", centered)):
         assert found.roles is not None
         _adds_up(f"LatimFlow, rule={rule!r}", found)
         if subject.inputs.dim() < 4:  # an image's tokens are patches

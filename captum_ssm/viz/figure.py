@@ -1,6 +1,6 @@
 """Figures, the numbers that are drawn in them, and their colours.
 
-Colours read the same for most kinds of colour vision, and scales of both signs are centred at zero.
+Colours read the same for most kinds of colour vision, and scales of both signs are centered at 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_labels(labels: Sequence[str] | None, count: int, what: str) -> None:
 
 
 def scale(values: Tensor) -> tuple[str, float, float]:
-    """Colour map and limits: sequential from zero if nothing is negative, else centred at zero."""
+    """Colour map and limits: sequential from zero if nothing is negative, else centered at zero."""
     largest = float(values.abs().max()) or 1.0
     if float(values.min()) < 0:
         return DIVERGING, -largest, largest

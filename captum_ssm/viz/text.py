@@ -33,8 +33,8 @@ PAD, GAP = 0.4, 0.4
 
 
 def plot_text(
-    tokens: Sequence[str],
-    relevance: Tensor | Mapping[str, Tensor],
+    tokens: Any,
+    relevance: Any,
     *,
     marked: Sequence[int] = (),
     one_scale: bool = False,
@@ -45,6 +45,7 @@ def plot_text(
     Args:
         tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
         relevance: one number per token (L,), or several such by name, drawn one below another.
+            It may also come first, as in other tools.
         marked: positions to frame, for example the known evidence. Default: none.
         one_scale: one colour scale for all, for relevances of one unit, such as those of the roles
             of a decomposition. Default: False, each has its own.
@@ -64,6 +65,8 @@ def plot_text(
         >>> axes[0].get_title(loc="left")
         'rollout   (strongest: 0.9)'
     """
+    if isinstance(tokens, Tensor | Mapping):  # numbers first, as in other tools
+        tokens, relevance = relevance, tokens
     rows = by_name(relevance, "relevance")
     words = as_words(tokens)
     names = [cut(label, LINE // 2) for label in words.labels]

@@ -23,7 +23,7 @@ from captum_ssm import (
     SSMLLMAttribution,
     TransformerAttribution,
 )
-from captum_ssm.attr import Total
+from captum_ssm.attr import SumTarget
 from captum_ssm.attr.engine import linear_method
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.models import load_bundled
@@ -48,7 +48,7 @@ def near(found: Tensor, expected: Tensor, bound: float = 2e-6) -> bool:
 def test_a_sum_is_the_sum_of_its_tokens(method: Any, contrast: Any) -> None:
     model, ids = mamba_lm().double(), torch.randint(15, (2, 12))
     explain = method(model)
-    found = explain.attribute(ids, Total(POSITIONS, TOKENS, WEIGHTS), contrast=contrast)
+    found = explain.attribute(ids, SumTarget(POSITIONS, TOKENS, WEIGHTS), contrast=contrast)
     second = contrast if isinstance(contrast, tuple) else None
     each = None if second else contrast
     expected = sum(
@@ -63,7 +63,7 @@ def test_a_sum_is_the_sum_of_its_tokens(method: Any, contrast: Any) -> None:
 @pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimNorm, LatimALTI])
 def test_methods_that_know_no_target_take_the_mean_row(method: Any) -> None:
     model, ids = mamba_lm().double(), torch.randint(15, (2, 12))
-    found = method(model).attribute(ids, Total(POSITIONS, TOKENS))
+    found = method(model).attribute(ids, SumTarget(POSITIONS, TOKENS))
     rows = [method(model).attribute(ids, (position, 0)) for position in POSITIONS]
     assert near(3 * found, sum(rows))
 
@@ -71,7 +71,7 @@ def test_methods_that_know_no_target_take_the_mean_row(method: Any) -> None:
 @pytest.mark.parametrize("method", [MambaAttribution, TransformerAttribution])
 def test_methods_that_take_gradients_take_that_of_the_sum(method: Any) -> None:
     model, ids = mamba_lm().double(), torch.randint(15, (2, 12))
-    found = method(model).attribute(ids, Total([7, 7], [3, 4], [1.0, 1.0]))
+    found = method(model).attribute(ids, SumTarget([7, 7], [3, 4], [1.0, 1.0]))
 
     def summed(ids: Tensor) -> Tensor:
         return model(ids).logits[:, 7, [3, 4]].sum(-1)
@@ -81,7 +81,9 @@ def test_methods_that_take_gradients_take_that_of_the_sum(method: Any) -> None:
 
 def test_sums_of_each_example_and_in_parts_of_a_batch() -> None:
     model, ids = mamba_lm().double(), torch.randint(15, (3, 9))
-    total = Total(torch.tensor([[3, 4], [5, 6], [7, -1]]), torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    total = SumTarget(
+        torch.tensor([[3, 4], [5, 6], [7, -1]]), torch.tensor([[1, 2], [3, 4], [5, 6]])
+    )
     whole = LatimFlow(model).attribute(ids, total, contrast="all")
     parts = LatimFlow(model).attribute(ids, total, contrast="all", internal_batch_size=2)
     assert near(parts, whole)
@@ -94,12 +96,12 @@ def test_sums_of_each_example_and_in_parts_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: Total([1], [2, 3]), "as many of each"),
-    (lambda: Total(torch.zeros(0).long(), torch.zeros(0).long()), "at least one"),
-    (lambda: Total([1.5], [2]), "positions that are integers"),
-    (lambda: Total([12], [2]), "position 12"),
-    (lambda: Total([1], [19]), "token 19"),
-    (lambda: Total(torch.ones(3, 2).long(), torch.ones(3, 2).long()), "3 examples"),
+    (lambda: SumTarget([1], [2, 3]), "as many of each"),
+    (lambda: SumTarget(torch.zeros(0).long(), torch.zeros(0).long()), "at least one"),
+    (lambda: SumTarget([1.5], [2]), "positions that are integers"),
+    (lambda: SumTarget([12], [2]), "position 12"),
+    (lambda: SumTarget([1], [19]), "token 19"),
+    (lambda: SumTarget(torch.ones(3, 2).long(), torch.ones(3, 2).long()), "3 examples"),
 ])  # fmt: skip
 def test_sums_that_do_not_fit(make: Any, said: str) -> None:
     with pytest.raises(TargetError, match=said):
@@ -273,7 +275,7 @@ def test_hops_pass_relevance_on_along_the_tokens_own_rows(
         assert float((found.generated_attr[0, :-1] - own).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
 def test_nothing_is_lost_on_the_way(rule: str) -> None:
     found = explainer().attribute(
         PROMPT, TEXT, spans="sentence", prompt_spans="sentence", contrast="all", hops=5, rule=rule
@@ -304,7 +306,7 @@ def test_the_rule_of_hops() -> None:
     """The frozen network gives nothing to what asks, and hops are how one gets from it on."""
     asked: dict[str, Any] = {"spans": "all", "contrast": "all"}
     found = explainer().attribute(PROMPT, TEXT, hops=1, **asked)
-    for rule, same in (("centred", True), ("frozen", False)):
+    for rule, same in (("centered", True), ("frozen", False)):
         told = explainer().attribute(PROMPT, TEXT, hops=1, rule=rule, **asked)
         assert torch.equal(found.token_attr, told.token_attr) is same
     lrp = explainer(MambaLRP).attribute(PROMPT, TEXT, hops=1, **asked)

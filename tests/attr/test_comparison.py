@@ -44,7 +44,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", ["mamba", "vim"])
 def test_as_the_single_calls(name, monkeypatch):
     case = a_model(name, monkeypatch)
-    found = compare(case.model, METHODS, case.inputs, **case.target)
+    found = compare(case.model, case.inputs, METHODS, **case.target)
     assert list(found) == [method.get_name() for method in METHODS]
     for method in METHODS:
         alone = method(case.model).attribute(case.inputs, **case.target, per_token=True)
@@ -53,9 +53,9 @@ def test_as_the_single_calls(name, monkeypatch):
 
 def test_one_method_under_two_rules():
     model, ids = mamba_lm(), token_ids(2, 9)
-    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
+    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centered", "baselines": 0.0}}
     for methods in ({"content": LatimFlow, "cause": LatimFlow}, dict.fromkeys(rules, "LatimFlow")):
-        found = compare(model, methods, ids, (-1, 4), options=rules)
+        found = compare(model, ids, methods, (-1, 4), options=rules)
         for name, options in rules.items():
             close(found[name], LatimFlow(model).attribute(ids, (-1, 4), **options))
     assert not torch.allclose(found["content"], found["cause"], rtol=0.1)
@@ -74,7 +74,7 @@ def test_embeddings_with_a_mask_and_parts_of_the_batch():
     methods = [*SHARING, LatimFlow]
     asked = {"model": model, "options": options, "per_token": False}
     whole, parts = (
-        compare(forward, methods, embeddings, [1, 0, 4], mask, internal_batch_size=size, **asked)
+        compare(forward, embeddings, methods, [1, 0, 4], mask, internal_batch_size=size, **asked)
         for size in (None, 2)
     )
     for method in methods:
@@ -101,7 +101,7 @@ def test_captums_own_methods_join_the_table():
         "rollout": ImplicitAttentionRollout(forward, model),
     }
     options = {"path": {"n_steps": 3, "baselines": torch.ones_like(embeddings)}}
-    found = compare(forward, methods, embeddings, [1, 2], model=model, options=options)
+    found = compare(forward, embeddings, methods, [1, 2], model=model, options=options)
     assert list(found) == list(methods)
     expected = methods["path"].attribute(embeddings, target=[1, 2], **options["path"])
     close(found["path"], expected.detach().sum(-1))
@@ -114,7 +114,7 @@ def test_names_are_made_unique():
     model, ids = mamba_lm(), token_ids(1, 5)
     methods = [LatimNorm(model, p=1), ImplicitAttentionRollout, LatimNorm(model, p=2), LatimNorm]
     options = {"LatimNorm (2)": {"start_layer": 1}}
-    found = compare(model, methods, ids, (-1, 3), options=options)
+    found = compare(model, ids, methods, (-1, 3), options=options)
     rollout = "ImplicitAttentionRollout"
     assert list(found) == ["LatimNorm", rollout, "LatimNorm (2)", "LatimNorm (3)"]
     expected = LatimNorm(model).attribute(ids, (-1, 3), start_layer=1)
@@ -135,7 +135,7 @@ MISUSE = {
 def test_misuse(message):
     methods, options = MISUSE[message]
     with pytest.raises(OptionError, match=message.replace(".", r"\.")):
-        compare(mamba_lm(), methods, token_ids(1, 4), (-1, 3), **options)
+        compare(mamba_lm(), token_ids(1, 4), methods, (-1, 3), **options)
 
 
 class Counted(torch.autograd.Function):
@@ -169,7 +169,7 @@ def test_one_forward_and_one_backward():
     gradient = TransformerAttribution(function, model, form="gradient")
     methods = [*(m(function, model) for m in SHARING), MambaAttribution(function, model), gradient]
     with without_replays(runs):
-        compare(function, methods, token_ids(2, 6), (-1, 3))
+        compare(function, token_ids(2, 6), methods, (-1, 3))
     assert (len(runs), Counted.passes) == (2, 1)
 
 
@@ -179,9 +179,9 @@ def test_no_graph_where_nobody_takes_gradients():
         lambda module, args, output: recording.append(torch.is_grad_enabled())
     )
     with without_replays(recording):
-        compare(model, [ImplicitAttention, LatimNorm, LatimFlow], ids, (-1, 3))
+        compare(model, ids, [ImplicitAttention, LatimNorm, LatimFlow], (-1, 3))
     assert len(recording) == 2 and not recording[0]  # the second run is LatimFlow's own
     recording.clear()
     with torch.no_grad(), without_replays(recording):
-        compare(model, [ImplicitAttention, MambaAttribution], ids, (-1, 3))
+        compare(model, ids, [ImplicitAttention, MambaAttribution], (-1, 3))
     assert recording == [True]

@@ -56,7 +56,7 @@ def test_constants_are_named_by_the_modules_that_add_them():
     assert torch.equal(found.bias, sum(found.biases.values()))
 
 
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
 def test_what_enters_and_leaves_mixers_by_feature(rule):
     model, ids = mamba_lm(use_bias=True), token_ids(2)
     explain, targets = LatimFlow(model), [(-1, 3), (4, 2)]
@@ -129,9 +129,9 @@ def test_functions_that_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("method, zero_bias, rule, other", [
-    (LatimFlow, False, "frozen", "centred"),
+    (LatimFlow, False, "frozen", "centered"),
     (LatimFlow, True, "frozen", "half"),
-    (MambaLRP, False, "half", "centred"),
+    (MambaLRP, False, "half", "centered"),
     (MambaLRP, True, "half", "frozen"),
 ])  # fmt: skip
 def test_the_rule_unless_another_is_named(method, zero_bias, rule, other):
@@ -154,10 +154,10 @@ def test_the_rule_unless_another_is_named(method, zero_bias, rule, other):
 
 def test_tokens_are_compared_with_their_mean_unless_told_otherwise():
     model, ids = mamba_lm(), token_ids()
-    found = LatimFlow(model).decompose(ids, TARGET, rule="centred")
-    told = LatimFlow(model).decompose(ids, TARGET, rule="centred", baselines="mean")
+    found = LatimFlow(model).decompose(ids, TARGET, rule="centered")
+    told = LatimFlow(model).decompose(ids, TARGET, rule="centered", baselines="mean")
     assert torch.equal(found.inputs, told.inputs) and found.biases["baselines"].all()
-    by_nothing = LatimFlow(model).decompose(ids, TARGET, rule="centred", baselines=0)
+    by_nothing = LatimFlow(model).decompose(ids, TARGET, rule="centered", baselines=0)
     assert not close(found.inputs, by_nothing.inputs, 1e-2)
 
 

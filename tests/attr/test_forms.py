@@ -245,22 +245,22 @@ def test_a_tokenizers_output() -> None:
 
 def test_methods_by_name():
     model, ids = mamba_lm(), token_ids(2, 5)
-    found = compare(model, ["LatimFlow", LatimNorm], ids, (-1, 3))
-    expected = compare(model, [LatimFlow, LatimNorm], ids, (-1, 3))
+    found = compare(model, ids, ["LatimFlow", LatimNorm], (-1, 3))
+    expected = compare(model, ids, [LatimFlow, LatimNorm], (-1, 3))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in found)
     for name in ("latimflow", "latim_flow", "LATIM-FLOW", "Latim Flow"):
-        assert torch.equal(compare(model, name, ids, (-1, 3))["LatimFlow"], found["LatimFlow"])
+        assert torch.equal(compare(model, ids, name, (-1, 3))["LatimFlow"], found["LatimFlow"])
     with pytest.raises(OptionError, match=r"names 'latinflow'.*Did you mean LatimFlow\?"):
-        compare(model, ["latinflow"], ids, (-1, 3))
+        compare(model, ids, ["latinflow"], (-1, 3))
 
 
 def test_gradients_at_ids():
     model, ids = mamba_lm(), token_ids(2, 5)
     embeddings = model.get_input_embeddings()(ids).detach()
     methods = [InputXGradient, "integrated_gradients"]
-    expected = compare(model, methods, embeddings, (-1, 3))
-    found = compare(model, methods, ids, (-1, 3), per_token=False)
+    expected = compare(model, embeddings, methods, (-1, 3))
+    found = compare(model, ids, methods, (-1, 3), per_token=False)
     for name, relevance in expected.items():
         torch.testing.assert_close(found[name], relevance)
     for forward, method in (
@@ -268,12 +268,12 @@ def test_gradients_at_ids():
         (model, InputXGradient(lambda x: model(x).logits)),
     ):
         with pytest.raises(InputError, match="Input X Gradient takes gradients at the inputs"):
-            compare(forward, [method], ids, (-1, 3))
+            compare(forward, ids, [method], (-1, 3))
 
 
 def test_methods_of_captum_that_are_made_on_a_module():
     model, pictures = vision("middle"), images(1)
-    found = compare(model, ["deep_lift"], pictures, 3, per_token=False)["Deep Lift"]
+    found = compare(model, pictures, ["deep_lift"], 3, per_token=False)["Deep Lift"]
     expected = DeepLift(model).attribute(pictures.clone(), target=3).detach()
     torch.testing.assert_close(found, expected)
 

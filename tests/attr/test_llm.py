@@ -93,7 +93,7 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("rule", ["centred", None])
+@pytest.mark.parametrize("rule", ["centered", None])
 @pytest.mark.parametrize("baselines", BASELINES)
 def test_rules_and_baselines_are_those_of_the_method(rule, baselines):
     model, tokenizer = mamba_lm(), language.word_tokenizer()

@@ -101,7 +101,7 @@ def test_the_example_is_counted_in_the_whole_batch(method: Any) -> None:
     with pytest.raises(PaddedExampleError, match="Example 4 of the batch"):
         method(model).attribute(ids, target=(-1, 3), internal_batch_size=2)
     with pytest.raises(PaddedExampleError, match="Example 4 of the batch") as caught:
-        compare(model, [method], ids, target=(-1, 3), internal_batch_size=2)
+        compare(model, ids, [method], target=(-1, 3), internal_batch_size=2)
     assert caught.value.example == 4
 
 

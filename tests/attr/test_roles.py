@@ -26,7 +26,7 @@ def test_who_asked_who_was_matched_who_answered(
 ) -> None:
     model, ids, words = recall
     target = (-1, int(model(ids).logits[0, -1].argmax()))
-    roles = LatimFlow(model).decompose(ids, target, rule="centred").roles
+    roles = LatimFlow(model).decompose(ids, target, rule="centered").roles
     assert roles is not None
     first = {role: int(relevance[0].argmax()) for role, relevance in roles.items()}
     assert words[first["content"]] == "lamp"
@@ -36,8 +36,8 @@ def test_who_asked_who_was_matched_who_answered(
 
 def test_nobody_asked_for_roles(recall: tuple[nn.Module, Tensor, list[str]]) -> None:
     model, ids, _ = recall
-    plain = LatimFlow(model).decompose(ids, (-1, 3), rule="centred", roles=False)
-    asked = LatimFlow(model).decompose(ids, (-1, 3), rule="centred")
+    plain = LatimFlow(model).decompose(ids, (-1, 3), rule="centered", roles=False)
+    asked = LatimFlow(model).decompose(ids, (-1, 3), rule="centered")
     assert plain.roles is None
     assert relative_error(plain.tokens, asked.tokens) <= 1e-5
 

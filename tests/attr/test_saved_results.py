@@ -20,7 +20,7 @@ from captum_ssm import (
     MambaAttribution,
     SSMLLMAttribution,
     compare,
-    load_result,
+    load,
 )
 from captum_ssm.attr import Comparison
 from captum_ssm.errors import DataError, DataNotFoundError, InputError
@@ -42,9 +42,9 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "words": answer,
     "spans": lambda: answer(spans="word", prompt_spans="sentence", hops=2),
     "comparison": lambda: compare(
-        mamba_lm(), [MambaAttribution, ImplicitAttentionRollout], token_ids(2, 5), target=(-1, 3)
+        mamba_lm(), token_ids(2, 5), [MambaAttribution, ImplicitAttentionRollout], target=(-1, 3)
     ).named([list("abcde")] * 2),
-    "roles": lambda: of_a_text(rule="centred", features=True),
+    "roles": lambda: of_a_text(rule="centered", features=True),
     "named": lambda: of_a_text().named([["a", "", "<b>", "\ud800", "é"]] * 2),
     "image": lambda: LatimFlow(vision("middle", (3, 4))).decompose(images(1), 0),
     "logits": lambda: LatimLogit(mamba_lm()).decompose(token_ids(1, 5), (-1, 3)),
@@ -73,8 +73,8 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_is_loaded_is_what_was_saved(name: str, tmp_path: Path) -> None:
     found, path = RESULTS[name](), tmp_path / "new" / "found.json"
-    assert found.to_json(path) == path
-    assert_same(load_result(path), found)
+    assert found.save(path) == path
+    assert_same(load(path), found)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "bool"])
@@ -87,18 +87,18 @@ def test_every_dtype_and_all_that_is_no_number(dtype: str, tmp_path: Path) -> No
         odd = [0.0, -0.0, math.nan, math.inf, -math.inf, torch.finfo(kind).tiny / 2, 1 / 3]
         found["odd"] = torch.tensor([odd], dtype=kind)
         found["odd"][found["odd"].isnan()] = math.nan  # of one bit pattern
-    again = load_result(found.to_json(tmp_path / "found.json"))
+    again = load(found.save(tmp_path / "found.json"))
     assert_same(dict(again), dict(found))
 
 
 def test_what_is_saved_says_what_it_is(tmp_path: Path) -> None:
-    path = Comparison({"one": torch.tensor([[0.5]])}).to_json(tmp_path / "found.json")
+    path = Comparison({"one": torch.tensor([[0.5]])}).save(tmp_path / "found.json")
     said = json.loads(path.read_text())
     assert said["kind"] == "Comparison" and said["form"] == 1 and said["captum_ssm"]
     said |= {"form": 2, "captum_ssm": "9.9"}
     path.write_text(json.dumps(said))
     with pytest.raises(DataError, match=r"written by captum_ssm 9\.9: Comparison in form 2"):
-        load_result(path)
+        load(path)
 
 
 @pytest.mark.parametrize("content", [
@@ -113,13 +113,13 @@ def test_other_files_are_refused_by_name(content: bytes, tmp_path: Path) -> None
     path = tmp_path / "other.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"other\.json"):
-        load_result(path)
+        load(path)
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(DataNotFoundError, match=r"none\.json does not exist"):
-        load_result(tmp_path / "none.json")
-    path = Comparison({"one": torch.tensor([[0.5, 1.5]])}).to_json(tmp_path / "found.json")
+        load(tmp_path / "none.json")
+    path = Comparison({"one": torch.tensor([[0.5, 1.5]])}).save(tmp_path / "found.json")
     whole = path.read_text()
     for old, new in [
         ("[1, 2]", "[3, 2]"),
@@ -132,7 +132,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         assert old in whole
         path.write_text(whole.replace(old, new))
         with pytest.raises(DataError, match=r"found\.json holds no result .* that is whole"):
-            load_result(path)
+            load(path)
 
 
 def test_names_are_as_many_as_tokens() -> None:

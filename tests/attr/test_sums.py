@@ -11,7 +11,7 @@ import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
-from captum_ssm import LatimFlow, LatimLogit, LatimNorm, compare, load_result, report
+from captum_ssm import LatimFlow, LatimLogit, LatimNorm, compare, load, report
 from captum_ssm.cli import main
 from captum_ssm.models import load_bundled
 
@@ -28,14 +28,14 @@ class Kinked(nn.Module):
 def integral(x: Tensor, steps: int) -> Any:
     method = IntegratedGradients(Kinked())
     options = {"method": {"n_steps": steps}}
-    return compare(Kinked(), {"method": method}, x, target=0, options=options, per_token=False)
+    return compare(Kinked(), x, {"method": method}, target=0, options=options, per_token=False)
 
 
 def test_each_sum_is_compared_with_its_own_number() -> None:
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(TEXT)] * 2)
     ids[1, 3] = ids[1, 8]
-    found = compare(model, [LatimFlow, LatimLogit, LatimNorm], ids, target=(-1, 5))
+    found = compare(model, ids, [LatimFlow, LatimLogit, LatimNorm], target=(-1, 5))
     assert list(found.sums) == ["LatimFlow", "LatimLogit"]
     for name in found.sums:
         for example in range(2):
@@ -52,7 +52,7 @@ def test_what_relevance_lacks_is_told_by_its_sign() -> None:
     ids = torch.tensor([vocabulary.encode(TEXT)])
     method = LatimLogit(model, activation="silu")
     parts = method.decompose(ids, (-1, 5))
-    one = compare(model, {"it": method}, ids, target=(-1, 5)).sums["it"][0]
+    one = compare(model, ids, {"it": method}, target=(-1, 5)).sums["it"][0]
     assert abs(one.delta) > 1e-3
     assert one.wanted == pytest.approx(float(parts.output - parts.bias), abs=1e-4)
     assert one.delta == pytest.approx(-float(parts.delta), abs=1e-4)
@@ -74,12 +74,12 @@ def test_an_integral_that_misses_its_number_is_marked(steps: int, adds_up: bool)
 
 def test_sums_are_saved_and_split_with_the_batch(tmp_path: Path) -> None:
     found = integral(torch.tensor([[0.5, 0.5], [0.3, 0.3]]), 5)
-    again = load_result(found.named([["a", "b"]] * 2).to_json(tmp_path / "found.json"))
+    again = load(found.named([["a", "b"]] * 2).save(tmp_path / "found.json"))
     assert again.sums["method"][1] == found.sums["method"][1]
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(TEXT)] * 3)
-    whole = compare(model, [LatimFlow], ids, target=(-1, 5))
-    parts = compare(model, [LatimFlow], ids, target=(-1, 5), internal_batch_size=2)
+    whole = compare(model, ids, [LatimFlow], target=(-1, 5))
+    parts = compare(model, ids, [LatimFlow], target=(-1, 5), internal_batch_size=2)
     assert parts.sums["LatimFlow"].total.tolist() == pytest.approx(
         whole.sums["LatimFlow"].total.tolist(), rel=1e-5
     )
@@ -94,7 +94,7 @@ def test_every_view_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     target = int(model(ids).logits[0, -1].argmax())
     methods = ["LatimFlow", "Integrated Gradients"]
     options = {"Integrated Gradients": {"n_steps": 2}}
-    found = compare(model, methods, ids, target=(-1, target), options=options)
+    found = compare(model, ids, methods, target=(-1, target), options=options)
     told = [found.sums[name][0].told for name in methods]
     assert [line.startswith("Does not") for line in told] == [False, True]
     pages = [

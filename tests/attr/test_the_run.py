@@ -205,12 +205,12 @@ def test_sums_in_place_are_explained_or_refused_with_the_remedy(method: Any) -> 
 def test_examples_that_mix_are_not_blamed_on_functions(name: str) -> None:
     model = transformers_model("mamba")
 
-    def centred(ids: Tensor) -> Tensor:
+    def centered(ids: Tensor) -> Tensor:
         logits: Tensor = model(ids).logits
         return logits - logits.mean(0, keepdim=True)
 
     with pytest.raises(NotLinearError, match=r"examples of the batch mix.*one by one") as refused:
-        getattr(captum_ssm, name)(centred, model).attribute(tokens(), target=TARGET)
+        getattr(captum_ssm, name)(centered, model).attribute(tokens(), target=TARGET)
     assert "functions of its own" not in str(refused.value)
 
 

@@ -14,7 +14,7 @@ from helpers.pictures import draw
 from zoo.language import byte_tokenizer, piece_tokenizer, word_piece_tokenizer, word_tokenizer
 from zoo.small import mamba_lm
 
-from captum_ssm import load_result, report
+from captum_ssm import load, report
 from captum_ssm.attr import Comparison
 from captum_ssm.attr.text.codec import Codec
 from captum_ssm.edges import Edge
@@ -63,7 +63,7 @@ def test_pages_join_what_the_report_joins(kind: str, tmp_path: Path) -> None:
     compared = Comparison({"one": torch.rand(ids.shape)}).named(tokens)
     words = facts_of(compared.to_html(tmp_path / "compared.html"))["examples"][0]["words"]
     assert (words["labels"], words["joined"]) == (labels, joined)
-    loaded = load_result(compared.to_json(tmp_path / "compared.json"))
+    loaded = load(compared.save(tmp_path / "compared.json"))
     assert loaded.names == compared.names == (tokens,)
 
     feature = TextFeature("text", None, None, lambda ids: Tokens.of(tokenizer, ids[0]))

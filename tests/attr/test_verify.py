@@ -55,7 +55,7 @@ OTHERS: dict[str, Ask] = {
     ),
     "each": lambda m, ids, check: MambaLRP(m).attribute_each(ids, TWO, verify=check),
     "compare": lambda m, ids, check: compare(
-        m, [LatimFlow], ids, TARGET, options={"LatimFlow": {"verify": check}}
+        m, ids, [LatimFlow], TARGET, options={"LatimFlow": {"verify": check}}
     ),
     "texts": lambda m, ids, check: SSMLLMAttribution(LatimFlow(m), word_tokenizer()).attribute(
         "anna owns the lamp", target="bob", verify=check

@@ -69,7 +69,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "answers": lambda path: of_recall(
         path, [PROMPT, PROMPT.replace("lamp", "drum")], methods=LatimFlow, generate=8, hops=2
     ),
-    "results": lambda path: decomposition(path, rule="centred"),
+    "results": lambda path: decomposition(path, rule="centered"),
     "layers": lambda path: decomposition(path, LatimLogit),
     "maps": maps,
 }

@@ -62,7 +62,7 @@ def test_a_page_that_is_written(page: Page, written: Callable[[str], Path], name
 
 INSIGHTS: dict[str, Callable[[], Any]] = {
     "texts": lambda: sentences(
-        [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]], models=2, attribution_arguments={"rule": "centred"}
+        [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]], models=2, attribution_arguments={"rule": "centered"}
     ),
     "photos": lambda: photos(cnn(), [Batch(torch.rand(2, 3, 6, 6), torch.tensor([1, 2]))]),
     "numbers": lambda: table(table_model(), [numbers(1, 0, 2)]),

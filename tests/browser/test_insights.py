@@ -160,7 +160,7 @@ def test_hostile_texts_are_text(shown):
 
 
 WORDS = ["the", "lamp", "<b>kite</b>", "owns", "anna", "שלום", "."]
-FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centred"))
+FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centered"))
 IDS = [[0, 1, 3, 4, 2], [4, 3, 0, 5, 6]]
 
 

@@ -210,7 +210,7 @@ def use(page: Page, each: Use) -> None:
 @pytest.mark.usefixtures("view")
 def test_every_control_by_keys(page: Page, written: Callable[[str], Path], name: str) -> None:
     if name == "insights":
-        chosen = {"attribution_arguments": {"rule": "centred"}, "num_examples": 1}
+        chosen = {"attribution_arguments": {"rule": "centered"}, "num_examples": 1}
         with sentences(token_ids(6, 6).tolist(), **chosen) as visualizer:
             visualizer.serve()
             page.goto(visualizer.url)

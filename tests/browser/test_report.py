@@ -162,7 +162,7 @@ def told(page: Page, tmp_path: Path) -> Iterator[tuple[Page, dict]]:
     """A report in the browser, and what it holds of a method that tells roles."""
     torch.manual_seed(3)
     path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
-    options = {LatimFlow.get_name(): {"rule": "centred"}}
+    options = {LatimFlow.get_name(): {"rule": "centered"}}
     report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
     page.goto(path)
     yield page, read_page(path).facts["examples"][0]["methods"][1]
@@ -205,7 +205,7 @@ def test_a_report_says_what_a_token_did(told: tuple[Page, dict]) -> None:
 
 
 def test_insights_colours_words_by_role_on_one_scale(shown: Any) -> None:
-    chosen = {"attribution_arguments": {"rule": "centred", "baselines": "0"}}
+    chosen = {"attribution_arguments": {"rule": "centered", "baselines": "0"}}
     visualizer = sentences([[1, 2, 3, 4]], **chosen)
     ((output,),) = visualizer.visualize()
     page = shown(visualizer)

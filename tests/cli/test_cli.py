@@ -148,7 +148,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str
     for asked in (
         ["demo", "--out", tmp_path],
         [*text, "--answer", "lamp", "--out", tmp_path / "matrices.png"],
-        [*text, "--rule", "centred", "--out", tmp_path / "a.png"],
+        [*text, "--rule", "centered", "--out", tmp_path / "a.png"],
     ):
         assert "is already there" in run(*asked, code=1)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}
@@ -204,6 +204,6 @@ def test_what_is_held_against_another_is_called_so(tmp_path: Path, run: Callable
     ids = torch.tensor([vocabulary.encode(SHORT)])
     lamp, kite = vocabulary.encode("lamp kite")
     flow = LatimFlow(model).attribute(ids, (-1, lamp), contrast=(-1, kite))[0]
-    few = compare(model, "IntegratedGradients", ids, (-1, lamp), options={path: {"n_steps": 3}})
+    few = compare(model, ids, "IntegratedGradients", (-1, lamp), options={path: {"n_steps": 3}})
     for name, relevance in {"LatimFlow, against kite": flow, path: few[path][0]}.items():
         torch.testing.assert_close(torch.tensor(example["relevance"][name]), relevance)

@@ -88,37 +88,37 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_two_rules_side_by_side(tmp_path: Path, run: Run) -> None:
     asked = ["explain", *RECALL, PROMPT, "--target", "lamp", "--method", "LatimFlow", "MambaLRP"]
-    asked += ["--rule", "frozen", "centred", "--dtype", "float64", "--force", "--out"]
-    out, centred = tmp_path / "numbers.json", "LatimFlow, centred"
+    asked += ["--rule", "frozen", "centered", "--dtype", "float64", "--force", "--out"]
+    out, centered = tmp_path / "numbers.json", "LatimFlow, centered"
     printed = run(*asked, out)
     (example,) = read(out)["examples"]
     model, vocabulary = load_bundled()
     ids, target = torch.tensor([vocabulary.encode(PROMPT)]), (-1, vocabulary.id_of("lamp"))
-    assert list(example["relevance"]) == ["LatimFlow, frozen", centred, "MambaLRP"]
-    assert list(example["roles"]) == [centred, "MambaLRP"]
-    found = LatimFlow(model.double()).decompose(ids, target, rule="centred")
+    assert list(example["relevance"]) == ["LatimFlow, frozen", centered, "MambaLRP"]
+    assert list(example["roles"]) == [centered, "MambaLRP"]
+    found = LatimFlow(model.double()).decompose(ids, target, rule="centered")
     told = {role: pytest.approx(x[0].tolist(), rel=1e-9) for role, x in found.roles.items()}
-    assert example["roles"][centred] == told
+    assert example["roles"][centered] == told
     for name in ("references", "baselines"):
-        share = example["accounts"][centred][name]
+        share = example["accounts"][centered][name]
         assert share == pytest.approx(found.biases[name].item(), rel=1e-9) and share
         assert example["accounts"]["LatimFlow, frozen"][name] == 0
-    check_sum(example, centred, rel=1e-9)
+    check_sum(example, centered, rel=1e-9)
     for role, token in (("key", 0), ("query", 6)):  # matched, and asking
         assert f"    {role}: anna (+{found.roles[role][0, token]:.3g}, token {token})" in printed
     run(*asked, out, "--baselines", "0")
-    assert read(out)["examples"][0]["accounts"][centred]["baselines"] == 0
+    assert read(out)["examples"][0]["accounts"][centered]["baselines"] == 0
 
 
 @pytest.mark.slow
 def test_pictures(tmp_path: Path, run: Run) -> None:
     """Roles have pictures of their own."""
     asked = ["explain", *RECALL, "anna owns the", "--out", tmp_path / "picture.png"]
-    run(*asked, "--rule", "half", "centred")
+    run(*asked, "--rule", "half", "centered")
     stems = ("picture", "picture-roles", "picture-roles-2")
     assert {path.stem for path in tmp_path.iterdir()} == set(stems)
-    first, halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems)
-    assert halves.shape != centred.shape or not np.array_equal(halves, centred)
+    first, halves, centered = (imread(tmp_path / f"{stem}.png") for stem in stems)
+    assert halves.shape != centered.shape or not np.array_equal(halves, centered)
     assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
 
 
@@ -293,7 +293,7 @@ OF_RECALL = [
     ("--generate 3 --answer lamp", "--generate 3"),
     ("--spans sentence --target lamp", "--target"),
     ("--spans all --method LatimFlow MambaLRP", "one method"),
-    ("--generate 2 --out x.txt", "the ending: .html (a page), .json (numbers)"),
+    ("--generate 2 --out x.txt", "the ending says what to write: .html (a page), .json"),
 ]
 OTHERS = [
     ("no-such-model --text anna", "add --hub"),

@@ -81,7 +81,7 @@ def plain_model(folder: Path, examples: int) -> None:
 
 #: What is written into a folder, of so many examples.
 WRITERS: dict[str, Callable[[Path, int], object]] = {
-    "json": lambda folder, n: Comparison({"0": torch.zeros(n, 99)}).to_json(folder / "found.json"),
+    "json": lambda folder, n: Comparison({"0": torch.zeros(n, 99)}).save(folder / "found.json"),
     "explain": lambda folder, n: explained(folder / "found.json", n),
     "model": plain_model,
     "report": lambda folder, n: report(

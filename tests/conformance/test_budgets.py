@@ -17,7 +17,7 @@ TABLE = budgets.table()
 FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)
 #: Calls that wait for a device once for all that they check.
-CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centred")
+CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centered")
 #: How often a call may ask a device, beside the model itself; and wait for it at all, where it is
 #: no method of vectors, which bring the places of a layer's tokens to the device.
 WAITS, WAITS_AT_ALL = 4, 7
@@ -32,7 +32,7 @@ LOGIT: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 OF_VECTORS = ("LatimLogit", "LatimALTI")
 WAITS_FOR_A_LAYER = {"Mamba": 12, "softmax": 36}
 #: Launches for 64 tokens and a layer at most; gradients of coefficients take a scan three times.
-FOR_A_CHUNK = {"LatimFlow, centred": 80}
+FOR_A_CHUNK = {"LatimFlow, centered": 80}
 
 
 def row(family: str, length: str, call: str) -> dict[str, float]:

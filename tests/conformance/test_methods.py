@@ -31,8 +31,8 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "residual_in_fp32": False}
 class CentredFlow(LatimFlow):
     """LatimFlow by the rule that looks at what mattered."""
 
-    name = "LatimFlow, centred"
-    default_rule = "centred"
+    name = "LatimFlow, centered"
+    default_rule = "centered"
 
 
 @named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout, LatimNorm))

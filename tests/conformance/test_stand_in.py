@@ -86,7 +86,7 @@ def over_spans(model: nn.Module, ids: Tensor) -> Tensor:
 ELSE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "compare": lambda model, ids: torch.cat(call("compare", model, ids, (-1, 3))),
     "report": lambda model, ids: reported(model, ids, (-1, 3), methods=[LatimFlow])[-1],
-    "cuts": lambda model, ids: EdgeEffects(model).against_truth(ids, (-1, 3), samples=4).true,
+    "cuts": lambda model, ids: EdgeEffects(model).validate(ids, (-1, 3), samples=4).true,
     "spans": over_spans,
 }
 

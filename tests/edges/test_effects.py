@@ -62,7 +62,7 @@ def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.Monk
 
 
 @every(("mamba2", "recurrent_gemma", "gpt_neox"))
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
 def test_in_the_linear_network_they_add_up_to_what_the_mixer_adds(case: Case, rule: str) -> None:
     effects = EdgeEffects(case.model, rule=rule).attribute(case.inputs, **case.target)
     parts = LatimFlow(case.model).decompose(case.inputs, rule=rule, **case.target)
@@ -109,7 +109,7 @@ def test_layers_by_number_name_and_range() -> None:
 def test_truth_is_what_knocking_out_does() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 8))
     method = EdgeEffects(model, exact_norms=False)
-    truth = method.against_truth(ids, (-1, 3), samples=30, at_a_time=7)
+    truth = method.validate(ids, (-1, 3), samples=30, at_a_time=7)
     assert len(truth.edges) == len(truth.examples) == len(truth.true) == 30
     each = list(zip(truth.examples, truth.edges, truth.true.tolist(), strict=True))
     assert len({(b, edge.layer, edge.target, edge.source) for b, edge, _ in each}) == 30
@@ -121,7 +121,7 @@ def test_truth_is_what_knocking_out_does() -> None:
             assert abs(float((before - after)[b]) - true) < 1e-5
     assert -1 <= truth.pearson <= 1
     assert 0 <= truth.sign_agreement <= 1
-    again = method.against_truth(ids, (-1, 3), samples=30)
+    again = method.validate(ids, (-1, 3), samples=30)
     assert [e[:4] for e in again.edges] == [e[:4] for e in truth.edges]
 
 
@@ -143,7 +143,7 @@ def test_the_default_is_near_the_truth() -> None:
 def test_truth_of_chosen_edges_and_probabilities() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 8))
     edges = [Edges(1), Edges(sources=slice(0, 3), targets=slice(3, None))]
-    truth = EdgeEffects(model, exact_norms=False).against_truth(
+    truth = EdgeEffects(model, exact_norms=False).validate(
         ids, (-1, 3), edges=edges, contrast="all"
     )
     with torch.no_grad():
@@ -166,8 +166,8 @@ def test_wrong_arguments() -> None:
         (lambda: effects.top(0), OptionError, "count"),
         (lambda: effects.rows([9]), QueryError, "positions"),
         (lambda: effects.of(Edges(1, 1, 2, selection=True)), OptionError, "selection"),
-        (lambda: method.against_truth(*asked, samples=None), OptionError, "samples"),
-        (lambda: method.against_truth(*asked, edges=[Edges(9)]), OptionError, "layers names 9"),
+        (lambda: method.validate(*asked, samples=None), OptionError, "samples"),
+        (lambda: method.validate(*asked, edges=[Edges(9)]), OptionError, "layers names 9"),
     ):
         with pytest.raises(error, match=said):
             call()

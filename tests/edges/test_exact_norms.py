@@ -81,9 +81,9 @@ def test_norms_called_one_by_one(norm: Any) -> None:
 def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
     model, ids = model_with(norm), torch.randint(15, (2, 8))
     last = ["backbone.layers.2.mixer"]
-    truth = EdgeEffects(model, layers=last, exact_norms=True).against_truth(ids, (-1, 3))
+    truth = EdgeEffects(model, layers=last, exact_norms=True).validate(ids, (-1, 3))
     assert close(truth.estimated, truth.true) < 1e-4
-    first = EdgeEffects(model, layers=last, exact_norms=False).against_truth(ids, (-1, 3))
+    first = EdgeEffects(model, layers=last, exact_norms=False).validate(ids, (-1, 3))
     assert close(first.estimated, first.true) > 1e-3
     effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, 3))
     together = [Edges(2, [0, 1, 5], -1), Edges(2), Edges(2, 3, -1, component="gate")]

@@ -30,7 +30,7 @@ def chance(model: Any, ids: Tensor, token: int, *cut: Edges) -> Tensor:
         (99, [[0, 1, 2, 3, 4]] * 5),
     ],
 )
-def test_windows_are_centred_and_clipped(window: int, spans: list[list[int]]) -> None:
+def test_windows_are_centered_and_clipped(window: int, spans: list[list[int]]) -> None:
     model, ids = mamba_lm(num_hidden_layers=5), torch.randint(15, (3, 8))
     kinds = {"two": [1, 2], "of each": torch.tensor([[0], [3], [5]])}
     found = knockout_windows(model, ids, (-1, 4), kinds, window=window)

@@ -69,7 +69,7 @@ def norms(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
 
 
 def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
-    return list(compare(model, METHODS, inputs, target=target).values())
+    return list(compare(model, inputs, METHODS, target=target).values())
 
 
 def reported(model: nn.Module, inputs: Tensor, target: Any, **options: Any) -> list[Tensor]:
@@ -113,7 +113,7 @@ def texts(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
 
 
 def roles(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
-    found = LatimFlow(model).decompose(inputs, target, rule="centred")
+    found = LatimFlow(model).decompose(inputs, target, rule="centered")
     assert found.roles is not None
     return [found.tokens, torch.stack([*found.roles.values()])]  # some are small beside the others
 

@@ -128,7 +128,7 @@ def test_whole_activations_have_the_parts_of_the_whole_decomposition():
 
 
 @pytest.mark.parametrize(
-    "rule", ["centred", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "equal"))]
+    "rule", ["centered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "equal"))]
 )
 def test_other_rules_add_up(rule):
     model, ids = mamba_lm().double(), token_ids(1, 5)

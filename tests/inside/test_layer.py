@@ -209,7 +209,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [BLOCK, f"{BLOCK}.mixer.heads"])
-@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centered"])
 @never_rounded()
 def test_baselines_are_the_layers_own(layer: str, rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True).double(), token_ids()
@@ -244,7 +244,7 @@ def test_what_is_no_baseline_of_a_layer() -> None:
         with pytest.raises(OptionError, match="baselines="):
             explain.attribute(ids, TARGET, baselines=wrong)
     of_head = LayerLatimFlow(classifier("mean"), "head")  # whose input has no tokens
-    for options in ({"baselines": "mean"}, {"rule": "centred"}):
+    for options in ({"baselines": "mean"}, {"rule": "centered"}):
         with pytest.raises(OptionError, match=r"baselines='mean'.*'head' of shape \(2, 5\)"):
             of_head.attribute(ids, 1, **options)  # type: ignore[arg-type]
         assert of_head.attribute(ids, 1, **(options | {"baselines": 0.0})).shape == (2, 5)

@@ -70,7 +70,7 @@ def test_numbers_that_are_none_are_grey_and_leave_the_others_alone():
     np.testing.assert_array_equal(found[~grey], expected[~grey])
 
 
-def test_relevance_is_centred_at_zero_and_its_scale_spares_the_few_largest():
+def test_relevance_is_centered_at_zero_and_its_scale_spares_the_few_largest():
     relevance = torch.zeros(1, 2, 10, 10)
     relevance[0, 0] = torch.linspace(-1, 1, 100).view(10, 10)
     relevance[0, 1, 5, 5] = 9.0  # channels are summed

@@ -28,7 +28,7 @@ from captum_ssm.operators.reorder import Permute, Windowed, Windows
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS = 11
 RULES = tuple(FAMILY)
-DIVIDING = ("equal", "centred")
+DIVIDING = ("equal", "centered")
 
 
 class Alone(nn.Module):
@@ -141,7 +141,7 @@ def test_relevance_is_that_of_the_averaged_function(
         assert_same(found, by_hand.divided(*factors, entering, seed, rule))
 
 
-@pytest.mark.parametrize(("side", "rule"), [("left", "centred"), ("right", "equal")])
+@pytest.mark.parametrize(("side", "rule"), [("left", "centered"), ("right", "equal")])
 @pytest.mark.parametrize("name", MASKED)
 def test_padding_changes_nothing(
     name: str, side: str, rule: str, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +205,7 @@ def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: st
     )
     assert torch.equal(plain, torch.zeros_like(plain)) == (rule == "equal")
     masked = gradients(ahead, turned=False)[2]
-    assert (oracles.relative_error(masked, of_gate) > 1e-3) == (rule == "centred")
+    assert (oracles.relative_error(masked, of_gate) > 1e-3) == (rule == "centered")
 
 
 @pytest.mark.parametrize("rule", DIVIDING)

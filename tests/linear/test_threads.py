@@ -15,7 +15,7 @@ from captum_ssm import LatimFlow
 
 
 @pytest.mark.parametrize("family", ["mamba", "gpt_neox"])
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
 def test_what_a_backward_pass_asks_is_read_later(
     monkeypatch: pytest.MonkeyPatch, rule: str, family: str
 ) -> None:

@@ -65,7 +65,7 @@ def test_relevance_of_the_other_strand_is_that_of_the_strand(fused: bool) -> Non
     model = Caduceus(d_model=6, n_layer=3, num_classes=3, fused=fused, d_state=3)
     model, ids = vim_oracle.randomise(model).double(), torch.randint(7, 11, (2, 9))
     other = torch.tensor(dna.OTHER)[ids].flip(1)
-    found = LatimFlow(model).attribute(ids, 1)  # references of centred ones run from the first on
+    found = LatimFlow(model).attribute(ids, 1)  # references of centered ones run from the first on
     assert relative_error(LatimFlow(model).attribute(other, 1).flip(1), found) <= 1e-10
 
 

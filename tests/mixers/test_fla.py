@@ -221,7 +221,7 @@ SILENT: dict[str, set[str]] = {
 @pytest.mark.parametrize("family", MODELS)
 def test_roles_in_models(fla: FLA, family: str) -> None:
     model = fla.model(family, norm_eps=EPS)
-    found = LatimFlow(model).decompose(torch.randint(19, (2, 9)), (-1, 3), rule="centred")
+    found = LatimFlow(model).decompose(torch.randint(19, (2, 9)), (-1, 3), rule="centered")
     assert found.roles is not None
     silent = {role for role, relevance in found.roles.items() if not relevance.any()}
     assert silent == SILENT.get(family, set())

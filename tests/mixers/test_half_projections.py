@@ -20,7 +20,7 @@ from captum_ssm.tracing.projection import projection_of
 #: Two numbers of bfloat16 keep 16 of the 24 bits of a number of float32.
 SPLIT = 2.0**-16
 METHODS = (
-    "LatimFlow, frozen", "LatimFlow, centred", "ImplicitAttentionRollout", "MambaAttribution",
+    "LatimFlow, frozen", "LatimFlow, centered", "ImplicitAttentionRollout", "MambaAttribution",
 )  # fmt: skip
 
 

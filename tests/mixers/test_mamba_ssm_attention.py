@@ -88,5 +88,5 @@ def test_a_hybrid(mamba_ssm: MambaSSM) -> None:
     for layer in layers:
         check(layer)
     assert [layer.is_cache for layer in StateMemory(model).of(ids)] == [False, True]
-    roles = LatimFlow(model).decompose(ids, (-1, 3), rule="centred").roles
+    roles = LatimFlow(model).decompose(ids, (-1, 3), rule="centered").roles
     assert roles is not None and roles["key"].any() and roles["query"].any()

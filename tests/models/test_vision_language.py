@@ -76,7 +76,7 @@ def flow(model: Any, given: Pictured, method: Any = LatimFlow, **options: Any) -
 
 
 @every_seeing
-@pytest.mark.parametrize(("grids", "rule"), [("one", "centred"), ("several", "frozen")])
+@pytest.mark.parametrize(("grids", "rule"), [("one", "centered"), ("several", "frozen")])
 def test_a_text_and_its_images(
     family: str, grids: str, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_text_and_its_images(
         TARGET,
         tuple(given.others.values()),
         rule=rule,
-        roles=rule == "centred",
+        roles=rule == "centered",
     )
     assert torch.allclose(found.output, output[:, -1, 5], atol=FLOAT32)
     shares = torch.stack([found.tokens.sum(1), found.by_others, found.bias])

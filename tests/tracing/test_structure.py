@@ -80,10 +80,10 @@ WITHIN: dict[str, Between] = {
 }
 MIXING: dict[str, Between] = {
     "sum so far": lambda x: x.cumsum(1) / 3,
-    "centred": lambda x: x - x.mean(1, keepdim=True),
+    "centered": lambda x: x - x.mean(1, keepdim=True),
     "attention": attended,
     "gate": lambda x: x * torch.sigmoid(x.mean(1, keepdim=True)),
-    "centred over the batch": lambda x: x - x.mean(0, keepdim=True) / 2,
+    "centered over the batch": lambda x: x - x.mean(0, keepdim=True) / 2,
     "a function of autograd's": Cumulated.apply,
     "a millionth": lambda x: x + 1e-6 * x.mean(1, keepdim=True),
     "under detach": lambda x: x + x.detach().cumsum(1),
@@ -102,7 +102,7 @@ def test_parts_within_tokens_pass(between: Between, batch: int, tokens: int) -> 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("between", MIXING.values(), ids=MIXING)
 def test_parts_that_mix_tokens_are_refused(between: Between, batch: int, tokens: int) -> None:
-    if batch == 1 and between is MIXING["centred over the batch"]:
+    if batch == 1 and between is MIXING["centered over the batch"]:
         batch = 2
     with pytest.raises(InputError, match="has mixed"):
         rollout(between, batch, tokens)

@@ -45,7 +45,7 @@ def measured(model: nn.Module, question: Question, *cell: str) -> Any:
 # --- paths -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["frozen", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
 def test_what_a_path_carries_is_what_the_answer_hangs_on(rule: str, seed: int) -> None:
     """In recall from where the thing stands, by one message of the second mixer."""
     for index in range(2):
@@ -103,7 +103,7 @@ def test_what_is_cut_besides_paths(seed: int) -> None:
 # --- nodes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["frozen", "half", "centred"])
+@pytest.mark.parametrize("rule", ["frozen", "half", "centered"])
 def test_nodes_against_hooks_and_the_decomposition(rule: Any, seed: int) -> None:
     model, question = asked("pairs-mamba", 0, seed)
     mixers = [mixer.module for mixer in find_mixers(model)]

@@ -47,7 +47,7 @@ def test_edges_are_those_of_a_direct_call_and_columns_their_correlations(seed: i
         example = KNOCKOUT.example(subject, index, seed)
         rows = KNOCKOUT.measure(model, example, AS_IT_IS)
         results.append((Key("knockout", subject.name, *AS_IT_IS, seed, index), rows))
-        truth = EdgeEffects(model, exact_norms=False).against_truth(
+        truth = EdgeEffects(model, exact_norms=False).validate(
             example.inputs, example.target, samples=10, seed=example.seed("edges")
         )
         direct.append(truth)
@@ -70,7 +70,7 @@ def test_edges_are_those_of_a_direct_call_and_columns_their_correlations(seed: i
     assert of_layers == {f"layer {layer}, Mamba-2" for layer in layers}
 
 
-@pytest.mark.parametrize("options", [{"rule": "centred"}, {"exact_norms": True}])
+@pytest.mark.parametrize("options", [{"rule": "centered"}, {"exact_norms": True}])
 def test_other_options_estimate_the_same_edges(options: dict[str, Any], seed: int) -> None:
     one = drawn("pairs-mamba", 0, seed)
     model, question = load_bundled("pairs-mamba")[0], one.question
@@ -108,5 +108,5 @@ def test_nothing_bends_where_all_is_held(name: str, seed: int) -> None:
 @pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.RMSNorm(6, eps=0.5)])
 def test_scales_are_those_of_norms(norm: nn.Module) -> None:
     x = torch.randn(2, 3, 6)
-    centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
-    torch.testing.assert_close(scale_of(norm, x) * centred, norm(x))
+    centered = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+    torch.testing.assert_close(scale_of(norm, x) * centered, norm(x))

@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_method(seed: int) -> None:
     model, example = subject.load(torch.device("cpu")), ROLES.example(subject, 2, seed)
     with ROLES.together():
         found = {cell: ROLES.measure(model, example, cell)[""] for cell in ROLES.cells()}
-    for rule in ("equal", "centred"):
+    for rule in ("equal", "centered"):
         parts = [LatimFlow(model).decompose(example.ids, t, rule=rule) for t in example.targets]
         for role in TOLD:
             right = 0.0

@@ -23,6 +23,9 @@ from ...operators.base import COMPONENTS
 from ...operators.kernels.portions import ran_out_of_memory
 from ...operators.reduction import check_reduce
 
+#: British spellings of values, which are accepted as well.
+_SPELLED = {"centred": "centered"}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: ``s6``: the scan alone (hidden-attention paper, eq. 14).  ``unified``: with convolution,
@@ -113,7 +116,7 @@ def ratio(name: str, value: Any) -> float:
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
     """Read an option that is one of a few values, all names or all integers."""
-    plain = as_integer(value) if not isinstance(value, str) else value
+    plain = as_integer(value) if not isinstance(value, str) else _SPELLED.get(value, value)
     if plain is None or plain not in accepted:
         raise OptionError(
             f"{name}={value!r} is not known. Use one of {', '.join(map(repr, accepted))}."

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ...errors import TargetError
 from ...tracing import runnable
-from .targets import CONTRASTS, Against, Total, second_index, target_index
+from .targets import CONTRASTS, Against, SumTarget, second_index, target_index
 
 #: What language models of transformers call the positions at which their head is to run.
 _ARGUMENT = "logits_to_keep"
@@ -64,7 +64,7 @@ class Kept:
         """Return a target's indices as entries of the kept positions."""
         if index is None:
             return None
-        if isinstance(target, Total):
+        if isinstance(target, SumTarget):
             where = index[..., 0].cpu().contiguous()
             return target.with_positions(torch.searchsorted(torch.tensor(self.positions), where))
         return [(self.positions.index(p), token) for p, token in index.tolist()]

@@ -16,13 +16,13 @@ from ...errors import InputError, PaddedExampleError
 from ...tracing import runnable
 from ...tracing.hooks import hooked
 from . import checks
-from .targets import Against, Total
+from .targets import Against, SumTarget
 
 #: Accepted forms, for the end of an error's message.
 _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
 
 #: Names of the one tensor in the results of tokenizers and image processors, the preferred first.
-_KEYS = ("input_ids", "inputs_embeds", "pixel_values")
+KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 
 #: Torch's errors for an embedding of floating numbers, and of an index outside the table.
 _NO_INDEX = "'indices' to have one of the following scalar types"
@@ -30,36 +30,32 @@ _NO_SUCH_INDEX = "index out of range in self"
 
 
 #: Names of further tensors in a tokenizer's result.
-_BESIDE = ("attention_mask", "token_type_ids")
+BESIDE = ("attention_mask", "token_type_ids")
 
 
-def by_position(
-    forward_func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move a tokenizer's results to Captum's places: ids to inputs, others to additional arguments.
+def behind_inputs(
+    forward_func: Callable[..., Any], inputs: Any, beside: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return a tokenizer's further tensors as additional_forward_args, in forward_func's order.
 
     Args:
         forward_func: the function that takes them.
-        args: arguments of ``attribute``.
-        kwargs: its arguments by name, among them ``input_ids`` and ``attention_mask``.
-
-    Returns:
-        The arguments, and those by name.
+        inputs: the inputs.
+        beside: the tensors by the names of forward_func's parameters.
 
     Raises:
-        InputError: when forward_func takes no such argument by its place, or additional arguments
-            are given beside it.
+        InputError: when forward_func takes no such argument by its place, or a tensor has other
+            examples than inputs.
     """
-    named = dict(kwargs)
-    key = next((key for key in _KEYS if key in named), None)
-    if key is not None and not args and "inputs" not in named:
-        named["inputs"] = named.pop(key)
-    beside = {name: named.pop(name) for name in _BESIDE if named.get(name) is not None}
-    if not beside:
-        return args, {name: value for name, value in named.items() if name not in _BESIDE}
     passed = " and ".join(f"{name}=" for name in beside)
-    if len(args) > 2 or named.get("additional_forward_args") is not None:
-        raise InputError(f"{passed} stands beside additional_forward_args. Pass one of them.")
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else inputs
+    for name, value in beside.items():
+        sizes = [len(x) if isinstance(x, Tensor) and x.dim() else 1 for x in (value, first)]
+        if sizes[0] not in (1, sizes[1]):
+            raise InputError(
+                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Captum's NoiseTunnel "
+                "repeats inputs and additional_forward_args alone: pass it there."
+            )
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
@@ -73,11 +69,10 @@ def by_position(
             "and place. Pass it as additional_forward_args, in the order of its parameters."
         )
     last = max(names.index(name) for name in beside)
-    named["additional_forward_args"] = tuple(
+    return tuple(
         beside.get(each.name, None if each.default is each.empty else each.default)
         for each in behind[: last + 1]
     )
-    return args, named
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -89,7 +84,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     """Check the one input tensor; return it, and whether it came in a tuple."""
-    inputs = _of_unpadded(inputs)
+    inputs = unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
@@ -131,7 +126,7 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
     return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
 
 
-def _of_unpadded(value: Any) -> Any:
+def unpadded(value: Any) -> Any:
     """Return the ids of a tokenizer's result, if all else in it equals the models' defaults.
 
     The defaults are a mask that hides nothing, and types that are all 0.
@@ -152,8 +147,8 @@ def _in_place_of(value: Any) -> str:
         return _in_place_of_mapping(value)
     if isinstance(value, str):
         return (
-            "Pass token ids (B, L), such as tokenizer(text, return_tensors='pt')['input_ids'], or "
-            "explain texts with SSMLLMAttribution."
+            "Pass tokenizer= beside it, or token ids (B, L), such as "
+            "tokenizer(text, return_tensors='pt')['input_ids']."
         )
     if isinstance(value, np.ndarray):
         return "Pass torch.from_numpy(inputs)."
@@ -170,7 +165,7 @@ def _in_place_of(value: Any) -> str:
 
 def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
     """Return advice for a tokenizer's result: pass the ids, and the mask as a further argument."""
-    key = next((key for key in _KEYS if key in encoding), None)
+    key = next((key for key in KEYS if key in encoding), None)
     if key is None:
         return f"Pass one of its values, out of {list(encoding)}. Accepted are {_FORMS}."
     mask = (
@@ -340,7 +335,7 @@ class BatchPart:
         """Take the examples out of a target, in any of Captum's forms, or a contrast."""
         if isinstance(target, Against):
             return Against(self.target(target.target), self.target(target.contrast))
-        if isinstance(target, Total):
+        if isinstance(target, SumTarget):
             return target.part(self)
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:

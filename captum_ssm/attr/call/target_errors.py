@@ -29,6 +29,8 @@ def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
     return TargetError(
         f"target={shown(target)} does not consist of integers: it holds {part!r}, of class "
         f"{type(part).__name__}. {_form(output)}"
+        + " To name a token by its text, pass tokenizer=."
+        * isinstance(part, str)
     )
 
 

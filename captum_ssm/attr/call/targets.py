@@ -27,7 +27,7 @@ class Each:
     targets: Sequence[Any]
 
 
-class Total:
+class SumTarget:
     """A target that is a weighted sum over several tokens of a language model's output.
 
     One number, and so one backward pass, however many tokens a text has.
@@ -43,11 +43,11 @@ class Total:
     Example:
         >>> import torch
         >>> from captum_ssm import LatimFlow
-        >>> from captum_ssm.attr import Total
+        >>> from captum_ssm import SumTarget
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp .")])
-        >>> both = LatimFlow(model).attribute(ids, target=Total([2, 3], ids[0, 3:]))
+        >>> both = LatimFlow(model).attribute(ids, target=SumTarget([2, 3], ids[0, 3:]))
         >>> one, other = (LatimFlow(model).attribute(ids, (p, int(ids[0, p + 1]))) for p in (2, 3))
         >>> torch.allclose(both, one + other, atol=1e-5)
         True
@@ -60,29 +60,33 @@ class Total:
         shapes = [tuple(x.shape) for x in (self.positions, self.tokens, self.weights)]
         if len(set(shapes)) > 1 or not self.positions.numel():
             raise TargetError(
-                f"Total has positions {shapes[0]}, tokens {shapes[1]} and weights {shapes[2]}. "
+                f"SumTarget has positions {shapes[0]}, tokens {shapes[1]} and weights {shapes[2]}. "
                 "Pass as many of each, at least one."
             )
 
     def __repr__(self) -> str:
-        return f"Total({self.positions.tolist()}, {self.tokens.tolist()})"
+        return f"SumTarget({self.positions.tolist()}, {self.tokens.tolist()})"
 
-    def with_positions(self, positions: Tensor) -> Total:
+    def with_positions(self, positions: Tensor) -> SumTarget:
         """Return a target of the same tokens and weights at other positions (B, n)."""
-        return Total(positions, self.tokens.expand_as(positions), self.weights.expand_as(positions))
+        return SumTarget(
+            positions, self.tokens.expand_as(positions), self.weights.expand_as(positions)
+        )
 
-    def part(self, cut: Callable[[Tensor], Tensor]) -> Total:
+    def part(self, cut: Callable[[Tensor], Tensor]) -> SumTarget:
         """Return the target of a part of a batch, which ``cut`` takes out of a tensor (B, n)."""
         if len(self.positions) == 1:
             return self
-        return Total(cut(self.positions), cut(self.tokens), cut(self.weights))
+        return SumTarget(cut(self.positions), cut(self.tokens), cut(self.weights))
 
 
 def _listed(name: str, values: Any) -> Tensor:
     """Return integers (n,) or (B, n) as (B, n)."""
     found = torch.as_tensor(values).detach().cpu()
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
-        raise TargetError(f"Total takes {name} that are integers (n,) or (B, n), got {values!r}.")
+        raise TargetError(
+            f"SumTarget takes {name} that are integers (n,) or (B, n), got {values!r}."
+        )
     return (found[None] if found.dim() == 1 else found).long()
 
 
@@ -146,7 +150,7 @@ def logits_of(output: Any) -> Tensor:
 def target_index(target: Any, output: Tensor) -> Tensor | None:
     """Return the target as indices (B, dims of one example) on the host; None for no target.
 
-    A :class:`Total` has several for each example, (B, n, 2).
+    A :class:`SumTarget` has several for each example, (B, n, 2).
 
     Args:
         target: one of Captum's forms.
@@ -155,7 +159,7 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
     if target is None:
         return None
     batch, dims = output.shape[0], output.dim() - 1
-    if isinstance(target, Total):
+    if isinstance(target, SumTarget):
         return _indices(target, output)
     rows = _rows(target, output)
     for row in rows:
@@ -168,8 +172,8 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
     return torch.tensor(rows, device="cpu").reshape(batch, dims) % sizes
 
 
-def _indices(target: Total, output: Tensor) -> Tensor:
-    """Return the positions and tokens of a :class:`Total` as indices (B, n, 2)."""
+def _indices(target: SumTarget, output: Tensor) -> Tensor:
+    """Return the positions and tokens of a :class:`SumTarget` as indices (B, n, 2)."""
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
@@ -310,7 +314,7 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
     entries = output[(example, *several[..., :-1].unbind(-1))]  # (B, n, V)
     chosen = entries.gather(-1, several[..., -1:])[..., 0]
     number, constant = _against(entries, several[..., -1:], chosen, contrast)
-    if not isinstance(target, Total):
+    if not isinstance(target, SumTarget):
         return number[:, 0], None if constant is None else constant[:, 0]
     weights = target.weights.to(number)
     return (number * weights).sum(1), None if constant is None else (constant * weights).sum(1)
@@ -340,8 +344,8 @@ def _against(
 
 
 def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
-    """Return one number per example (B,), for a :class:`Total` the weighted sum."""
-    if not isinstance(target, Total):
+    """Return one number per example (B,), for a :class:`SumTarget` the weighted sum."""
+    if not isinstance(target, SumTarget):
         return select(output, index)
     assert index is not None
     example = torch.arange(len(output), device=output.device)[:, None]

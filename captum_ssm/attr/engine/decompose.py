@@ -103,6 +103,10 @@ class Decomposition(NamedTokens):
         sums = f"output {float(self.output):.3g} = {' + '.join(shown)}"
         return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"
 
+    def _columns(self) -> Mapping[str, Tensor]:
+        roles: Mapping[Any, Tensor] = self.roles or {}
+        return {"relevance": self.tokens, **roles}
+
     def _tokens(self) -> tuple[int, int]:
         return self.inputs.shape[0], self.inputs.shape[1]
 

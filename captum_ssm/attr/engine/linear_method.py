@@ -18,7 +18,7 @@ from ..call.head import Kept, kept_positions
 from ..call.inputs import BatchPart, several_inputs, single_input
 from ..call.targets import (
     Against,
-    Total,
+    SumTarget,
     as_asked,
     contrasted,
     require_real_target,
@@ -203,7 +203,7 @@ def in_turn(
         The result of the generator.
     """
     # the positions are known before the run, and the tokens there are not: any will do
-    anywhere = Against(Total(positions, torch.zeros(len(positions)).long()), None)
+    anywhere = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
     with linear_run(request, [anywhere], rules) as (network, output, kept):
         where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
         if kept is not None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from captum.attr import Attribution, LLMGradientAttribution
 from captum.log import log_usage
 from torch import Tensor, nn
 
-from ...errors import GradientModeError, OptionError
+from ...errors import ArgumentError, GradientModeError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.truths import read_together
@@ -29,11 +29,12 @@ from ...tracing import (
     weights_blamed,
 )
 from ..call import checks
-from ..call.inputs import BatchPart, as_tuple, batch_parts, by_position, check_batch, single_input
+from ..call.given import called_by_name, check_model, reads_any
+from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
     Against,
-    Total,
+    SumTarget,
     as_asked,
     contrasted,
     each_of,
@@ -44,6 +45,9 @@ from ..call.targets import (
 from .alone import require_alone
 from .fold import Options, shown, wanted
 from .run import Question, Request, Run, layout_of, run_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -65,11 +69,19 @@ class Explainer:
     #: whether the run keeps its autograd graph, and the stream entering each mixer's block
     needs_gradient = False
     needs_streams = False
+    #: whether a bar over the parts of a batch is shown
+    shows_progress = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = vars(cls).get("name", cls.__name__)
+        for name, function in list(vars(cls).items()):
+            if name == "__init__":
+                setattr(cls, name, called_by_name(function))
+            elif not name.startswith("_") and "inputs" in _parameters(function):
+                setattr(cls, name, reads_any(function, name))
 
+    @called_by_name
     def __init__(
         self,
         forward_func: Callable[..., Any],
@@ -79,6 +91,7 @@ class Explainer:
         self.forward_func = forward_func
         self.model = model
         self.layers = layers
+        check_model(forward_func, model)
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
 
     def __repr__(self) -> str:
@@ -89,6 +102,19 @@ class Explainer:
         if hasattr(self, "layer"):
             said.append(f"layer={_name_of(self.layer)}")
         return f"{self.name}({', '.join(said)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered; errors say how to ask."""
+        raise ArgumentError(
+            f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
+        )
+
+    def with_progress(self, show: bool) -> Self:
+        """Return a copy that shows a bar over the parts of a batch, if ``show``."""
+        checks.flags(show_progress=show)
+        other = copy(self)
+        other.shows_progress = bool(show)
+        return other
 
     def _by_parts(
         self,
@@ -125,7 +151,8 @@ class Explainer:
                 "outside, or under torch.no_grad(), where it enables gradients itself."
             )
         model, parts = find_model(self.forward_func, self.model), []
-        for cut in batch_parts(len(inputs), internal_batch_size):
+        cuts = list(batch_parts(len(inputs), internal_batch_size))
+        for cut in shown(cuts, self.name, self.shows_progress):
             # where graphs are recorded: without one, a part of inputs that have one has none
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 own = tuple(map(cut, additional))
@@ -192,13 +219,18 @@ def _name_of(part: Any) -> str:
     return getattr(part, "__qualname__", None) or repr(part)
 
 
+def _parameters(function: Any) -> Collection[str]:
+    """Return the names of a function's parameters; of other things none."""
+    return inspect.signature(function).parameters if inspect.isfunction(function) else ()
+
+
 class SSMAttribution(Explainer, Attribution):
     """Base of all methods."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
-            cls.attribute = log_usage(part_of_slo=True)(_open_to_all(cls.attribute))
+            cls.attribute = log_usage(part_of_slo=True)(_for_captum(cls.attribute))
 
     @classmethod
     def get_name(cls) -> str:
@@ -241,53 +273,30 @@ class SSMAttribution(Explainer, Attribution):
 LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
 
 
-#: Arguments of Captum's methods that ours do without, and what to do in their place.
-_OF_CAPTUM = {
-    "baselines": "puts nothing in place of the inputs. Leave it out; to hold an output against "
-    "another, explain both and take the difference, or where a method has it pass contrast=.",
-    "feature_mask": "gives each token its own number. Leave it out, and add up the relevance of "
-    "the tokens that make a feature: torch.zeros(B, features).scatter_add(1, feature_mask, "
-    "relevance).",
-    "n_steps": "takes no steps between two inputs. Leave it out.",
-}
+def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method's ``attribute``, which LLMGradientAttribution may ask as well.
 
-
-def _open_to_all(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, which takes what a tokenizer returns and refuses others by name.
-
-    LLMGradientAttribution may ask it as well.  Captum wraps the model in a function that puts the
-    prompt's skipped tokens back and the text so far behind it, and wants to be told of all of them,
-    (1, L, features).
+    Captum wraps the model in a function that puts the prompt's skipped tokens back and the text so
+    far behind it, and wants to be told of all of them, (1, L, features).
     """
-    parameters = inspect.signature(attribute).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    missing = {name: why for name, why in _OF_CAPTUM.items() if name not in parameters}
 
     @checks.in_place_of(attribute)
     def asked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
         asking = getattr(self.forward_func, "attr", None)
-        if isinstance(asking, LLMGradientAttribution):
-            prompt, text, place = kwargs.pop("additional_forward_args")
-            ids = prompt.to_model_input(*args)
-            ids = torch.cat([ids, text[None, :place].to(ids)], 1)
-
-            def log_probability(ids: Tensor) -> Tensor:
-                logits: Tensor = asking.model(ids).logits[:, -1]
-                return logits.log_softmax(-1)[:, text[place], None]
-
-            of_model = copy(self)
-            of_model.forward_func, of_model.model = log_probability, asking.model
-            found: Tensor = asked(of_model, ids, 0, **kwargs)
-            return found[..., None] if found.dim() == 2 else found
-        if takes_any:
+        if not isinstance(asking, LLMGradientAttribution):
             return attribute(self, *args, **kwargs)
-        for name in kwargs.keys() & missing.keys():
-            raise OptionError(
-                f"{name} is not an argument of {self.name}, which explains the run as it is and "
-                f"{missing[name]}"
-            )
-        args, kwargs = by_position(self.forward_func, args, kwargs)
-        return attribute(self, *args, **kwargs)
+        prompt, text, place = kwargs.pop("additional_forward_args")
+        ids = prompt.to_model_input(*args)
+        ids = torch.cat([ids, text[None, :place].to(ids)], 1)
+
+        def log_probability(ids: Tensor) -> Tensor:
+            logits: Tensor = asking.model(ids).logits[:, -1]
+            return logits.log_softmax(-1)[:, text[place], None]
+
+        of_model = copy(self)
+        of_model.forward_func, of_model.model = log_probability, asking.model
+        found: Tensor = attribute(of_model, ids, 0, **kwargs)
+        return found[..., None] if found.dim() == 2 else found
 
     return asked
 
@@ -368,7 +377,7 @@ class ImplicitMethod(SSMAttribution):
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
             selected, taken = None, None
-            if self.needs_gradient and isinstance(target, Total):
+            if self.needs_gradient and isinstance(target, SumTarget):
                 selected, _ = contrasted(output, target)
             elif self.needs_gradient:
                 selected, taken = run.select(index)

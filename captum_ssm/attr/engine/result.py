@@ -10,6 +10,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ... import __version__
 from ..._files import existing_file, make_folder, read_text, write_whole
+from ..._optional import optional
 from ...errors import DataError, InputError
 from ..text.tokens import Tokens
 
@@ -62,8 +64,8 @@ class Result:
         if kind:
             Result._kinds[cls.__name__] = cls
 
-    def to_json(self, path: str | Path) -> Path:
-        """Save it; :func:`captum_ssm.load_result` loads it again, on the CPU and to the last bit.
+    def save(self, path: str | Path) -> Path:
+        """Save it; :func:`captum_ssm.load` loads it again, on the CPU and to the last bit.
 
         Args:
             path: the file. What it held is replaced, once all is written; its folder is made.
@@ -104,6 +106,18 @@ class Result:
         """
         page = self._page(title)
         return page if path is None else _written(path, page)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each token, node or pair of tokens, with its numbers by name."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`rows` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: when pandas is not installed.
+        """
+        return optional("pandas", "pandas", "to_pandas()").DataFrame(self.rows())
 
     def show(self) -> None:
         """Show its page: in a notebook below the cell, elsewhere in a browser, of a temporary file.
@@ -161,6 +175,24 @@ class NamedTokens(Result, kind=False):
         batch, length = self._tokens()
         return self._with_names(read_names(tokens, batch, length))
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each example and token, or patch, with its relevance by name."""
+        columns = {name: values.flatten(1).tolist() for name, values in self._columns().items()}
+        found = []
+        for example in range(self._tokens()[0]):
+            values = {name: of_all[example] for name, of_all in columns.items()}
+            named = {} if self.names is None else {"token": self.names[example]}
+            each = zip_longest(*named.values(), *values.values())
+            found += [
+                dict(zip(("example", "position", *named, *values), (example, i, *row), strict=True))
+                for i, row in enumerate(each)
+            ]
+        return found
+
+    def _columns(self) -> Mapping[str, Tensor]:
+        """Return relevance (B, L) by name."""
+        raise NotImplementedError
+
     def _tokens(self) -> tuple[int, int]:
         """Return how many examples there are, and tokens of each."""
         raise NotImplementedError
@@ -169,8 +201,8 @@ class NamedTokens(Result, kind=False):
         return replace(self, names=names)  # type: ignore[type-var]
 
 
-def load_result(path: str | Path) -> Any:
-    """Load a result that was saved by its ``to_json``.
+def load(path: str | Path) -> Any:
+    """Load a result that was saved by its ``save``.
 
     Args:
         path: the file.
@@ -186,25 +218,25 @@ def load_result(path: str | Path) -> Any:
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from captum_ssm import LatimFlow, compare, load_result
+        >>> from captum_ssm import LatimFlow, compare, load
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> found = compare(model, [LatimFlow], ids, target=(-1, 3))
+        >>> found = compare(model, ids, [LatimFlow], target=(-1, 3))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     again = load_result(found.to_json(f"{folder}/found.json"))
+        ...     again = load(found.save(f"{folder}/found.json"))
         >>> torch.equal(again["LatimFlow"], found["LatimFlow"])
         True
     """
-    file = existing_file(path, "a file that a result's to_json() wrote")
+    file = existing_file(path, "a file that a result's save() wrote")
     wrong = f"{file} holds no result of captum_ssm"
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{wrong}: {error}. Pass what a result's to_json() wrote.") from None
+        raise DataError(f"{wrong}: {error}. Pass what a result's save() wrote.") from None
     names = {"captum_ssm", "form", "kind", "state"}
     if not isinstance(content, dict) or not names <= content.keys():
-        raise DataError(f"{wrong}. Pass what a result's to_json() wrote.")
+        raise DataError(f"{wrong}. Pass what a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
             f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in form "

@@ -40,6 +40,24 @@ class Codec:
         found = encode(text, **options)
         return torch.tensor(list(getattr(found, "ids", found)), dtype=torch.long)
 
+    def ids_of(self, text: str | Sequence[Mapping[str, str]]) -> Tensor:
+        """Return the token ids (L,) of a text, marks included, or of a conversation."""
+        return self.encode(text, special=True) if isinstance(text, str) else self.encode_chat(text)
+
+    def token(self, text: str) -> int:
+        """Return the id of a text that is one token.
+
+        Raises:
+            InputError: when it is none or several, which the message names.
+        """
+        ids = self.encode(text, special=False)
+        if len(ids) != 1:
+            raise InputError(
+                f"{text!r} is {len(ids)} tokens, {self.names(ids)}; one is asked for. Name one of "
+                "them, or give its id."
+            )
+        return int(ids[0])
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
         """Return the token ids (L,) of a conversation, up to where the answer begins."""
         apply = getattr(self._tokenizer, "apply_chat_template", None)

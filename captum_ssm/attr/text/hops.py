@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..call.targets import Against, Total
+from ..call.targets import Against, SumTarget
 
 #: A token's row has no sum to divide by if its number is less than this share of the largest entry
 #: that it is compared with: relevance divided by it would grow without bound.
@@ -93,7 +93,7 @@ def follow(
     first = []
     for span in spans:
         some = torch.arange(span.start, span.stop)
-        row = yield Against(Total(some - count, text[some]), contrast)
+        row = yield Against(SumTarget(some - count, text[some]), contrast)
         first.append(_parts(row, prompt, count))
     found = [Hop(*map(torch.stack, zip(*first, strict=True)))]
     # a token's row adds up to its number
@@ -112,7 +112,7 @@ def follow(
                 arrived.append(_nothing(latest))
                 continue
             weights = relevance[some] / number[some]
-            row = yield Against(Total(some - count, text[some], weights), "mean")
+            row = yield Against(SumTarget(some - count, text[some], weights), "mean")
             arrived.append(_parts(row, prompt, count))
         on_prompt, on_text, _, constants = map(torch.stack, zip(*arrived, strict=True))
         found.append(Hop(latest.prompt + on_prompt, on_text, stays, latest.constants + constants))

@@ -17,7 +17,7 @@ from ...errors import InputError, OptionError, OutputError, TargetError
 from ...tracing import find_model
 from ..call import checks
 from ..call.inputs import call_model
-from ..call.targets import Against, Total, logits_of
+from ..call.targets import Against, SumTarget, logits_of
 from ..engine.linear_method import LinearMethod, answered
 from ..engine.method import SSMAttribution
 from .codec import Codec
@@ -128,7 +128,7 @@ class SSMLLMAttribution(Attribution):
                 tokens.
             hops: how often relevance that went to the text's own tokens goes on along their own
                 explanations, towards the prompt; each hop of a span is one backward pass. With
-                hops LatimFlow goes by ``rule="centred"`` unless another is named: by ``"frozen"``
+                hops LatimFlow goes by ``rule="centered"`` unless another is named: by ``"frozen"``
                 nothing goes on from tokens that only ask. Default: 0, it stays on the text.
             against: a second text, in the forms of the target and of any length: relevance is that
                 of the text less that of this one, each in a run of its own; with ``spans="all"``.
@@ -180,7 +180,7 @@ class SSMLLMAttribution(Attribution):
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError("resume= is for spans, and a method whose parts add up.")
         if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
-            options.setdefault("rule", "centred")  # the frozen rule gives nothing to what asks
+            options.setdefault("rule", "centered")  # the frozen rule gives nothing to what asks
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
@@ -322,7 +322,7 @@ class SSMLLMAttribution(Attribution):
     ) -> Hop:
         """Explain spans by a method whose parts have no sum."""
         several = [torch.arange(span.start, span.stop) for span in spans]
-        targets = [Total(some - len(text), text[some]) for some in several]
+        targets = [SumTarget(some - len(text), text[some]) for some in several]
         rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()
         if not getattr(self.attr_method, "needs_gradient", True):  # rows are means over positions
             rows = rows * torch.tensor([len(span) for span in spans]).to(rows)[:, None]

@@ -108,10 +108,10 @@ def _filled(ids: Tensor, what: str) -> Tensor:
 def _ids_of(prompt: Any, codec: Codec) -> Tensor:
     """Return the token ids (L,) of a str, a chat, a list or a tensor."""
     if isinstance(prompt, str):
-        return codec.encode(prompt, special=True)
+        return codec.ids_of(prompt)
     if isinstance(prompt, list | tuple) and prompt:
         if all(isinstance(message, Mapping) for message in prompt):
-            return codec.encode_chat(prompt)
+            return codec.ids_of(prompt)
         if any(isinstance(text, str) for text in prompt):
             raise InputError(
                 f"The prompt is a {type(prompt).__name__} of {len(prompt)} entries with text among "

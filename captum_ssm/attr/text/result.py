@@ -217,8 +217,18 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         read, made = (len(x) for x in (self.input_tokens, self.output_tokens))
         return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one entry for each token of the text and feature of the prompt; see also spans."""
+        if self.spans is not None:
+            return self.spans.rows()
+        return [
+            {"of": made, "from": read, "relevance": x}
+            for made, values in zip(self.output_tokens, self.token_attr.tolist(), strict=True)
+            for read, x in zip(self.input_tokens, values, strict=True)
+        ]
+
     def _state(self) -> dict[str, Any]:
-        """Return what to_json saves, by the names of the constructor's arguments."""
+        """Return what save() writes, by the names of the constructor's arguments."""
         of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
         found = {name: getattr(self, name) for name in names}

@@ -82,6 +82,9 @@ class LogitContributions(NamedTokens):
         """output - tokens - biases (B,): 0, but for rounding, if the activation is linearised."""
         return self.output - self.tokens.sum(-1) - self.bias
 
+    def _columns(self) -> dict[str, Tensor]:
+        return {"relevance": self.tokens}
+
     def _tokens(self) -> tuple[int, int]:
         return self.embedding.shape[0], self.embedding.shape[1]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ...attr.call.given import Reader, is_text
 from ...attr.call.inputs import as_tuple, batch_parts, check_batch, single_input
 from ...attr.text.codec import Codec
 from ...attr.text.tokens import Tokens
@@ -62,16 +63,24 @@ class Subject:
 
 def read_examples(
     subject: Subject,
-    inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
+    inputs: Any,
     target: Any,
     additional_forward_args: Any,
     tokens: Names | None,
 ) -> list[ShownExample]:
     """The examples, each by itself."""
-    additional = as_tuple(additional_forward_args)
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if not isinstance(inputs, Tensor | tuple) or any(isinstance(i, str) for i in inputs):
+    reader = Reader(subject.codec, subject.forward_func, subject.module)
+    inputs = [inputs] if is_text(inputs) else inputs
+    are_texts = isinstance(inputs, list | tuple) and any(map(is_text, inputs))
+    given = {"target": target, "additional_forward_args": additional_forward_args}
+    if are_texts:
+        given["target"] = reader.target(target)
+    else:
+        given["inputs"] = inputs
+        reader.read(given, {})
+        inputs = given["inputs"]
+    target, additional = given["target"], as_tuple(given["additional_forward_args"])
+    if are_texts or not isinstance(inputs, Tensor | tuple):
         if additional or tokens is not None:
             raise InputError(
                 "inputs holds texts, of which the tokenizer makes the tokens. Leave out tokens and "
@@ -90,20 +99,37 @@ def read_examples(
 def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[ShownExample]:
     if subject.codec is None:
         raise InputError("inputs holds texts: pass the model's tokenizer, or token ids (B, L).")
-    if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+    if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
         raise InputError(
             f"inputs is of type {type(texts).__name__}. Pass token ids (B, L), embeddings "
-            "(B, L, E), images (B, C, H, W), or with a tokenizer a str or a list of them."
+            "(B, L, E), images (B, C, H, W), with a tokenizer a str, a conversation or a list of "
+            "them, or with transform= images of PIL."
         )
     if not texts:
         raise InputError("inputs is an empty list; pass at least one text.")
     device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
     for text, cut in zip(texts, batch_parts(len(texts), 1), strict=True):
-        ids = subject.codec.encode(text, special=True)
+        ids = subject.codec.ids_of(text)
         if not len(ids):
             raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
         named = Tokens.of(subject.codec, ids)
         yield ShownExample(ids[None].to(device), cut.target(target), (), named)
+
+
+def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
+    """Return images as the model reads them, (B, C, H, W).
+
+    Args:
+        images: an image, or a list of them.
+        transform: makes a tensor (C, H, W) of one, or a mapping of transformers' image processors.
+    """
+    found = []
+    for image in images if isinstance(images, list | tuple) else [images]:
+        made = transform(image)
+        if isinstance(made, Mapping):
+            made = made["pixel_values"][0]
+        found.append(torch.as_tensor(made))
+    return torch.stack(found)
 
 
 def _names(

@@ -124,8 +124,8 @@ def explain(
     gridded = known.grid is not None
     found = compare(
         subject.forward_func,
-        wanted.methods,
         example.inputs,
+        wanted.methods,
         known.target,
         example.additional or None,
         model=subject.module,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..._files import make_folder, write_whole
 from ...attr.call import checks
+from ...attr.call.given import called_by_name
 from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
 from ...attr.comparison import named_methods
@@ -18,22 +19,21 @@ from ...attr.engine.fold import wanted as layers_wanted
 from ...attr.text.spans import Spans
 from ...errors import OptionError
 from ..figure import check_labels
-from .example import Names, ShownExample, Subject, find_subject, read_examples
+from .example import Names, ShownExample, Subject, find_subject, read_examples, transformed
 from .explanation import Explanation, Methods, Wanted, explain, streams_size
 from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
-from .page import page
+from .writing import ANSWERS, FORMATS, check_format, is_page, told_of, write
 
 #: Beside maps so many edges are listed, and so many nodes of the graph followed.
 _EDGES, _NODES = 10, 24
-#: What the file of a page ends in.
-_PAGES = (".html", ".htm")
 
 
+@called_by_name
 def report(
     forward_func: Callable[..., Any],
-    inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
+    inputs: Any,
     methods: Methods = DEFAULT,
     *,
     target: Any = None,
@@ -42,6 +42,7 @@ def report(
     layers: Sequence[str | nn.Module] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     tokenizer: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     tokens: Names | None = None,
     labels: Sequence[str] | None = None,
     matrices: bool | Sequence[str] = True,
@@ -83,10 +84,12 @@ def report(
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
-            tensor; or with a tokenizer a text or several, which need not be of one length.
+            tensor; with a tokenizer a text, a conversation, or a list of these, which need not be
+            of one length; or with a transform an image of PIL or a list of them.
         methods: one or several, as in :func:`captum_ssm.compare`. Default: LatimFlow and LatimNorm.
-        target: what is explained, in Captum's forms; a list has one for each example. Default:
-            None, what the model predicts: of a language model, after the last token.
+        target: what is explained, in Captum's forms, or the text of a token or the name of a class;
+            a list has one for each example. Default: None, what the model predicts: of a language
+            model, after the last token.
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
         model: the module, where forward_func does not reveal it. Default: None.
@@ -95,6 +98,8 @@ def report(
             in :func:`captum_ssm.compare`. Default: None.
         tokenizer: names tokens and, of a language model, predictions; anything with
             ``encode(text)`` and ``decode(ids)``. Default: None.
+        transform: makes of an image what the model reads, (C, H, W): torchvision's transforms, or
+            an image processor of transformers. Default: None, for inputs that are tensors.
         tokens: names of the tokens of one sequence, or a list of them for each. Default: None,
             what the tokenizer says, else ids.
         labels: names of the classes. Default: None, the model's own, else numbers.
@@ -122,12 +127,13 @@ def report(
             Default: 0.
         names: what the examples are called. Default: None, ``ShownExample 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
-        path: the file to write, which ends in .html; its folder is made if it is missing.
+        path: the file to write; its folder is made if it is missing. Its ending says what:
+            .html a page; .json or .csv numbers; .png pictures, numbered from the second example on.
             Default: ``"report.html"``.
         show_progress: show progress bars. Default: False.
 
     Returns:
-        The path of the file.
+        The path of the file, of several the first.
 
     Raises:
         InputError: when inputs are of no such form, or labels, names or tokens are not as many as
@@ -149,13 +155,9 @@ def report(
         True
     """
     file = Path(path)
-    if file.suffix.lower() not in _PAGES:
-        raise OptionError(
-            f"path={str(path)!r}: report() writes a page, so that path ends in "
-            f"{' or '.join(_PAGES)}. The command captum-ssm explain --out writes .json and .png; "
-            "captum_ssm.compare() returns the numbers."
-        )
+    check_format(file, FORMATS if generate is None else ANSWERS, "path")
     make_folder(file.parent)
+    inputs = inputs if transform is None else transformed(inputs, transform)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
     if generate is not None:
         _check_left(
@@ -191,17 +193,17 @@ def report(
         examples,
         methods,
         options,
-        matrices=matrices,
+        matrices=matrices if is_page(file) else False,
         shown_layers=shown_layers,
         megabytes=megabytes,
         edges=edges,
         graph=graph,
-        answers=True,
+        **told_of(file),
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):
         explanation.facts["name"] = name
-    return write_report(subject, found, title, file)
+    return write(subject, examples, found, type(subject.module).__name__, title, file)[0]
 
 
 def _check_left(**given: tuple[Any, Any]) -> None:
@@ -258,19 +260,6 @@ def explain_all(
         explain(subject, example, known, asked, number)
         for number, (example, known) in shown(numbered, "Report, examples", show_progress)
     ]
-
-
-def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
-    """Write what :func:`explain_all` returned as a page."""
-    facts = {
-        "model": type(subject.module).__name__,
-        "layers": len(found[0].layers),
-        "families": list(dict.fromkeys(layer.architecture for layer in found[0].layers)),
-        "examples": [explanation.page_facts for explanation in found],
-    }
-    blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
-    write_whole(path, page(title, facts, blocks))
-    return path
 
 
 def _kinds(matrices: bool | Sequence[str]) -> list[str]:

@@ -5,6 +5,9 @@ Shapes: L tokens, E features, Λ mixers.
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +18,8 @@ from ...attr.catalogue import holds_identity
 from ...attr.engine.decompose import Decomposition
 from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
+from ...inside import Graph
+from ..graphs import plot_graph
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
 from .page import framed, short, whole_page
@@ -38,6 +43,8 @@ def page_of(result: Result, title: str | None = None) -> str:
     """The page of a result."""
     if isinstance(result, SSMLLMAttributionResult):
         return answers_page([result], title or "What an answer is due to")
+    if isinstance(result, Graph):
+        return _picture(plot_graph(result)[0], title or repr(result))
     assert isinstance(result, Comparison | Decomposition | LogitContributions)
     if isinstance(result, Comparison):
         heading, found = "Methods side by side", _of_comparison(result)
@@ -55,6 +62,18 @@ def page_of(result: Result, title: str | None = None) -> str:
         examples.append(facts)
     facts_of_all = {"examples": examples}
     return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, facts_of_all)
+
+
+def _picture(figure: Any, title: str) -> str:
+    """A page of one picture."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", bbox_inches="tight")
+    encoded = base64.b64encode(file.getvalue().encode()).decode("ascii")
+    heading = html.escape(title)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{heading}</title>'
+        f'<h1>{heading}</h1><img alt="{heading}" src="data:image/svg+xml;base64,{encoded}"></html>'
+    )
 
 
 def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:

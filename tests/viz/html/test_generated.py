@@ -120,7 +120,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "report.html"
 
 
-@pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["frozen", pytest.param("centered", marks=pytest.mark.slow)])
 def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods, options = {"flow": LatimFlow, "other": MambaAttribution}, {"flow": {"rule": rule}}
@@ -162,7 +162,7 @@ def written(found: Any, tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 def test_methods_side_by_side(tmp_path: Path) -> None:
     found = compare(
-        mamba_lm(), [LatimFlow, ImplicitAttentionRollout], token_ids(2, 5), target=(-1, 3)
+        mamba_lm(), token_ids(2, 5), [LatimFlow, ImplicitAttentionRollout], target=(-1, 3)
     )
     facts = written(found.named([WORDS, WORDS[::-1]]), tmp_path, title="T & U")
     assert read_page(tmp_path / "new" / "found.html").texts("h1") == ["T & U"]
@@ -177,7 +177,7 @@ def test_methods_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_decomposition_is_written_out(tmp_path: Path) -> None:
-    found = LatimFlow(mamba_lm()).decompose(token_ids(1, 5), (-1, 3), rule="centred")
+    found = LatimFlow(mamba_lm()).decompose(token_ids(1, 5), (-1, 3), rule="centered")
     (example,) = written(found, tmp_path)["examples"]
     assert example["words"]["labels"] == list("01234")
     assert [row["name"] for row in example["rows"]][:2] == ["relevance", "as content"]

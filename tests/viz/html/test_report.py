@@ -177,7 +177,7 @@ def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
 def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
-    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
+    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centered", "baselines": 0.0}}
     methods |= {"row": ImplicitAttentionRollout, "own": LatimFlow}
     rules["own"] = {"contrast": "mean"}
     report(model, ids, methods, target=(-1, 4), options=rules, matrices=False, path=path)
@@ -187,7 +187,7 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     assert content["roles"] == row["roles"] == {}
     assert set(cause["roles"]) == {"content", "key", "query", "gate", "step"}
     assert set(lrp["roles"]) == {"content", "gate"}  # what else its rule tells is all zero
-    found = LatimFlow(model).decompose(ids, (-1, 4), rule="centred", baselines=0.0).roles
+    found = LatimFlow(model).decompose(ids, (-1, 4), rule="centered", baselines=0.0).roles
     assert found is not None
     for role, relevance in cause["roles"].items():
         np.testing.assert_allclose(relevance, found[role][0].numpy(), rtol=1e-4, atol=1e-12)

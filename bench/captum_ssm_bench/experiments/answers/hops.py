@@ -26,7 +26,7 @@ from ..linked_texts import LinkedTexts
 HOPS, ALONE, SUMMED = "by hops", "last word alone", "all words, summed"
 #: Who names facts blindly.
 CHANCE = Cell("any fact")
-RULES = ("frozen", "half", "centred")
+RULES = ("frozen", "half", "centered")
 #: Two chains are among the facts.
 _FEWEST = 2 * LINKS
 

@@ -118,7 +118,7 @@ class Drawn:
         self.question, self._model = question, model
         self._inputs = question.inputs.to(device_of(model))
         method, seed = EdgeEffects(model, exact_norms=False), question.seed("edges")
-        truth = method.against_truth(self._inputs, question.target, samples=EDGES, seed=seed)
+        truth = method.validate(self._inputs, question.target, samples=EDGES, seed=seed)
         self.edges: list[Edge] = [edge for edge in truth.edges if isinstance(edge, Edge)]
         self.estimated, self.true, self.rounding = truth.estimated, truth.true, truth.rounding
 

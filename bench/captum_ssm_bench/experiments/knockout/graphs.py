@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from captum_ssm.edges import Edges, knock_out
-from captum_ssm.inside import Graph, Node, against_truth, attribution_graph
+from captum_ssm.inside import Graph, Node, attribution_graph, validate
 from captum_ssm.linear import Rule
 from captum_ssm.tracing import find_mixers, repaired_scans
 
@@ -49,8 +49,8 @@ DIRECT_CUT = Cell(ANSWER_CUT)
 #: Who names a token that the answer could come from, whichever it is.
 CHANCE = Cell("any token")
 PATH, OF_NODES = "path", "nodes"
-PATH_RULES: Sequence[Rule] = ("frozen", "centred")
-NODE_RULES: Sequence[Rule] = ("frozen", "half", "centred")
+PATH_RULES: Sequence[Rule] = ("frozen", "centered")
+NODE_RULES: Sequence[Rule] = ("frozen", "half", "centered")
 
 _LANGUAGE = Knockout.groups["language models"]
 #: Tasks of the models of one block.
@@ -189,7 +189,7 @@ def of_nodes(model: nn.Module, question: Question, rule: Rule) -> dict[str, Numb
         return {}
     graph = graph_of(model, question, mixers, rule, top=NODES, keep=None)
     inputs = question.inputs.to(device_of(model))
-    truth = against_truth(graph, model, inputs, question.target, contrast=CONTRAST)
+    truth = validate(graph, model, inputs, question.target, contrast=CONTRAST)
     acts = (truth.estimated != 0) | (truth.true.abs() > truth.rounding)
     large = truth.true.abs() > LARGE * abs(graph.nodes[-1].activation)
     none = torch.full_like(truth.true, torch.nan)

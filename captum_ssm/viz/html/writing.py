@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,34 +13,101 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._files import replacing, write_whole
-from ..errors import OptionError
-from ..viz import plot_image, plot_roles, plot_text
-from ..viz.html.explanation import Explanation
-from ..viz.html.parts import says_nothing
+from ..._files import replacing, write_whole
+from ...errors import OptionError
+from ..overlay import plot_image
+from ..roles import plot_roles
+from ..text import plot_text
+from .example import ShownExample, Subject
+from .explanation import Explanation
+from .page import page
+from .parts import says_nothing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: What files end in, and what they hold.
-FORMATS = {".html": "a report", ".png": "pictures of each example", ".json": "numbers"}
+FORMATS = {
+    ".html": "a report",
+    ".png": "pictures of each example",
+    ".json": "numbers",
+    ".csv": "relevance, a row for each token",
+}
+#: The same of answers that are written here.
+ANSWERS = {".html": "a report"}
 
 
-def check_format(out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS)) -> None:
+def check_format(
+    out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS), option: str = "--out"
+) -> None:
     """Raise unless the file's ending says what it is to hold.
 
     Example:
         >>> from pathlib import Path
-        >>> from captum_ssm.explain.writing import FORMATS, check_format
+        >>> from captum_ssm.viz.html.writing import FORMATS, check_format
         >>> for ending in FORMATS:
         ...     check_format(Path(f"lamp{ending}"))
     """
     if out.suffix.lower() not in formats:
         known = ", ".join(f"{end} ({what})" for end, what in formats.items())
-        raise OptionError(f"--out {out}: what to write is said by the ending: {known}.")
+        raise OptionError(f"{option} {out}: the ending says what to write: {known}.")
 
 
-def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path]:
+def is_page(out: Path) -> bool:
+    """Whether a file is to hold a page."""
+    return out.suffix.lower() == ".html"
+
+
+def told_of(out: Path) -> dict[str, bool]:
+    """What a file of its ending needs beside relevance, as arguments of ``explain_all``."""
+    return {"accounts": out.suffix.lower() == ".json", "answers": is_page(out)}
+
+
+def write(
+    subject: Subject,
+    examples: Sequence[ShownExample],
+    found: Sequence[Explanation],
+    model: str,
+    title: str,
+    out: Path,
+) -> list[Path]:
+    """Write explanations as the file's ending says.
+
+    Args:
+        subject, examples, found: what is explained, and the explanations.
+        model: the model's name.
+        title: a heading.
+        out: the file.
+
+    Returns:
+        The files that were written.
+    """
+    if is_page(out):
+        write_report(subject, found, title, out)
+    elif out.suffix.lower() == ".csv":
+        write_csv(found, out)
+    elif out.suffix.lower() == ".json":
+        write_whole(out, json_of(found, model))
+    else:
+        images = [each.inputs[0] for each in examples] if examples[0].is_image else None
+        return write_pictures(found, images, title, out)
+    return [out]
+
+
+def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
+    """Write what :func:`explain_all` returned as a page."""
+    facts = {
+        "model": type(subject.module).__name__,
+        "layers": len(found[0].layers),
+        "families": list(dict.fromkeys(layer.architecture for layer in found[0].layers)),
+        "examples": [explanation.page_facts for explanation in found],
+    }
+    blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
+    write_whole(path, page(title, facts, blocks))
+    return path
+
+
+def json_of(found: Sequence[Explanation], model: str) -> str:
     """Tokens, predictions and relevances of each example, in full precision.
 
     Where a method decomposes the output, ``accounts`` says what it is: the sum of all relevance,
@@ -48,12 +117,9 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
     methods whose rule tells it.
 
     Example:
-        >>> import json, tempfile
-        >>> from pathlib import Path
-        >>> from captum_ssm.explain.writing import write_json
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     (path,) = write_json([], "recall-mamba", Path(folder, "numbers.json"))
-        ...     json.loads(path.read_text())
+        >>> import json
+        >>> from captum_ssm.viz.html.writing import json_of
+        >>> json.loads(json_of([], "recall-mamba"))
         {'model': 'recall-mamba', 'examples': []}
     """
     examples = [
@@ -68,13 +134,24 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
         }
         for explanation in found
     ]
-    text = json.dumps({"model": model, "examples": examples}, indent=1, allow_nan=False)
-    write_whole(out, text + "\n")
-    return [out]
+    return json.dumps({"model": model, "examples": examples}, indent=1, allow_nan=False) + "\n"
+
+
+def write_csv(found: Sequence[Explanation], out: Path) -> None:
+    """Write relevance, a row for each example and token, and a column for each method."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    names = [method["name"] for method in found[0].facts["methods"]]
+    rows.writerow(["example", "position", "token", *names])
+    for example, explanation in enumerate(found):
+        columns = [method["values"] for method in explanation.facts["methods"]]
+        for position, row in enumerate(zip(explanation.tokens, *columns, strict=True)):
+            rows.writerow([example, position, *row])
+    write_whole(out, text.getvalue())
 
 
 def write_pictures(
-    found: Sequence[Explanation], images: Tensor | None, title: str, out: Path
+    found: Sequence[Explanation], images: Sequence[Tensor] | None, title: str, out: Path
 ) -> list[Path]:
     """A picture of each example, and for texts one of each method's roles if its rule tells some.
 
@@ -83,7 +160,7 @@ def write_pictures(
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.explain.writing import write_pictures
+        >>> from captum_ssm.viz.html.writing import write_pictures
         >>> from captum_ssm.viz.html.explanation import Explanation
         >>> roles = {"content": [0.0, -0.5], "key": [1.0, 0.0]}
         >>> methods = [{"name": "flow", "values": [1.0, -0.5], "own": None, "roles": roles}]
@@ -128,7 +205,7 @@ def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
 
     Example:
         >>> from pathlib import Path
-        >>> from captum_ssm.explain.writing import picture_files
+        >>> from captum_ssm.viz.html.writing import picture_files
         >>> [path.name for path in picture_files(Path("lamp.png"), 2)]
         ['lamp.png', 'lamp-2.png']
     """
@@ -155,7 +232,7 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
         count: how many tokens at most. Default: 5.
 
     Example:
-        >>> from captum_ssm.explain.writing import largest
+        >>> from captum_ssm.viz.html.writing import largest
         >>> method = {"name": "LatimFlow", "values": [0.5, -2.0], "own": None, "roles": {}}
         >>> largest({"tokens": ["anna", "owns"]}, method)
         '  LatimFlow: owns (-2, token 1), anna (+0.5, token 0)'
