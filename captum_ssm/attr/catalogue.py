@@ -6,7 +6,8 @@ The command, Insights, the report and the documentation read it; the methods do 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from captum.attr import (
@@ -23,7 +24,7 @@ from captum.attr import (
 
 from .._names import known_as, meant
 from ..errors import OptionError
-from ..linear import FAMILY
+from ..linear import FAMILY, Rule
 from .call.checks import PRESETS
 from .call.targets import CONTRASTS
 from .engine.method import RECIPES, SSMAttribution
@@ -222,10 +223,15 @@ METHODS: tuple[Entry, ...] = (
     ),
 )
 
-#: The default methods: contributions to the output, and to the query's token, whatever the output.
-#: Rollouts find little beside the identity if layers write little, and gradients of attention if
-#: the model is sure.
-DEFAULT = (LatimFlow, LatimNorm)
+#: The questions that LatimFlow's rules answer.
+QUESTIONS: Mapping[Rule, str] = MappingProxyType(
+    {"centered": "What mattered?", "frozen": "Which token was it copied from?"}
+)
+
+#: The default methods, by their names in results: LatimFlow under each of these rules.
+DEFAULT: Mapping[str, type[Attribution]] = MappingProxyType(
+    {f"{LatimFlow.get_name()}, {rule}": LatimFlow for rule in QUESTIONS}
+)
 
 #: Captum's own methods that are offered beside them, in the order in which they are listed.
 OF_CAPTUM: tuple[type[Attribution], ...] = (
@@ -259,6 +265,29 @@ def holds_identity(method: Any) -> bool:
     if isinstance(method, str):
         return method in {each.get_name() for each in of_kind}
     return issubclass(method if isinstance(method, type) else type(method), of_kind)
+
+
+def with_rules(
+    methods: Any, options: Mapping[str, Mapping[str, Any]] | None
+) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return options by method; those of the default methods have their rules.
+
+    Args:
+        methods: as users gave them.
+        options: by the name of a method; those of LatimFlow are for both default ones.
+
+    Example:
+        >>> from captum_ssm.attr.catalogue import DEFAULT, with_rules
+        >>> with_rules(DEFAULT, {"LatimFlow": {"baselines": "mean"}})["LatimFlow, frozen"]
+        {'rule': 'frozen', 'baselines': 'mean'}
+    """
+    if methods is not DEFAULT:
+        return options
+    given = dict(options or {})
+    of_both = given.pop(LatimFlow.get_name(), {})
+    rules = zip(DEFAULT, QUESTIONS, strict=True)
+    own = {name: {"rule": rule, **of_both, **given.pop(name, {})} for name, rule in rules}
+    return own | given
 
 
 def method_named(name: str, argument: str) -> type[Attribution]:

@@ -120,7 +120,8 @@ def compare(
             token ids called on their embeddings where they take gradients at the inputs; or
             instances, for methods with arguments of their own; one of these, or a list of them.
             A mapping gives them names of your choice, under which one method may stand several
-            times, with ``options`` of its own under each. Default: None, LatimFlow and LatimNorm.
+            times, with ``options`` of its own under each. Default: None, LatimFlow by two rules:
+            what mattered (centered), and which token the answer was copied from (frozen).
         target: what is explained, in Captum's forms, or with a tokenizer a token's text; see
             :meth:`MambaAttribution.attribute`. Default: None.
         additional_forward_args: further positional arguments of forward_func, for example an
@@ -164,10 +165,10 @@ def compare(
     additional = as_tuple(given["additional_forward_args"])
     check_batch(tensor, additional)
     checks.flags(per_token=per_token, show_progress=show_progress)
-    if methods is None:
-        from .catalogue import DEFAULT  # it imports all methods
+    from .catalogue import DEFAULT, with_rules  # it imports all methods
 
-        methods = DEFAULT
+    methods = DEFAULT if methods is None else methods
+    options = with_rules(methods, options)
     named = named_methods(methods)
     made = {name: _made(method, forward_func, model, layers) for name, method in named.items()}
     chosen = _chosen(options, made)

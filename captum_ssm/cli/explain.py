@@ -169,6 +169,7 @@ def run(options: argparse.Namespace) -> None:
         CaptumSSMError: when an option or an input cannot be used; the message names it.
     """
     from ..attr.call.targets import CONTRASTS
+    from ..attr.catalogue import QUESTIONS
     from ..explain.methods import against, method_classes, under_rules, with_option
     from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
@@ -185,9 +186,8 @@ def run(options: argparse.Namespace) -> None:
     if not printed:
         check_format(options.out)
     _check_maps(options, is_page(options.out))
-    methods, their_options = under_rules(
-        method_classes(options.method), options.rule, options.baselines
-    )
+    rules = options.rule if options.method or options.rule else tuple(QUESTIONS)
+    methods, their_options = under_rules(method_classes(options.method), rules, options.baselines)
     check_new(_files(options, methods, their_options), options)
     make_folder(options.out.parent)
     loaded = loaded_by(options)
@@ -268,7 +268,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
         raise OptionError(
             f"--generate {options.generate} must be at least 1, and goes without --answer."
         )
-    methods = method_classes(options.method or ["LatimFlow"])
+    methods = method_classes(options.method)
     named, their_options = under_rules(methods, options.rule, options.baselines)
     if len(named) > 1:
         raise OptionError(

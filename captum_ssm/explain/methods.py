@@ -9,7 +9,7 @@ from typing import Any
 from captum.attr import Attribution
 
 from ..attr import LatimFlow
-from ..attr.catalogue import DEFAULT, METHODS, OF_CAPTUM, OFFERED, method_named
+from ..attr.catalogue import METHODS, OF_CAPTUM, OFFERED, method_named
 from ..errors import OptionError
 from ..linear import Rule
 
@@ -18,7 +18,7 @@ def method_classes(names: list[str] | None) -> list[type[Attribution]]:
     """The classes of methods, of this package and of Captum, by names in any spelling.
 
     Args:
-        names: of the methods; None for those of a report.
+        names: of the methods; None for LatimFlow.
 
     Returns:
         The classes, each once, in the order of their names.
@@ -32,7 +32,7 @@ def method_classes(names: list[str] | None) -> list[type[Attribution]]:
         ['MambaLRP', 'LatimFlow']
     """
     if not names:
-        return list(DEFAULT)
+        return [LatimFlow]
     return list(dict.fromkeys(method_named(name, "--method") for name in names))
 
 

@@ -59,6 +59,10 @@ def test_one_method_under_two_rules():
         for name, options in rules.items():
             close(found[name], LatimFlow(model).attribute(ids, (-1, 4), **options))
     assert not torch.allclose(found["content"], found["cause"], rtol=0.1)
+    both, one = {"LatimFlow": {"baselines": 0.0}}, {"LatimFlow, frozen": {"rule": "half"}}
+    found = compare(model, ids, target=(-1, 4), options=both | one)
+    for name, rule in {"LatimFlow, centered": "centered", "LatimFlow, frozen": "half"}.items():
+        close(found[name], LatimFlow(model).attribute(ids, (-1, 4), baselines=0.0, rule=rule))
 
 
 def test_embeddings_with_a_mask_and_parts_of_the_batch():

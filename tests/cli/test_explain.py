@@ -19,7 +19,7 @@ from zoo.small import randomise
 from zoo.vision_language import vision_language_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, SSMLLMAttribution
-from captum_ssm.attr.catalogue import DEFAULT
+from captum_ssm.attr.catalogue import DEFAULT, QUESTIONS
 from captum_ssm.cli import main
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import load_bundled
@@ -130,7 +130,8 @@ def test_reports(tmp_path: Path, run: Run) -> None:
     page = read_page(out)
     assert page.texts("h1") == ["<T>"]
     (example,) = page.facts["examples"]
-    assert [m["name"] for m in example["methods"]] == [method.get_name() for method in DEFAULT]
+    asking = {m["name"]: m["question"] for m in example["methods"]}
+    assert asking == dict(zip(DEFAULT, QUESTIONS.values(), strict=True))
     assert [m["name"] for m in example["maps"]] == ["Implicit attention"]
     run(*asked, "--maps", "contributions", "--layers", "-1")
     (contributions,) = read_page(out).facts["examples"][0]["maps"]

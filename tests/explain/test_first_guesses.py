@@ -200,7 +200,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
         compare(MODEL, IDS, methods=["LatimFlow", "MambaLRP"], target=TARGET)["LatimFlow"]
     ),
     "compare(m, text, target=' lamp')": lambda _: same(
-        compare(MODEL, TEXT, target=" lamp", tokenizer=WORDS)["LatimFlow"]
+        compare(MODEL, TEXT, target=" lamp", tokenizer=WORDS)["LatimFlow, frozen"]
     ),
     "attribution_graph(m, ids).to_html()": lambda _: (
         "image/svg" in attribution_graph(MODEL, IDS, TARGET)._repr_html_()

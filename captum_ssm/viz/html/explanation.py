@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ...attr import compare
+from ...attr import LatimFlow, compare
 from ...attr.call.layout import patch_sums
-from ...attr.catalogue import holds_identity
+from ...attr.catalogue import QUESTIONS, holds_identity
 from ...attr.comparison import Comparison, Method, Named
 from ...attr.text.tokens import Tokens
 from ...edges import EdgeEffects
@@ -148,7 +148,7 @@ def explain(
         "marks": words.marks,
         "breaks": words.breaks,
         "direction": direction_of("".join(names)),
-        "methods": _methods(found, roles, wanted.methods, known),
+        "methods": _methods(found, roles, wanted, known),
         "start": _start(answers, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
@@ -270,16 +270,19 @@ def _names(example: ShownExample, known: Outline) -> Sequence[str]:
 def _methods(
     found: Comparison,
     roles: Mapping[str, Mapping[str, list[float | None]]],
-    methods: Named,
+    wanted: Wanted,
     known: Outline,
 ) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
     facts = []
-    for (name, relevance), kind in zip(found.items(), methods.values(), strict=True):
+    for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
         values = _values(name, relevance, known)
         own = known.asking if holds_identity(kind) else None
         said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
         said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        if kind is LatimFlow:
+            rule = (wanted.options or {}).get(name, {}).get("rule", "")
+            said["question"] = QUESTIONS.get(rule)
         said["sum"] = found.sums[name][0].facts if name in found.sums else None
         facts.append({**said, "roles": roles.get(name, {})})
     return facts

@@ -12,7 +12,7 @@ from ..._files import make_folder, write_whole
 from ...attr.call import checks
 from ...attr.call.given import called_by_name
 from ...attr.call.inputs import batch_parts
-from ...attr.catalogue import DEFAULT
+from ...attr.catalogue import DEFAULT, with_rules
 from ...attr.comparison import named_methods
 from ...attr.engine.fold import shown
 from ...attr.engine.fold import wanted as layers_wanted
@@ -86,7 +86,7 @@ def report(
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; with a tokenizer a text, a conversation, or a list of these, which need not be
             of one length; or with a transform an image of PIL or a list of them.
-        methods: one or several, as in :func:`captum_ssm.compare`. Default: LatimFlow and LatimNorm.
+        methods: one or several, as in :func:`captum_ssm.compare`, with the same default.
         target: what is explained, in Captum's forms, or the text of a token or the name of a class;
             a list has one for each example. Default: None, what the model predicts: of a language
             model, after the last token.
@@ -250,7 +250,7 @@ def explain_all(
         with cut.counting():
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    named = named_methods(methods)
+    named, options = named_methods(methods), with_rules(methods, options)
     taken = streams_size(outlines, named) if answers else 0
     kept = _kept(outlines, chosen, kinds, megabytes, taken)
     counts = kept, listed, followed

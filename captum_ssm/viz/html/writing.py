@@ -248,7 +248,8 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
         best = [i for i in best if i != method["own"]]
         return ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)
 
-    lines = [f"  {_caption(method)}: {first(_scores(method), count)}"]
+    question = f"{method['question']} " if method.get("question") else ""
+    lines = [f"  {question}{_caption(method)}: {first(_scores(method), count)}"]
     lines += [f"    {role}: {first(_filled(v), 1)}" for role, v in method["roles"].items()]
     lines += [f"    {each['told']}" for each in [method.get("sum")] if each is not None]
     return "\n".join(lines)

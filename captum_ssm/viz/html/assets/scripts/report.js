@@ -81,6 +81,11 @@ function titleOf({ name, whole }) {
   return whole ? `${whole.name}, as ${name}` : name;
 }
 
+/** The question that a method answers above its name, or the name alone. */
+function calledBy({ name, question }) {
+  return question ? [question, make('small', {}, name)] : [name];
+}
+
 /** Tokens coloured by the method, and what is said of the one that is looked at. */
 function showTokens(about = null) {
   const { tokens: names } = example();
@@ -291,7 +296,7 @@ function showMethods() {
       'label',
       { className: view.whole ? 'role' : '' },
       radio,
-      make('span', { className: 'name' }, view.name),
+      make('span', { className: 'name' }, ...calledBy(view)),
       gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
       most,
       ...sumToldOf(view.whole ? {} : view),
