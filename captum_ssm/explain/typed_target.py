@@ -37,10 +37,12 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
     labels = list(subject.labels or ())
     if text in labels and not language:
         return labels.index(text)
+    codec = subject.codec if language else None
     try:
-        found = Reader(subject.codec, subject.forward_func, subject.module).target(text)
+        found = Reader(codec, subject.forward_func, subject.module).target(text)
     except TargetError as error:
-        raise OptionError(f"{option} {error} An id is written as id:NUMBER.") from error
+        told = str(error).removeprefix("target=")
+        raise OptionError(f"{option} {told} An id is written as id:NUMBER.") from error
     if isinstance(found, tuple) is language and not isinstance(found, str):
         return found
     if language:
