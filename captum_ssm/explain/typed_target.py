@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..attr.call.given import Reader
+from ..attr.call.given import Reader, classes_of
 from ..errors import OptionError, TargetError
 from ..viz.html.example import Subject
 
@@ -47,8 +47,7 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         return found
     if language:
         raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
-    own = getattr(getattr(subject.module, "config", None), "label2id", None) or {}
-    known = ", ".join(list(labels or own)[:10]) or "none"
+    known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
     raise OptionError(
         f"{option} {text!r} is no number and none of the classes ({known}). Give a class's number, "
         "or name the classes by --labels."

@@ -174,10 +174,9 @@ class Reader:
         if not at and (not isinstance(target, str) or (name == "contrast" and target in CONTRASTS)):
             return target
         if isinstance(target, str):
-            model = find_model(self._forward_func, self._model)
-            classes = getattr(getattr(model, "config", None), "label2id", None) or {}
+            classes = classes_of(find_model(self._forward_func, self._model))
             if target in classes:
-                return int(classes[target])
+                return classes[target]
         if self.codec is None:
             return target
         position, text = target if at else (-1, target)
@@ -186,6 +185,12 @@ class Reader:
         except InputError as error:
             raise TargetError(f"{name}={target!r}: {error}") from None
         return (position, token) if at else _Named((position, token))
+
+
+def classes_of(model: nn.Module) -> dict[str, int]:
+    """Return the numbers of a model's classes by the names that its configuration has."""
+    named = getattr(getattr(model, "config", None), "id2label", None) or {}
+    return {str(name): int(number) for number, name in named.items()}
 
 
 class _Named(tuple[int, int]):
