@@ -46,36 +46,21 @@ __version__ = "0.1.0"
 
 #: Public names and where they live; imported on first use, so that ``import captum_ssm`` is quick.
 _WHERE = {
-    "EdgeEffects": "edges",
-    "Edges": "edges",
-    "Feature": "inside",
-    "ImplicitAttention": "attr",
-    "ImplicitAttentionRollout": "attr",
-    "LatimALTI": "attr",
-    "LatimFlow": "attr",
-    "LatimLogit": "attr",
-    "LatimNorm": "attr",
-    "LayerLatimFlow": "inside",
-    "LayerMambaLRP": "inside",
-    "MambaAttribution": "attr",
-    "MambaLRP": "attr",
-    "NeuronLatimFlow": "inside",
-    "NeuronMambaLRP": "inside",
-    "SSMLLMAttribution": "attr",
-    "StateMemory": "attr",
-    "SumTarget": "attr",
-    "TransformerAttribution": "attr",
-    "attribution_graph": "inside",
-    "compare": "attr",
-    "discard_smallest": "operators",
-    "frozen_norms": "linear.norms",
-    "knock_out": "edges",
-    "load": "attr",
-    "register_mixer": "mixers",
-    "report": "viz",
-    "supported_architectures": "mixers",
-    "trace": "tracing",
-    "variant_effects": "edges",
+    name: place
+    for place, names in {
+        "edges": "EdgeEffects Edges knock_out variant_effects",
+        "inside": "Feature LayerLatimFlow LayerMambaLRP NeuronLatimFlow NeuronMambaLRP "
+        "attribution_graph",
+        "attr": "ImplicitAttention ImplicitAttentionRollout LatimALTI LatimFlow LatimLogit "
+        "LatimNorm MambaAttribution MambaLRP SSMLLMAttribution StateMemory SumTarget "
+        "TransformerAttribution compare load",
+        "operators": "discard_smallest",
+        "mixers": "register_mixer supported_architectures",
+        "linear.norms": "frozen_norms",
+        "viz": "report",
+        "tracing": "trace",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> None:
     from ..explain.typed_target import read_target
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all
-    from ..viz.html.writing import check_format, is_page, json_of, told_of, write
+    from ..viz.html.writing import check_format, is_page, json_of, write
     from .method_options import set_options
 
     if _is_answer(options):
@@ -218,7 +218,8 @@ def run(options: argparse.Namespace) -> None:
         their_options,
         matrices=maps if is_page(options.out) else False,
         shown_layers=options.layers,
-        **told_of(Path("-.json") if printed else options.out),
+        accounts=options.out.suffix.lower() in ("", ".json"),
+        answers=is_page(options.out),
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     if printed:

@@ -1,4 +1,4 @@
-"""``captum-ssm methods``."""
+"""``captum-ssm methods`` and ``captum-ssm models``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the commands to the subparsers."""
     parser = commands.add_parser(
         "methods",
         help="list the methods, what they cost and what they say",
@@ -15,6 +15,20 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--markdown", action="store_true", help="print a markdown table")
     parser.set_defaults(run=run)
+    lists = "list the models that ship with the package"
+    commands.add_parser("models", help=lists, description=f"{lists.capitalize()}.").set_defaults(
+        run=list_models
+    )
+
+
+def list_models(_: argparse.Namespace) -> None:
+    """Print the bundled models, one line each."""
+    from ..models.bundled import BUNDLED, load_bundled
+
+    for name in BUNDLED:
+        model, words = load_bundled(name)
+        size = sum(each.numel() for each in model.parameters())
+        print(f"{name}  {type(model).__name__}, {size:,} parameters, {len(words)} words")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -292,14 +292,7 @@ class Effects:
         return total
 
     def to_pandas(self, count: int = 100) -> Any:
-        """Return the edges of the largest effects as a ``pandas.DataFrame``, a row for each.
-
-        Args:
-            count: how many of each example. Default: 100.
-
-        Raises:
-            ImportError: when pandas is not installed.
-        """
+        """Return :meth:`top` as a ``pandas.DataFrame``, a row for each edge; count: 100."""
         rows = [
             {"example": example, **edge._asdict()}
             for example, edges in enumerate(self.top(count))

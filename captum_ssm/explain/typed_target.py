@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..errors import InputError, OptionError
+from ..attr.call.given import Reader, classes_of
+from ..errors import OptionError, TargetError
 from ..viz.html.example import Subject
 
 _ID = re.compile(r"id:(\d+)")
@@ -29,31 +30,24 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         >>> read_target(subject, "lamp", language=True) == (-1, vocabulary.id_of("lamp"))
         True
     """
-    return (-1, _token(subject, text, option)) if language else _class(subject, text, option)
-
-
-def _token(subject: Subject, text: str, option: str) -> int:
     given = _ID.fullmatch(text)
-    if given:
-        return int(given[1])
-    if subject.codec is None:
-        raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
+    if given or (text.isdecimal() and not language):
+        number = int(given[1] if given else text)
+        return (-1, number) if language else number
+    labels = list(subject.labels or ())
+    if text in labels and not language:
+        return labels.index(text)
+    codec = subject.codec if language else None
     try:
-        return subject.codec.token(text)
-    except InputError as error:
-        raise OptionError(f"{option} {text!r}: {error} An id is written as id:NUMBER.") from error
-
-
-def _class(subject: Subject, text: str, option: str) -> int:
-    own = getattr(getattr(subject.module, "config", None), "id2label", None) or {}
-    given = {name: number for number, name in enumerate(subject.labels or ())}
-    names = {str(name): number for number, name in own.items()} | given
-    if text in names:
-        return int(names[text])
-    number = _ID.fullmatch(text)
-    if number or text.isdecimal():
-        return int(number[1] if number else text)
-    known = ", ".join(list(given or names)[:10]) or "none"
+        found = Reader(codec, subject.forward_func, subject.module).target(text)
+    except TargetError as error:
+        told = str(error).removeprefix("target=")
+        raise OptionError(f"{option} {told} An id is written as id:NUMBER.") from error
+    if isinstance(found, tuple) is language and not isinstance(found, str):
+        return found
+    if language:
+        raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
+    known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
     raise OptionError(
         f"{option} {text!r} is no number and none of the classes ({known}). Give a class's number, "
         "or name the classes by --labels."

@@ -83,11 +83,11 @@ def test_calls(case: str) -> None:
 #: What is given as inputs, and the advice; the contract of methods refuses others.
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "two inputs": ((IDS, IDS), ["inputs holds 2 tensors", "additional_forward_args"]),
-    "a list": (IDS.tolist(), ["inputs must be a tensor", "list", "torch.tensor(inputs)"]),
-    "text": ("hello", ["inputs must be a tensor", "str", "SSMLLMAttribution"]),
-    "array": (np.ones((2, 3)), ["torch.from_numpy(inputs)"]),
+    "a ragged list": ([[1, 2], [3]], ["inputs must be a tensor", "list", "torch.tensor(inputs)"]),
+    "text": ("hello", ["inputs must be a tensor", "str", "tokenizer="]),
+    "words": (np.array(["a"]), ["inputs must be a tensor, got ndarray"]),
     "tensors": ([torch.ones(3), torch.ones(3)], ["torch.stack(inputs)"]),
-    "pixels": ({"pixel_values": torch.ones(1, 3, 4, 4)}, ["inputs=encoding['pixel_values']."]),
+    "other names": ({"ids": IDS}, ["one of its values, out of ['ids']"]),
     "ids of three dimensions": (torch.ones(2, 5, 1).long(), ["token ids are (B, L)"]),
     "pixels that are integers": (torch.ones(2, 3, 4, 4).byte(), ["image processor"]),
     "complex numbers": (torch.ones(2, 5, WIDTH) * 1j, ["dtype torch.complex64"]),

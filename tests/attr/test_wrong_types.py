@@ -14,6 +14,7 @@ from torch import nn
 from zoo.small import mamba_lm, mixers_of, token_ids
 
 from captum_ssm import CaptumSSMError, ImplicitAttention, LatimALTI, LatimNorm, compare
+from captum_ssm.models import load_bundled
 from captum_ssm.testing.options import OPTIONS, ByKind
 
 pytestmark = pytest.mark.slow
@@ -131,10 +132,18 @@ def test_constructors(method):
             made.attribute(token_ids(BATCH, TOKENS), target=(-1, 3), **mean)
 
 
+WORDS = load_bundled()[1]
 COMPARED: dict[str, tuple[list[Any], list[Any]]] = {
     "methods": (
-        [None, 3, "latim", nn.Linear, [], {}, ["latim"], [3], [None], [nn.Linear], [mamba_lm]],
-        [["LatimNorm", LatimALTI], (LatimNorm,), {"mine": "LatimNorm"}, "LatimNorm", LatimNorm],
+        [3, "latim", WORDS, nn.Linear, [], {}, ["latim"], [3], [None], [nn.Linear], [mamba_lm]],
+        [
+            None,
+            ["LatimNorm", LatimALTI],
+            (LatimNorm,),
+            {"mine": "LatimNorm"},
+            "LatimNorm",
+            LatimNorm,
+        ],
     ),
     "options": (
         ["x", 3, [], {"LatimNorm": 3}, {"LATIM": {}}, {"LatimNorm": "x"}],
@@ -142,6 +151,8 @@ COMPARED: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "layers": (["x", 3, [], [3]], [None, ["backbone.layers.0.mixer"]]),
     "model": (["mamba", 3], [None]),
+    "tokenizer": (["mamba", 3], [None, WORDS]),
+    "show_progress": values_of("show_progress"),
     **{
         name: values_of(name)
         for name in ("inputs", "target", "additional_forward_args", "internal_batch_size")

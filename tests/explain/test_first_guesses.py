@@ -18,7 +18,7 @@ import torch
 from captum.attr import NoiseTunnel
 from PIL import Image
 from torch import Tensor
-from transformers import pipeline
+from transformers import BatchEncoding, pipeline
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm
 
@@ -53,10 +53,10 @@ EMBEDDED = MODEL.get_input_embeddings()(IDS).detach()
 MIXER = "backbone.layers.0.mixer"
 FLOW = LatimFlow(MODEL)
 CHAT = [{"role": "user", "content": "anna owns the lamp"}]
-PADDED = {
+PADDED = BatchEncoding({
     "input_ids": torch.tensor([[0, 0, 5, 3, 4], [1, 2, 3, 4, 5]]),
     "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
-}
+})  # fmt: skip
 MASK_OF_BATCH = PADDED["attention_mask"]
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(255, size=(32, 32, 3), dtype="uint8"))
 

@@ -30,7 +30,6 @@ _INSTEAD = {
     "n_steps": "There are no steps between two inputs. Leave n_steps out.",
     "layer": "LayerLatimFlow(model, layer) explains a layer; layers=[...] names the mixers to use.",
     "layers": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
-    "sources": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
     "tokenizer": "Pass it to the call: attribute(text, target=' fox', tokenizer=tokenizer).",
 }
 
@@ -79,16 +78,7 @@ def check_model(forward_func: Any, model: Any) -> None:
 
 
 def reads_any(function: Function, name: str) -> Function:
-    """Return a method with ``inputs`` that also takes texts, encodings and text targets.
-
-    The arguments by name ``input_ids``, ``inputs_embeds``, ``pixel_values``, ``attention_mask``,
-    ``token_type_ids`` and ``tokenizer`` are read here for all methods; ``show_progress`` of methods
-    without a bar shows one over the parts of the batch.
-
-    Args:
-        function: the method.
-        name: the method's name, for errors.
-    """
+    """Return a method that also takes texts, a tokenizer's results, ``tokenizer`` and a bar."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     more = {*KEYS, *BESIDE, "tokenizer"} - parameters.keys()
@@ -128,12 +118,7 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
-        """Bring a call's arguments into Captum's forms, in place.
-
-        Args:
-            arguments: the arguments by name.
-            beside: further tensors of a tokenizer's result, by their names.
-        """
+        """Bring arguments into Captum's forms, in place; ``beside`` are tensors by name."""
         inputs = unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):
             key = next((key for key in KEYS if key in inputs), None)
@@ -180,11 +165,7 @@ class Reader:
         return torch.stack(found).to(first.device)
 
     def target(self, target: Any, name: str = "target") -> Any:
-        """Return a target in Captum's forms; a text in it names a class or the next token.
-
-        Raises:
-            TargetError: for a text of several tokens, or an unknown one.
-        """
+        """Return a target in Captum's forms; a text in it names a class or the next token."""
         if isinstance(target, Each):
             return Each([self.target(one, name) for one in target.targets])
         if isinstance(target, list):
@@ -193,10 +174,9 @@ class Reader:
         if not at and (not isinstance(target, str) or (name == "contrast" and target in CONTRASTS)):
             return target
         if isinstance(target, str):
-            model = find_model(self._forward_func, self._model)
-            classes = getattr(getattr(model, "config", None), "label2id", None) or {}
+            classes = classes_of(find_model(self._forward_func, self._model))
             if target in classes:
-                return int(classes[target])
+                return classes[target]
         if self.codec is None:
             return target
         position, text = target if at else (-1, target)
@@ -205,6 +185,12 @@ class Reader:
         except InputError as error:
             raise TargetError(f"{name}={target!r}: {error}") from None
         return (position, token) if at else _Named((position, token))
+
+
+def classes_of(model: nn.Module) -> dict[str, int]:
+    """Return the numbers of a model's classes by the names that its configuration has."""
+    named = getattr(getattr(model, "config", None), "id2label", None) or {}
+    return {str(name): int(number) for number, name in named.items()}
 
 
 class _Named(tuple[int, int]):

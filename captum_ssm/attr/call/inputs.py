@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,14 +143,12 @@ def unpadded(value: Any) -> Any:
 def _in_place_of(value: Any) -> str:
     """Return advice on what to pass in place of a value that is no tensor."""
     if isinstance(value, Mapping):
-        return _in_place_of_mapping(value)
+        return f"Pass one of its values, out of {list(value)}. Accepted are {_FORMS}."
     if isinstance(value, str):
         return (
             "Pass tokenizer= beside it, or token ids (B, L), such as "
             "tokenizer(text, return_tensors='pt')['input_ids']."
         )
-    if isinstance(value, np.ndarray):
-        return "Pass torch.from_numpy(inputs)."
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
         return (
             f"Pass one tensor: torch.stack(inputs) of examples of one shape. Accepted are {_FORMS}."
@@ -161,18 +158,6 @@ def _in_place_of(value: Any) -> str:
     if isinstance(value, list | tuple) and value:
         return f"Pass torch.tensor(inputs), where it holds numbers. Accepted are {_FORMS}."
     return f"Accepted are {_FORMS}."
-
-
-def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
-    """Return advice for a tokenizer's result: pass the ids, and the mask as a further argument."""
-    key = next((key for key in KEYS if key in encoding), None)
-    if key is None:
-        return f"Pass one of its values, out of {list(encoding)}. Accepted are {_FORMS}."
-    mask = (
-        ", and additional_forward_args=(encoding['attention_mask'],), in the order of the model's "
-        "parameters"
-    )
-    return f"Pass inputs=encoding[{key!r}]{mask if 'attention_mask' in encoding else ''}."
 
 
 def _check_ids(ids: Tensor, name: str) -> None:

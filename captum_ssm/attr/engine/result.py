@@ -112,11 +112,7 @@ class Result:
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """Return :meth:`rows` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: when pandas is not installed.
-        """
+        """Return :meth:`rows` as a ``pandas.DataFrame``."""
         return optional("pandas", "pandas", "to_pandas()").DataFrame(self.rows())
 
     def show(self) -> None:

@@ -86,7 +86,7 @@ def read_examples(
                 "inputs holds texts, of which the tokenizer makes the tokens. Leave out tokens and "
                 "additional_forward_args, or pass token ids."
             )
-        return list(_texts(subject, inputs, target))
+        return list(_texts(reader, inputs, target))
     tensor, _ = single_input(inputs)
     check_batch(tensor, additional)
     names = _names(tensor, tokens, subject.codec)
@@ -96,8 +96,8 @@ def read_examples(
     ]
 
 
-def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[ShownExample]:
-    if subject.codec is None:
+def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
+    if reader.codec is None:
         raise InputError("inputs holds texts: pass the model's tokenizer, or token ids (B, L).")
     if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
         raise InputError(
@@ -107,29 +107,18 @@ def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[ShownExample]:
         )
     if not texts:
         raise InputError("inputs is an empty list; pass at least one text.")
-    device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
     for text, cut in zip(texts, batch_parts(len(texts), 1), strict=True):
-        ids = subject.codec.ids_of(text)
-        if not len(ids):
+        ids = reader.inputs(text)
+        if not ids.numel():
             raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
-        named = Tokens.of(subject.codec, ids)
-        yield ShownExample(ids[None].to(device), cut.target(target), (), named)
+        yield ShownExample(ids, cut.target(target), (), Tokens.of(reader.codec, ids[0]))
 
 
 def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
-    """Return images as the model reads them, (B, C, H, W).
-
-    Args:
-        images: an image, or a list of them.
-        transform: makes a tensor (C, H, W) of one, or a mapping of transformers' image processors.
-    """
-    found = []
-    for image in images if isinstance(images, list | tuple) else [images]:
-        made = transform(image)
-        if isinstance(made, Mapping):
-            made = made["pixel_values"][0]
-        found.append(torch.as_tensor(made))
-    return torch.stack(found)
+    """Return an image, or several, as the model reads them, (B, C, H, W)."""
+    made = map(transform, images if isinstance(images, list | tuple) else [images])
+    found = (x["pixel_values"][0] if isinstance(x, Mapping) else x for x in made)
+    return torch.stack(list(map(torch.as_tensor, found)))
 
 
 def _names(

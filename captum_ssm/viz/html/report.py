@@ -24,7 +24,7 @@ from .explanation import Explanation, Methods, Wanted, explain, streams_size
 from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
-from .writing import ANSWERS, FORMATS, check_format, is_page, told_of, write
+from .writing import ANSWERS, FORMATS, check_format, is_page, write
 
 #: Beside maps so many edges are listed, and so many nodes of the graph followed.
 _EDGES, _NODES = 10, 24
@@ -198,7 +198,8 @@ def report(
         megabytes=megabytes,
         edges=edges,
         graph=graph,
-        **told_of(file),
+        accounts=file.suffix.lower() == ".json",
+        answers=is_page(file),
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):

@@ -40,14 +40,7 @@ ANSWERS = {".html": "a report"}
 def check_format(
     out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS), option: str = "--out"
 ) -> None:
-    """Raise unless the file's ending says what it is to hold.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from captum_ssm.viz.html.writing import FORMATS, check_format
-        >>> for ending in FORMATS:
-        ...     check_format(Path(f"lamp{ending}"))
-    """
+    """Raise unless the file's ending says what it is to hold."""
     if out.suffix.lower() not in formats:
         known = ", ".join(f"{end} ({what})" for end, what in formats.items())
         raise OptionError(f"{option} {out}: the ending says what to write: {known}.")
@@ -58,11 +51,6 @@ def is_page(out: Path) -> bool:
     return out.suffix.lower() == ".html"
 
 
-def told_of(out: Path) -> dict[str, bool]:
-    """What a file of its ending needs beside relevance, as arguments of ``explain_all``."""
-    return {"accounts": out.suffix.lower() == ".json", "answers": is_page(out)}
-
-
 def write(
     subject: Subject,
     examples: Sequence[ShownExample],
@@ -71,17 +59,7 @@ def write(
     title: str,
     out: Path,
 ) -> list[Path]:
-    """Write explanations as the file's ending says.
-
-    Args:
-        subject, examples, found: what is explained, and the explanations.
-        model: the model's name.
-        title: a heading.
-        out: the file.
-
-    Returns:
-        The files that were written.
-    """
+    """Write explanations of a model as the file's ending says, and return all files."""
     if is_page(out):
         write_report(subject, found, title, out)
     elif out.suffix.lower() == ".csv":
@@ -115,12 +93,6 @@ def json_of(found: Sequence[Explanation], model: str) -> str:
     ``baselines`` are what a rule compares with. ``sums`` holds, of methods that promise a sum,
     the wanted number, the sum and the delta. ``roles`` holds relevance by what tokens did, of
     methods whose rule tells it.
-
-    Example:
-        >>> import json
-        >>> from captum_ssm.viz.html.writing import json_of
-        >>> json.loads(json_of([], "recall-mamba"))
-        {'model': 'recall-mamba', 'examples': []}
     """
     examples = [
         {
@@ -156,20 +128,6 @@ def write_pictures(
     """A picture of each example, and for texts one of each method's roles if its rule tells some.
 
     From the second on, files are numbered.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from captum_ssm.viz.html.writing import write_pictures
-        >>> from captum_ssm.viz.html.explanation import Explanation
-        >>> roles = {"content": [0.0, -0.5], "key": [1.0, 0.0]}
-        >>> methods = [{"name": "flow", "values": [1.0, -0.5], "own": None, "roles": roles}]
-        >>> facts = {"explained": "lamp", "methods": methods, "image": None}
-        >>> found = [Explanation(facts, ["anna", "owns"], [], {})] * 2
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     paths = write_pictures(found, None, "recall-mamba", Path(folder, "owns.png"))
-        >>> [path.name for path in paths]
-        ['owns.png', 'owns-roles.png', 'owns-2.png', 'owns-2-roles.png']
     """
     paths = []
 
@@ -201,14 +159,7 @@ def write_pictures(
 
 
 def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
-    """The files of the pictures of several examples.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from captum_ssm.viz.html.writing import picture_files
-        >>> [path.name for path in picture_files(Path("lamp.png"), 2)]
-        ['lamp.png', 'lamp-2.png']
-    """
+    """The files of the pictures of several examples."""
     return [path for number in range(examples) for path in _of_example(out, number, roles)]
 
 
@@ -230,17 +181,6 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
         method: of those facts, with its ``name``, its ``values``, one per token or None, ``own``,
             the token whose own entry is the identity, or None, and such values for its ``roles``.
         count: how many tokens at most. Default: 5.
-
-    Example:
-        >>> from captum_ssm.viz.html.writing import largest
-        >>> method = {"name": "LatimFlow", "values": [0.5, -2.0], "own": None, "roles": {}}
-        >>> largest({"tokens": ["anna", "owns"]}, method)
-        '  LatimFlow: owns (-2, token 1), anna (+0.5, token 0)'
-        >>> largest({"tokens": ["anna", "owns"]}, method | {"own": 1})
-        '  LatimFlow (without the own entry of token 1, -2): anna (+0.5, token 0)'
-        >>> print(largest({"tokens": ["anna", "owns"]}, method | {"roles": {"key": [0.5, 0.0]}}))
-          LatimFlow: owns (-2, token 1), anna (+0.5, token 0)
-            key: anna (+0.5, token 0)
     """
 
     def first(scores: Tensor, count: int) -> str:
