@@ -20,13 +20,11 @@ BUILT_IN = (
     Line("Falcon Mamba", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
     Line("Vision Mamba", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer", lacks=_IMAGES),
-    Line(
-        "Caduceus", "captum_ssm.models.dna.caduceus.BiMamba", "caduceus:bi_mamba", lacks=_BOTH_WAYS
-    ),
+    Line("Caduceus", "captum_ssm.models.dna.caduceus.BiMamba", "vim:bi_mamba", lacks=_BOTH_WAYS),
     Line(
         "Caduceus",
         "captum_ssm.models.dna.caduceus.StrandsMixer",
-        "caduceus:both_strands",
+        "vim:both_strands",
         lacks=_BOTH_WAYS,
     ),
     Line("HyenaDNA", "captum_ssm.models.dna.hyena.HyenaOperator", "hyena:hyena"),
@@ -161,7 +159,7 @@ BUILT_IN = (
     Line(
         "Log-linear Mamba-2",
         "fla.layers.log_linear_mamba2.LogLinearMamba2",
-        "fla.log_linear:fla_log_linear_mamba2",
+        "fla.mamba:fla_log_linear_mamba2",
     ),
     Line("Kimi Delta Attention", "fla.layers.kda.KimiDeltaAttention", "fla.delta:fla_kda"),
     Line("Mamba", "fla.layers.mamba.Mamba", "fla.mamba:fla_mamba"),
@@ -188,17 +186,17 @@ BUILT_IN = (
     Line("Falcon-H1", "falcon_h1.FalconH1Mixer", "mamba2:falcon_h1_mamba2", "parallel"),
     Line("Granite 4", "granitemoehybrid.GraniteMoeHybridMambaLayer", "mamba2:granite_mamba2"),
     Line("Nemotron-H", "nemotron_h.NemotronHMamba2Mixer", "mamba2:hf_mamba2"),
-    Line("Mamba-2", "mamba_ssm.modules.mamba2.Mamba2", "mamba2_ssm:mamba_ssm_mamba2"),
+    Line("Mamba-2", "mamba_ssm.modules.mamba2.Mamba2", "mamba2:mamba_ssm_mamba2"),
     Line(
         "Mamba-2",
         "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
-        "mamba2_ssm:mamba_ssm_mamba2_simple",
+        "mamba2:mamba_ssm_mamba2_simple",
         alone=True,
     ),
     Line("Mamba-2", "mamba_ssm.modules.mha.MHA", "mamba_ssm_attention:mamba_ssm_attention"),
     Line("Mamba-3", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
     Line("Mamba", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
-    Line("Mamba-2", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
+    Line("Mamba-2", "mambapy.mamba2.Mamba2Block", "mamba2:mambapy_mamba2_block"),
     Line("Jamba", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
     Line("Vision Mamba", "mambapy.vim.VMambaBlock", "mambapy:mambapy_vision_block", lacks=_IMAGES),
     Line(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...operators import Chain, Diagonal, Operator, Shape, ShortConv
 from ..base import Call, LinearMixer
+from ..parts.common import zeroed as zeroed
 from ..parts.common import (
     as_heads,
     masked,
@@ -213,8 +214,3 @@ def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set numbers per token (B, L, ...) to zero at padded tokens."""
-    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))
