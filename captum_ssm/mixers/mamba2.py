@@ -95,7 +95,7 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
     projected = run(module.in_proj, entering(module, call))
     scanned_width = 2 * module.d_ssm + 2 * module.ngroups * module.d_state + module.nheads
     beside = (projected.shape[-1] - scanned_width) // 2
-    z0, x0, projected = projected.split([beside, beside, scanned_width], -1)
+    z0, x0, projected = torch.split(projected, [beside, beside, scanned_width], -1)
     path, z = scanned(module, projected, None, module.ngroups, module.dt_limit)
     norm = module.norm if module.rmsnorm else None
     gate_and_norm(path, z, norm, module.ngroups, module.norm_before_gate)
@@ -162,7 +162,7 @@ def scanned(
     """
     heads, mixed = len(module.dt_bias), module.conv1d.in_channels
     width = projected.shape[-1] - mixed - heads
-    z, stream, dt = projected.split([width, mixed, heads], -1)
+    z, stream, dt = torch.split(projected, [width, mixed, heads], -1)
     path = Path(stream, mask).conv(module.conv1d).act(module.act).silence()
     _, key, query = path.now.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))

@@ -70,7 +70,7 @@ def linearize(
     shared, angles = groups * state, module.num_rope_angles
     width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
     sizes = [width, width, shared, shared, heads, heads, heads, angles]
-    z, x, *selected = projected.split(sizes, -1)
+    z, x, *selected = torch.split(projected, sizes, -1)
     path = Path(x, mask, heads).silence()
     path.scan(_scan(module, *selected, path=path, groups=groups), skip=module.D)
     if module.is_outproj_norm:

@@ -67,6 +67,7 @@ class Path:
         for operator in operators:
             self.parts.insert(0, operator)
             self._pending.append(operator)
+            self._is_silent &= isinstance(operator, Diagonal)
         return self
 
     def scale(self, factor: Tensor, component: str | None = None, **options: Any) -> Path:
@@ -81,16 +82,18 @@ class Path:
         return self.then(Diagonal(factor, self.shape, component, **options))
 
     def silence(self) -> Path:
-        """Set padded tokens to zero."""
-        self._is_silent = True
-        return self.then(*masked(self.mask, self.shape, self.values))
+        """Set padded tokens to zero, unless they are."""
+        if not self._is_silent:
+            self.then(*masked(self.mask, self.shape, self.values))
+            self._is_silent = True
+        return self
 
     def conv(self, module: nn.Conv1d) -> Path:
         """Convolve by a depthwise causal convolution; see :func:`causal_conv` for padding."""
         leaky = None if self._is_silent else self.mask
         operator, now = causal_conv(module, self.now, leaky, self.shape)
-        self.silence().then(operator) if leaky is not None else self.then(operator)
-        self._now, self._pending, self._is_silent = now, [], self.mask is None
+        self.silence().then(operator)
+        self._now, self._pending = now, []
         return self
 
     def act(self, function: Callable[[Tensor], Tensor] = F.silu, live: bool = False) -> Path:

@@ -131,14 +131,14 @@ BUILT_IN = (
     Line("LFM3", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
     Line("LFM3", "lfm3.Lfm3Attention", "attention:hf_attention"),
     Line(
-        "RetNet", "fla.layers.multiscale_retention.MultiScaleRetention", "fla.retnet:fla_retention"
+        "RetNet", "fla.layers.multiscale_retention.MultiScaleRetention", "fla.linear:fla_retention"
     ),
     Line("HGRN", "fla.layers.hgrn.HGRNAttention", "fla.hgrn:fla_hgrn"),
-    Line("HGRN2", "fla.layers.hgrn2.HGRN2Attention", "fla.gla:fla_hgrn2"),
-    Line("GLA", "fla.layers.gla.GatedLinearAttention", "fla.gla:fla_gla"),
-    Line("RWKV-6", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"),
+    Line("HGRN2", "fla.layers.hgrn2.HGRN2Attention", "fla.hgrn:fla_hgrn2"),
+    Line("GLA", "fla.layers.gla.GatedLinearAttention", "fla.linear:fla_gla"),
+    Line("RWKV-6", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv:fla_rwkv6"),
     Line("RWKV-7", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
-    Line("RWKV-7", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"),
+    Line("RWKV-7", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv:fla_rwkv7"),
     Line("DeltaNet", "fla.layers.delta_net.DeltaNet", "fla.delta:fla_delta_net"),
     Line(
         "Gated DeltaNet", "fla.layers.gated_deltanet.GatedDeltaNet", "fla.delta:fla_gated_delta_net"
@@ -146,15 +146,15 @@ BUILT_IN = (
     Line(
         "Gated DeltaProduct",
         "fla.layers.gated_deltaproduct.GatedDeltaProduct",
-        "fla.delta_product:fla_gated_delta_product",
+        "fla.delta:fla_gated_delta_product",
     ),
-    Line("Comba", "fla.layers.comba.Comba", "fla.delta_product:fla_comba"),
+    Line("Comba", "fla.layers.comba.Comba", "fla.delta:fla_comba"),
     Line("MesaNet", "fla.layers.mesa_net.MesaNet", "fla.mesa_net:fla_mesa_net"),
-    Line("PaTH", "fla.layers.path_attn.PaTHAttention", "fla.path:fla_path"),
+    Line("PaTH", "fla.layers.path_attn.PaTHAttention", "fla.attention:fla_path"),
     Line(
         "Forgetting Transformer",
         "fla.layers.forgetting_attn.ForgettingAttention",
-        "fla.forgetting:fla_forgetting",
+        "fla.attention:fla_forgetting",
     ),
     Line(
         "Log-linear Mamba-2",
@@ -168,15 +168,15 @@ BUILT_IN = (
     Line(
         "Linear attention",
         "fla.layers.linear_attn.LinearAttention",
-        "fla.linear_attn:fla_linear_attention",
+        "fla.linear:fla_linear_attention",
     ),
     Line(
         "Simple GLA",
         "fla.layers.simple_gla.SimpleGatedLinearAttention",
-        "fla.linear_attn:fla_simple_gla",
+        "fla.linear:fla_simple_gla",
         alone=True,
     ),
-    Line("Based", "fla.layers.based.BasedLinearAttention", "fla.linear_attn:fla_based", alone=True),
+    Line("Based", "fla.layers.based.BasedLinearAttention", "fla.linear:fla_based", alone=True),
     Line("LightNet", "fla.layers.lightnet.LightNetAttention", "fla.lightnet:fla_lightnet"),
     Line("GSA", "fla.layers.gsa.GatedSlotAttention", "fla.gsa:fla_gsa"),
     Line("Transformer", "fla.layers.attn.Attention", "fla.attention:fla_attention"),
