@@ -31,12 +31,12 @@ BUILT_IN = (
     Line(
         "StripedHyena 2",
         "captum_ssm.models.dna.striped_hyena.HyenaCascade",
-        "striped_hyena:cascade",
+        "hyena:cascade",
     ),
     Line(
         "StripedHyena 2",
         "captum_ssm.models.dna.striped_hyena.StripedAttention",
-        "striped_hyena:attention",
+        "hyena:attention",
     ),
     Line("VMamba", "captum_ssm.models.vmamba.mixer.SS2D", "vmamba:ss2d", lacks=_IMAGES),
     Line("Jamba", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
@@ -90,9 +90,11 @@ BUILT_IN = (
     Line(
         "Transformer",
         "torch.nn.modules.activation.MultiheadAttention",
-        "torch_attention:torch_attention",
+        "package_attention:torch_attention",
     ),
-    Line("ViT", "timm.layers.attention.Attention", "timm_attention:timm_attention", lacks=_IMAGES),
+    Line(
+        "ViT", "timm.layers.attention.Attention", "package_attention:timm_attention", lacks=_IMAGES
+    ),
     Line(
         "MambaVision",
         "mambavision.models.mamba_vision.MambaVisionMixer",
@@ -125,7 +127,7 @@ BUILT_IN = (
     Line("xLSTM", "xlstm.xLSTMLayer", "xlstm:mlstm"),
     Line("xLSTM", "xlstm.xlstm_large.model.mLSTMLayer", "xlstm:mlstm"),
     Line("xLSTM", "xlstm.blocks.mlstm.layer.mLSTMLayer", "xlstm:xlstm_mlstm"),
-    Line("xLSTM", "xlstm.blocks.slstm.layer.sLSTMLayer", "slstm:xlstm_slstm"),
+    Line("xLSTM", "xlstm.blocks.slstm.layer.sLSTMLayer", "xlstm:xlstm_slstm"),
     Line("LFM2", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
     Line("LFM3", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
@@ -193,7 +195,7 @@ BUILT_IN = (
         "mamba2:mamba_ssm_mamba2_simple",
         alone=True,
     ),
-    Line("Mamba-2", "mamba_ssm.modules.mha.MHA", "mamba_ssm_attention:mamba_ssm_attention"),
+    Line("Mamba-2", "mamba_ssm.modules.mha.MHA", "package_attention:mamba_ssm_attention"),
     Line("Mamba-3", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
     Line("Mamba", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
     Line("Mamba-2", "mambapy.mamba2.Mamba2Block", "mamba2:mambapy_mamba2_block"),

@@ -151,8 +151,8 @@ MIXERS = (
     ),
     Fault(
         "a delta rule's queries not scaled",
-        "DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, per_head)",
-        "DeltaRule(query, key, beta, log_decay, per_head)",
+        "DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, size)",
+        "DeltaRule(query, key, beta, log_decay, size)",
         ("mixers/test_delta.py",),
     ),
     Fault(
