@@ -69,7 +69,7 @@ def fla_kda(module: Any, call: Call) -> LinearMixer:
     return _delta_rule(module, hidden, mask, q, k, _beta(module, hidden), log_decay)
 
 
-def fla_gated_delta_product(module: Any, call: Call) -> LinearMixer:
+def fla_delta_product(module: Any, call: Call) -> LinearMixer:
     """fla's GatedDeltaProduct."""
     hidden, mask = entering_unpadded(module, call)
     count, heads = module.num_householder, module.num_v_heads
