@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..mixers import Architecture
-    from ..mixers.line import Ability
+    from ..mixers.table import Ability
 
 #: Columns of the table; "generated text" is a model's, not a mixer's.
 _ABILITIES: tuple[Ability, ...] = ("LatimFlow", "fold methods", "generated text")

@@ -13,6 +13,7 @@ from .parts.common import (
     working_dtype,
 )
 from .parts.softmax import softmax_attention
+from .path import Path
 from .registry import Architecture, register_mixer, supported_architectures
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Call",
     "LinearMixer",
     "Linearize",
+    "Path",
     "activation_ratio",
     "as_heads",
     "causal_conv",

@@ -22,34 +22,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators import Chain, DeltaRule, Diagonal, Shape, ShortConv
+from ..operators import DeltaRule
 from .base import Call, LinearMixer
-from .parts.common import (
-    activation_ratio,
-    as_heads,
-    causal_conv,
-    hf_entering,
-    masked,
-    output_gate,
-    refuse_packed,
-    run,
-)
-
-#: Added to the squared norm of queries and keys, by the models and by their kernels.
-_NORM_EPS = 1e-6
+from .parts.common import as_heads, hf_entering, refuse_packed, run, unit
+from .path import Path
 
 
 def qwen3_next(module: Any, call: Call) -> LinearMixer:
     """transformers' Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    split = module.fix_query_key_value_ordering
-    query, key, value, z, b, a = split(
-        run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
-    )
+    projected = run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
+    query, key, value, z, b, a = module.fix_query_key_value_ordering(*projected)
     mixed = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], -1)
-    operands = torch.sigmoid(b), _log_decay(a, module.A_log, module.dt_bias)
-    return _linearize(module, mixed, mask, operands, z, module.norm, module.out_proj)
+    path = _scanned(module, mixed, mask, b.sigmoid(), _log_decay(module, a), module.num_v_heads)
+    return _norm_and_gate(path, module.norm, z).to(module.out_proj)
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
@@ -57,10 +44,12 @@ def qwen3_5(module: Any, call: Call) -> LinearMixer:
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))
-    operands = beta, _log_decay(run(module.in_proj_a, hidden), module.A_log, module.dt_bias)
-    gate = as_heads(run(module.in_proj_z, hidden), module.num_v_heads)
-    mixed = run(module.in_proj_qkv, hidden)
-    return _linearize(module, mixed, mask, operands, gate, module.norm, module.out_proj)
+    log_decay, mixed = (
+        _log_decay(module, run(module.in_proj_a, hidden)),
+        run(module.in_proj_qkv, hidden),
+    )
+    path = _scanned(module, mixed, mask, beta, log_decay, module.num_v_heads)
+    return _norm_and_gate(path, module.norm, run(module.in_proj_z, hidden)).to(module.out_proj)
 
 
 def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
@@ -68,21 +57,48 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
-    operands = beta, _log_decay(run(module.a_proj, hidden), module.A_log, module.dt_bias)
-    gate = as_heads(run(module.g_proj, hidden), module.num_v_heads)
-    mixed = _mixed(module, hidden)
-    return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
+    log_decay = _log_decay(module, run(module.a_proj, hidden))
+    path = _scanned(module, _mixed(module, hidden), mask, beta, log_decay, module.num_v_heads)
+    return _norm_and_gate(path, module.o_norm, run(module.g_proj, hidden)).to(module.o_proj)
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
     """transformers' KimiLinearDeltaAttention and those of Ling 3 and GLM-5.3-Flash after it."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    beta = torch.sigmoid(run(module.b_proj, hidden))
-    operands = beta, _channel_log_decay(module.forget_gate, hidden, module.num_heads)
-    gate = as_heads(_one_or_two(module, "g", hidden), module.num_heads)
-    mixed = _mixed(module, hidden)
-    return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
+    beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
+    log_decay = _channel_log_decay(module.forget_gate, hidden, heads)
+    path = _scanned(module, _mixed(module, hidden), mask, beta, log_decay, heads)
+    return _norm_and_gate(path, module.o_norm, _one_or_two(module, "g", hidden)).to(module.o_proj)
+
+
+def _scanned(
+    module: Any, mixed: Tensor, mask: Tensor | None, beta: Tensor, log_decay: Tensor, heads: int
+) -> Path:
+    """Pass convolution, activation and delta rule.
+
+    Args:
+        module: the mixer, for conv1d, num_k_heads and its activation.
+        mixed: queries, keys and values side by side, the convolution's input.
+        mask: True for real tokens (B, L), or None.
+        beta: (B, L, H).
+        log_decay: (B, L, H) or (B, L, H, N).
+        heads: heads of the values, H.
+    """
+    path = Path(mixed, mask).conv(module.conv1d).act(_activation(_after_convolution(module)))
+    key_heads = getattr(module, "num_k_heads", heads)
+    width = heads * (module.head_v_dim if hasattr(module, "head_v_dim") else module.head_dim)
+    vectors = unit(as_heads(path.now[:, :, :-width, 0], 2 * key_heads))
+    query, key = vectors.repeat_interleave(heads // key_heads, 2).chunk(2, 2)
+    path = path.narrow(-width, width, heads)
+    size = path.shape.per_head
+    return path.scan(DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, size))
+
+
+def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
+    """Pass the norm of each head and the gate that the norm applies."""
+    path.rms_norm(norm.weight, norm.variance_epsilon)
+    return path.gate(z, _activation(getattr(norm, "activation", "silu")))
 
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
@@ -113,64 +129,9 @@ def _mixed(module: Any, hidden: Tensor) -> Tensor:
     return torch.cat([run(p, hidden) for p in (module.q_proj, module.k_proj, module.v_proj)], -1)
 
 
-def _log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    return -a_log.to(a).exp() * F.softplus(a + dt_bias.to(a))
-
-
-def _linearize(
-    module: Any,
-    mixed: Tensor,
-    mask: Tensor | None,
-    operands: tuple[Tensor, Tensor],
-    z: Tensor,
-    norm: Any,
-    out_proj: Any,
-) -> LinearMixer:
-    """The mixer from its projections.
-
-    Args:
-        module: the mixer, for conv1d, num_k_heads and its activation.
-        mixed: queries, keys and values side by side, the convolution's input.
-        mask: True for real tokens (B, L), or None.
-        operands: beta and log decay, (B, L, H) each, or the latter (B, L, H, N).
-        z: the gate's input (B, L, H, P).
-        norm, out_proj: modules of the mixer.
-    """
-    heads, per_head = z.shape[-2:]
-    beta, log_decay = operands
-    shape = Shape(mixed.shape[0], mixed.shape[1], heads, per_head)
-    width = heads * per_head  # the values come last
-    channels = as_heads(mixed)
-    conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
-    name = _after_convolution(module)
-    ratio = activation_ratio(_activation(name), name, u)
-    activated = u * ratio
-    query, key = _units(activated[:, :, :-width, 0], getattr(module, "num_k_heads", heads), heads)
-    value = activated[:, :, -width:].view(shape)
-    scan = DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, per_head)
-    mixing = scan.apply(value)
-    rms = torch.rsqrt(mixing.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-    bias = conv.bias
-    if bias is not None:
-        bias = bias[:, :, -width:].reshape(*bias.shape[:2], heads, per_head)
-    operator = Chain(
-        output_gate(_activation(getattr(norm, "activation", "silu")), z),
-        Diagonal(rms * norm.weight.to(rms), shape, "norm"),
-        scan,
-        Diagonal(ratio[:, :, -width:].view(shape), shape, "activation"),
-        ShortConv(conv.weight[-width:].view(heads, per_head, -1), shape, bias),
-        *masked(mask, shape, mixed),
-    )
-    values = mixed[:, :, -width:].reshape(shape)
-    return LinearMixer(values, operator, lambda y: run(out_proj, y.flatten(2)), mask)
-
-
-def _units(x: Tensor, key_heads: int, heads: int) -> tuple[Tensor, ...]:
-    """Queries and keys of length one, each repeated for the value heads that its head serves."""
-    x = as_heads(x, 2 * key_heads)
-    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-    x = x if heads == key_heads else x.repeat_interleave(heads // key_heads, 2)
-    return x.chunk(2, 2)
+def _log_decay(module: Any, a: Tensor) -> Tensor:
+    rate: Tensor = module.A_log.to(a).exp()
+    return -rate * F.softplus(a + module.dt_bias.to(a))
 
 
 def _after_convolution(module: Any) -> str:

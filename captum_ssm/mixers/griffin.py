@@ -19,30 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from ..operators import ElementwiseRecurrence
 from ..operators.kernels.arithmetic import full_precision
 from .attention import hf_attention
 from .base import Call, LinearMixer
-from .parts.common import as_heads, causal_conv, run, working_dtype
+from .parts.common import entering, run
+from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
     """transformers' RecurrentGemmaRecurrentBlock."""
     call.refuse_cache("past_key_values")
-    hidden = call.argument("input_states", 0)
-    hidden = hidden.to(working_dtype(module, hidden))
-    values = as_heads(run(module.linear_x, hidden))  # (B, L, D, 1)
-    shape = Shape(*values.shape)
-    conv, u = causal_conv(module.conv_1d, values, None, shape)
+    hidden = entering(module, call, "input_states")
+    path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
     reset = call.argument("position_ids", 1)[..., None] == 0  # (1 or B, L, 1)
-    decay, written = _coefficients(module.rg_lru, u.squeeze(-1), reset)
-    operator = Chain(
-        Diagonal(as_heads(module.act_fn(run(module.linear_y, hidden))), shape, "gate"),
-        ElementwiseRecurrence(decay),
-        Diagonal(as_heads(written), shape, "scan"),
-        conv,
-    )
-    return LinearMixer(values, operator, lambda y: run(module.linear_out, y.flatten(2)))
+    decay, written = _coefficients(module.rg_lru, path.now.squeeze(-1), reset)
+    path.scale(written, "scan").scan(ElementwiseRecurrence(decay))
+    return path.scale(module.act_fn(run(module.linear_y, hidden)), "gate").to(module.linear_out)
 
 
 def sdpa_attention(module: Any, call: Call) -> LinearMixer:

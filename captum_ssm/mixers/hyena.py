@@ -1,10 +1,14 @@
-"""Hyena: gates around convolutions as long as the sequence.
+"""Hyena and StripedHyena 2 (Evo 2): gates around convolutions of any length.
 
     x0, x1, v = conv(in_proj(u))        y = x0 (h * + b) x1 v          output = out_proj(y)
 
 with conv a short convolution, h the long filters and b a weight for each channel.  Values are v
-before conv; frozen are the gates x0 and x1 behind it.  A higher order has more pairs of a gate and
-a filter.
+before conv; frozen are the gates x0 and x1 behind it.  A higher order of Hyena has more pairs of a
+gate and a filter.
+
+In StripedHyena h is short and explicit (se), of medium length (mr) or a sum of exponentials as long
+as the sequence (li); se has no b.  Projections are beside these layers, and some layers are
+attention.
 """
 
 from __future__ import annotations
@@ -13,26 +17,51 @@ from typing import Any
 
 import torch
 
-from ..operators import Chain, Diagonal, LongConv, Operator, Shape, Sum
+from ..operators import LongConv, Operator, ShortConv
 from .base import Call, LinearMixer
-from .parts.common import as_heads, causal_conv, frozen, run, working_dtype
+from .parts.common import entering, frozen, run
+from .parts.softmax import seen_pairs
+from .path import Path
+
+#: Taps of a filter that is applied one by one; longer ones take fewer operations by transforms.
+_SHORT = 16
 
 
 def hyena(module: Any, call: Call) -> LinearMixer:
     """captum_ssm.models.dna's HyenaOperator."""
-    hidden = call.hidden_states
-    projected = as_heads(run(module.in_proj, hidden.to(working_dtype(module, hidden))))
-    whole = Shape(*projected.shape)  # (B, L, (order + 1) E, 1)
-    width = whole.heads // (module.order + 1)
-    conv, u = causal_conv(module.short_filter, projected, None, whole)
-    values, shape = projected[:, :, -width:], whole._replace(heads=width)
-    x, *gates, _ = torch.split(u, width, 2)
+    path = Path(run(module.in_proj, entering(module, call))).conv(module.short_filter)
+    width = path.shape.heads // (module.order + 1)
+    x, *gates, _ = torch.split(path.now, width, 2)
+    path = path.narrow(-width, width, width)
     filters = module.filter_fn
-    kernels = torch.split(filters.kernel(shape.tokens).detach().to(values), width)
-    biases = torch.split(frozen(filters.bias, values), width)
-    parts: list[Operator] = [conv.select(range(whole.heads - width, whole.heads))]
+    kernels = torch.split(filters.kernel(path.shape.tokens).detach().to(x), width)
+    biases = torch.split(frozen(filters.bias, x), width)
     for gate, kernel, bias in zip(reversed(gates), kernels, biases, strict=True):
-        skip = Diagonal(bias.view(1, 1, -1, 1), shape, "skip")
-        parts += [Diagonal(gate, shape, "gate"), Sum(LongConv(kernel[:, None], shape), skip)]
-    operator = Chain(Diagonal(x, shape, "gate"), *reversed(parts))
-    return LinearMixer(values, operator, lambda y: run(module.out_proj, y.flatten(2)))
+        path.scale(gate, "gate").scan(LongConv(kernel[:, None], path.shape), skip=bias)
+    return path.scale(x, "gate").to(module.out_proj)
+
+
+def cascade(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.dna's HyenaCascade."""
+    projected = torch.unflatten(entering(module, call), -1, (-1, 3))
+    taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
+    taps = torch.unflatten(taps, 0, (-1, 3))
+    paths = [Path(each) for each in projected.unbind(-1)]
+    for path, weight in zip(paths, taps.unbind(1), strict=True):
+        path.then(ShortConv(weight[:, None], path.shape))
+    x2, x1, path = paths
+    kernel = module.kernel(path.shape.tokens).detach().to(taps)[:, None]  # (E, 1, K)
+    core: Operator = LongConv(kernel, path.shape)
+    if kernel.shape[-1] <= _SHORT:
+        core = ShortConv(kernel, path.shape, component="scan")
+    path.scale(x1.now, "gate").scan(core, skip=module.D)
+    return path.scale(x2.now, "gate").to(lambda y: y)
+
+
+def attention(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.dna's StripedAttention."""
+    hidden = entering(module, call)
+    query, key, values = module.parts(run(module.Wqkv, hidden))
+    pairs = seen_pairs(hidden.shape[1], hidden.device)
+    path = Path(values).attend(query, key, values.shape[-1] ** -0.5, pairs)
+    return path.to(module.out_proj)

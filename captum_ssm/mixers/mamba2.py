@@ -1,4 +1,6 @@
-"""Mamba-2: transformers' mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and nemotron_h.
+"""Mamba-2, of transformers and of mamba_ssm.
+
+Those of transformers are mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and nemotron_h.
 
     z, xBC, dt = in_proj(mask h)       x, B, C = mask SiLU(conv(xBC) + b)
     dt = clamp(softplus(dt + b_dt))    A = -exp(A_log)
@@ -9,62 +11,41 @@ with one decay per head, B and C shared by the heads of a group, and the norm pe
 some put the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios
 SiLU(u) / u and SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; only the
 part of x belongs to the operator.
+
+mamba_ssm's Mamba2 may keep channels that pass a gated MLP instead of the scan: SiLU(z0) x0 is
+computed beside the scan and joins it in out_proj.  Those channels mix no tokens and are, like the
+MLP of a block, no part of the operator.  Mamba2Simple may learn the states before the first token,
+whose contribution is a constant.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape, ShortConv, Sum
+from ..errors import InputError, UnsupportedMixerError
+from ..operators import Operator, ScalarDecayHeads, Shape, ShortConv
 from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
-from .parts.common import (
-    activation_ratio,
-    as_heads,
-    causal_conv,
-    frozen,
-    hf_entering,
-    masked,
-    refuse_packed,
-    run,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class OutputNorm:
-    """The RMSNorm at the end.
-
-    Attributes:
-        weight: its weight (D,).
-        eps: added to the mean square.
-        groups: how many groups of channels are normalized separately.
-        before_gate: whether it acts before the gate.
-    """
-
-    weight: Tensor
-    eps: float
-    groups: int
-    before_gate: bool = False
+from .parts.common import as_heads, entering, hf_entering, projection, refuse_packed, run
+from .path import Path
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
     """The Mamba-2 mixers of transformers without options of their own."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    norm = module.norm
-    channels = norm.weight.shape[0]
+    path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)
+    norm, channels = module.norm, len(module.norm.weight)
     # in transformers 4 most norms have no groups
     groups = channels // getattr(norm, "group_size", channels)
-    norm = OutputNorm(norm.weight, norm.variance_epsilon, groups)
-    return _hf_linearize(module, run(module.in_proj, hidden), mask, norm)
+    return gate_and_norm(path, z, norm, groups).to(module.out_proj)
 
 
 def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
@@ -94,95 +75,125 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     projected = run(module.in_proj, hidden * module.ssm_in_multiplier)
-    projected = projected * module.mup_vector.to(projected)
-    norm = None
-    if module.mamba_rms_norm:
-        own = module.norm
-        norm = OutputNorm(own.weight, own.variance_epsilon, own.n_groups, own.norm_before_gate)
-    linear = _hf_linearize(module, projected, mask, norm)
+    path, z = _hf_scanned(module, projected * module.mup_vector.to(projected), mask)
+    norm = module.norm if module.mamba_rms_norm else None
+    groups, before = getattr(norm, "n_groups", 1), getattr(norm, "norm_before_gate", False)
+    gate_and_norm(path, z, norm, groups, before)
     scale = float(getattr(call.block, "ssm_out_multiplier", 1.0))
-    return replace(linear, branch_scale=scale)
+    return path.to(module.out_proj, branch_scale=scale)
 
 
-def _hf_linearize(
-    module: Any, projected: Tensor, mask: Tensor | None, norm: OutputNorm | None
+def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
+    """mamba_ssm's Mamba2, on its fused and its slow path."""
+    call.refuse_cache("inference_params", position=4)
+    refuse_packed(call, seq_idx=2, cu_seqlens=3)
+    if call.argument("seqlen", 1) is not None:
+        raise InputError(
+            "The mixer was called with seqlen: its input is a flattened batch (B * L, E). Pass "
+            "(B, L, E) and no seqlen."
+        )
+    projected = run(module.in_proj, entering(module, call))
+    scanned_width = 2 * module.d_ssm + 2 * module.ngroups * module.d_state + module.nheads
+    beside = (projected.shape[-1] - scanned_width) // 2
+    z0, x0, projected = torch.split(projected, [beside, beside, scanned_width], -1)
+    path, z = scanned(module, projected, None, module.ngroups, module.dt_limit)
+    norm = module.norm if module.rmsnorm else None
+    gate_and_norm(path, z, norm, module.ngroups, module.norm_before_gate)
+    out_proj, unmixed = projection(module.out_proj, not module.use_mem_eff_path), F.silu(z0) * x0
+    return path.to(lambda y: out_proj(torch.cat([unmixed, y], -1)))
+
+
+def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
+    """mamba_ssm's Mamba2Simple."""
+    sizes, learned = (module.ngroups, module.dt_limit), module.learnable_init_states
+    return _simple(module, call, *sizes, learned, module.use_mem_eff_path)
+
+
+def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
+    """mambapy's Mamba2Block, which computes by mamba_ssm."""
+    of = module.config
+    sizes, learned = (of.n_groups, of.dt_limit), of.learnable_init_states
+    return _simple(module, call, *sizes, learned, of.use_mem_eff_path)
+
+
+def _simple(
+    module: Any,
+    call: Call,
+    groups: int,
+    dt_limit: tuple[float, float],
+    learned: bool,
+    fused: bool,
 ) -> LinearMixer:
-    """:func:`linearize` with the names and options of transformers' modules."""
-    return linearize(
-        module,
-        projected,
-        mask,
-        groups=module.n_groups,
-        dt_limit=module.time_step_limit or (module.time_step_min, math.inf),
-        norm=norm,
-        project=lambda y: run(module.out_proj, y.flatten(2)),
-    )
+    """A mixer that may learn its initial states; its norm has groups on the fused path alone."""
+    refuse_packed(call, seq_idx=1)
+    projected, initial = run(module.in_proj, entering(module, call)), None
+    if learned:
+        initial = module.init_states
+    path, z = scanned(module, projected, None, groups, dt_limit, initial=initial)
+    gate_and_norm(path, z, module.norm, groups if fused else 1)
+    return path.to(projection(module.out_proj, called=not fused))
 
 
-def linearize(
+def _hf_scanned(module: Any, projected: Tensor, mask: Tensor | None) -> tuple[Path, Tensor]:
+    dt_limit = module.time_step_limit or (module.time_step_min, math.inf)
+    return scanned(module, projected, mask, module.n_groups, dt_limit)
+
+
+def scanned(
     module: Any,
     projected: Tensor,
     mask: Tensor | None,
-    *,
     groups: int,
     dt_limit: tuple[float, float],
-    norm: OutputNorm | None,
-    project: Callable[[Tensor], Tensor],
+    *,
     initial: Tensor | None = None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
-) -> LinearMixer:
-    """The mixer from the output of in_proj.
+) -> tuple[Path, Tensor]:
+    """Pass convolution, activation, scan and skip; return the gate's input z (B, L, D), too.
 
     Args:
-        module: the mixer, for conv1d, act, activation, dt_bias, A_log and D.
-        projected: z, x, B, C and dt (B, L, 2 D + 2 G N + H).
+        module: the mixer, for conv1d, act, dt_bias, A_log and D.
+        projected: z, x, B, C and dt (B, L, 2 D + 2 G N + H), in_proj's output.
         mask: True for real tokens (B, L), or None.
         groups: groups of heads that share B and C, G.
         dt_limit: smallest and largest dt.
-        norm: the norm at the end, or None.
-        project: the output projection.
-        initial: the states before the first token (H, P, N), or None for zeros.
+        initial: the states before the first token (H, P, N). Default: None, zeros.
         recurrence: makes the scan of its coefficients.
     """
     heads, mixed = len(module.dt_bias), module.conv1d.in_channels
     width = projected.shape[-1] - mixed - heads
     z, stream, dt = torch.split(projected, [width, mixed, heads], -1)
-    shape = Shape(projected.shape[0], projected.shape[1], heads, width // heads)
-    channels = as_heads(stream)  # (B, L, D + 2 G N, 1)
-    conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
-    ratio = activation_ratio(module.act, module.activation, u)
-    activated = u * ratio if mask is None else u * ratio * mask[:, :, None, None]
-    x, key, query = activated.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
+    path = Path(stream, mask).conv(module.conv1d).act(module.act).silence()
+    _, key, query = path.now.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
     if tuple(dt_limit) != (0.0, math.inf):  # a limit that every dt keeps
         dt = dt.clamp(*dt_limit)
     rate = -torch.exp(module.A_log.to(dt))
     log_decay = rate * dt
-    query, key = as_heads(query, groups), as_heads(key, groups)
-    scan = recurrence(query, key, log_decay, dt, shape.per_head, rate=rate)
-    skip = frozen(module.D, dt).view(1, 1, heads, -1)
-    core: Operator = Sum(scan, Diagonal(skip, shape, "skip"))
+    path, query, key = path.narrow(0, width, heads), as_heads(query, groups), as_heads(key, groups)
+    scan = recurrence(query, key, log_decay, dt, path.shape.per_head, rate=rate)
+    path.scan(scan, skip=module.D)
     if initial is not None:
-        core = Chain(_initial_constant(initial, query, log_decay, shape), core)
-    gate = Diagonal(as_heads(F.silu(z), heads), shape, "gate")
-    operator = Chain(
-        *_gate_and_norm(gate, norm, core.affine(x.view(shape))),
-        core,
-        *masked(mask, shape, x),
-        Diagonal(ratio[:, :, :width].view(shape), shape, "activation"),
-        _first_channels(conv, shape),
-        *masked(mask, shape, x),
-    )
-    return LinearMixer(stream[:, :, :width].reshape(shape), operator, project, mask)
+        path.then(_initial_constant(initial, query, log_decay, path.shape))
+    return path, z
 
 
-def _first_channels(conv: ShortConv, shape: Shape) -> ShortConv:
-    """Restrict a convolution to its first channels, those of the values, and cut it into heads."""
-    width = shape.heads * shape.per_head
-    bias = conv.bias
-    if bias is not None:
-        bias = bias[:, :, :width].reshape(*bias.shape[:2], *shape[2:])
-    return ShortConv(conv.weight[:width].view(*shape[2:], -1), shape, bias)
+def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = False) -> Path:
+    """Pass the gate and an RMSNorm.
+
+    Args:
+        path: the values behind the scan.
+        z: the gate's input (B, L, D).
+        norm: the norm, or None.
+        groups: groups of channels that are normalized separately.
+        before: whether the norm comes before the gate. Default: False.
+    """
+    if norm is None:
+        return path.gate(z)
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    if before:
+        return path.rms_norm(norm.weight, eps, groups).gate(z)
+    return path.gate(z).rms_norm(norm.weight, eps, groups)
 
 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
@@ -192,15 +203,3 @@ def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: 
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read
     one_tap = torch.ones_like(constant[0, 0, :, :, None])
     return ShortConv(one_tap, shape, constant, component="scan")
-
-
-def _gate_and_norm(gate: Diagonal, norm: OutputNorm | None, mixed: Tensor) -> list[Operator]:
-    """The gate and the frozen norm of the scan's and skip's output ``mixed``, outermost first."""
-    if norm is None:
-        return [gate]
-    entering = mixed if norm.before_gate else gate.apply(mixed)
-    grouped = as_heads(entering.flatten(2), norm.groups)
-    rms = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.eps).expand_as(grouped)
-    weight = rms.flatten(2) * norm.weight.to(rms)
-    scaling = Diagonal(weight.view(mixed.shape), gate.shape, "norm")
-    return [gate, scaling] if norm.before_gate else [scaling, gate]

@@ -32,7 +32,8 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, ShortConv, Sum
 from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, masked, refuse_packed, rms_norm, run, working_dtype
+from .parts.common import as_heads, entering, refuse_packed, rms_norm, run, zeroed
+from .path import Path
 
 
 def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
@@ -40,10 +41,8 @@ def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
     refuse_mimo(module)
     call.refuse_cache("inference_params", position=3)
     refuse_packed(call, seq_idx=1, cu_seqlens=2)
-    hidden = call.hidden_states
-    projected = run(module.in_proj, hidden.to(working_dtype(module, hidden)))
-    groups, state = module.num_bc_heads, module.d_state
-    return linearize(module, projected, None, heads=module.nheads, groups=groups, state=state)
+    sizes = module.nheads, module.num_bc_heads, module.d_state
+    return linearize(module, run(module.in_proj, entering(module, call)), None, *sizes)
 
 
 def refuse_mimo(module: Any) -> None:
@@ -56,7 +55,7 @@ def refuse_mimo(module: Any) -> None:
 
 
 def linearize(
-    module: Any, projected: Tensor, mask: Tensor | None, *, heads: int, groups: int, state: int
+    module: Any, projected: Tensor, mask: Tensor | None, heads: int, groups: int, state: int
 ) -> LinearMixer:
     """The mixer from the output of in_proj (B, L, 2 D + 2 G N + 3 H + angles).
 
@@ -72,25 +71,19 @@ def linearize(
     width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
     sizes = [width, width, shared, shared, heads, heads, heads, angles]
     z, x, *selected = torch.split(projected, sizes, -1)
-    values = as_heads(x, heads)
-    scan = _scan(module, *selected, mask=mask, groups=groups, per_head=width // heads)
-    skip = Diagonal(frozen(module.D, values).view(1, 1, heads, 1), scan.shape, "skip")
-    core = Chain(Sum(scan, skip), *masked(mask, scan.shape, values))
-    operator = Chain(
-        *masked(mask, scan.shape, values),
-        Diagonal(as_heads(F.silu(z), heads), scan.shape, "gate"),
-        *_norm(module, core, values),
-        core,
-    )
+    path = Path(x, mask, heads).silence()
+    path.scan(_scan(module, *selected, path=path, groups=groups), skip=module.D)
+    if module.is_outproj_norm:
+        path.rms_norm(module.norm.weight, module.norm.eps)
 
     def project(y: Tensor) -> Tensor:
-        out = run(module.out_proj, y.flatten(2))
+        out = run(module.out_proj, y)
         if mask is None:
             return out
-        at_rest = run(module.out_proj, torch.zeros_like(y[:1, :1]).flatten(2))
+        at_rest = run(module.out_proj, torch.zeros_like(y[:1, :1]))
         return out - at_rest * ~mask[:, :, None]  # no bias at padded tokens
 
-    return LinearMixer(values, operator, project, mask)
+    return path.gate(z).silence().to(project)
 
 
 def _scan(
@@ -102,18 +95,15 @@ def _scan(
     end: Tensor,
     rate: Tensor,
     *,
-    mask: Tensor | None,
+    path: Path,
     groups: int,
-    per_head: int,
 ) -> Operator:
     """The operator alpha, from the parts of in_proj's output that select it.
 
     Off the diagonal a token's scale includes the step after it, on the diagonal it does not.  So
     the scan is read one token late, by the next query, and the diagonal is a summand of its own.
     """
-    dt = F.softplus(step + module.dt_bias.to(step))  # (B, L, H)
-    if mask is not None:
-        dt = dt * mask[:, :, None]
+    dt = zeroed(F.softplus(step + module.dt_bias.to(step)), path.mask)  # (B, L, H)
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt
     at_end = torch.sigmoid(end) * dt
     at_beginning = torch.sigmoid(-end) * dt
@@ -126,7 +116,7 @@ def _scan(
         key,
         log_decay,
         at_end + _next(at_beginning),
-        per_head,
+        path.shape.per_head,
     )
     late = ShortConv(dt.new_ones(dt.shape[-1], 1, 1), scan.shape, lags=(1,), component="scan")
     return Sum(Chain(late, scan), Diagonal(own[..., None], scan.shape, "scan"))
@@ -139,7 +129,7 @@ def _next(x: Tensor) -> Tensor:
 
 def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
     """Queries or keys of all heads before their rotation, (B, L, H, N), from ``x`` (B, L, G N)."""
-    x = rms_norm(as_heads(x, groups), norm.eps) * norm.weight.to(x)
+    x = rms_norm(as_heads(x, groups), norm.eps, norm.weight)
     return x.repeat_interleave(len(bias) // groups, 2) + bias.squeeze(1).to(x)
 
 
@@ -150,13 +140,3 @@ def _turned(x: Tensor, angle: Tensor) -> Tensor:
     even, odd = x[..., 0:end:2], x[..., 1:end:2]
     pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
     return torch.cat([pairs.flatten(-2), x[..., end:]], -1)
-
-
-def _norm(module: Any, core: Operator, values: Tensor) -> list[Operator]:
-    """The norm of each head with 1 / rms frozen, if the module has one."""
-    if not module.is_outproj_norm:
-        return []
-    mixed = core.affine(values)
-    rms = torch.rsqrt(mixed.square().mean(-1, keepdim=True) + module.norm.eps)
-    weight = module.norm.weight.to(mixed).view(mixed.shape[2:])
-    return [Diagonal(rms * weight, core.shape, "norm")]

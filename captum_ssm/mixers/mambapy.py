@@ -1,6 +1,6 @@
-"""mambapy's MambaBlock, VMambaBlock, Mamba2Block and AttentionSDPA, and deeptab's MambaBlock.
+"""mambapy's MambaBlock, VMambaBlock and AttentionSDPA, and deeptab's MambaBlock.
 
-Mamba-1 has the equations of :mod:`.mamba`, Mamba-2 those of :mod:`.mamba2`.  Of one direction f is
+The equations are those of :mod:`.mamba`.  Of one direction f is
 convolution, activation and scan, and P is the flip of tokens:
 
 MambaBlock    y = SiLU(z) f(x)
@@ -14,107 +14,53 @@ the model's choice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import (
-    Chain,
-    Diagonal,
-    DirectSum,
-    Operator,
-    SelectiveScan,
-    Shape,
-    ShortConv,
-    Sum,
-)
+from ..operators import Chain, DirectSum
 from ..operators.reorder import flip
 from .base import Call, LinearMixer
-from .mamba2 import OutputNorm, linearize
-from .parts.common import (
-    activation_ratio,
-    as_heads,
-    causal_conv,
-    frozen,
-    linear,
-    output_gate,
-    refuse_packed,
-    run,
-    working_dtype,
-)
-from .parts.softmax import seen_pairs, softmax_attention
+from .mamba import Selected, selective_scan
+from .parts.common import as_heads, entering, run
+from .parts.softmax import seen_pairs
+from .path import Path
 
 
 def mambapy_block(module: Any, call: Call) -> LinearMixer:
     """mambapy's MambaBlock, which its Mamba and its Jamba hold."""
-    x, z = _entering(module.in_proj, module, call)
-    shape = Shape(*x.shape)
-    gate = Diagonal(F.silu(z), shape, "gate")
-    operator = Chain(gate, *_direction(module, _names(), x))
-    return LinearMixer(x, operator, lambda y: run(module.out_proj, y.flatten(2)))
+    x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
+    return _direction(Path(x), module).gate(z).to(module.out_proj)
 
 
 def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
     """mambapy's VMambaBlock, in one direction or both."""
-    x, z = _entering(module.in_proj, module, call)
-    shape = Shape(*x.shape)
-    parts = _direction(module, _names(), x)
+    x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
+    path, ahead = Path(x), partial(_direction, module=module)
     if module.config.bidirectional:
-        turn = flip(shape, x.device)
-        back = _direction(module, _names("{}_b"), x.flip(1))
-        share = Diagonal(x.new_full((1, 1, 1, 1), 0.5 if module.config.divide_output else 1), shape)
-        parts = (share, Sum(Chain(*parts), Chain(turn, *back, turn)))
-    operator = Chain(Diagonal(F.silu(z), shape, "gate"), *parts)
-    return LinearMixer(x, operator, lambda y: run(module.out_proj, y.flatten(2)))
-
-
-def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
-    """mambapy's Mamba2Block, which computes by mamba_ssm; its norm has groups on one path only."""
-    refuse_packed(call, seq_idx=1)
-    config, hidden = module.config, call.hidden_states
-    fused, out_proj = config.use_mem_eff_path, module.out_proj
-    names = ("conv1d", "act", "dt_bias", "A_log", "D")
-    parts = {name: getattr(module, name) for name in names}
-
-    def project(y: Tensor) -> Tensor:
-        return (
-            linear(y.flatten(2), out_proj.weight, out_proj.bias)
-            if fused
-            else run(out_proj, y.flatten(2))
-        )
-
-    return linearize(
-        SimpleNamespace(**parts, activation=config.activation),
-        run(module.in_proj, hidden.to(working_dtype(module, hidden))),
-        None,
-        groups=config.n_groups,
-        dt_limit=config.dt_limit,
-        norm=OutputNorm(module.norm.weight, module.norm.eps, config.n_groups if fused else 1),
-        project=project,
-        initial=module.init_states if config.learnable_init_states else None,
-    )
+        share = 0.5 if module.config.divide_output else 1.0
+        path.both_ways(ahead, partial(ahead, names="{}_b"), share)
+    else:
+        ahead(path)
+    return path.gate(z).to(module.out_proj)
 
 
 def mambapy_attention(module: Any, call: Call) -> LinearMixer:
     """mambapy's AttentionSDPA, of its Jamba."""
     call.refuse_cache("cache", position=1)
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
-    heads, fewer = module.num_heads, module.num_key_value_heads
+    hidden = entering(module, call)
+    heads, shared = module.num_heads, module.num_key_value_heads
     query = as_heads(run(module.q_proj, hidden), heads)
     key, values = (
-        as_heads(run(projection, hidden), fewer).repeat_interleave(heads // fewer, 2)
-        for projection in (module.k_proj, module.v_proj)
+        as_heads(run(p, hidden), shared).repeat_interleave(heads // shared, 2)
+        for p in (module.k_proj, module.v_proj)
     )
     causal = seen_pairs(hidden.shape[1], hidden.device)
-    scaling = module.head_dim**-0.5
-    query, key = query.transpose(1, 2), key.transpose(1, 2)
-    core, mask = softmax_attention(query, key, values, scaling, causal)
-    return LinearMixer(values, core, lambda y: run(module.o_proj, y.flatten(2)), mask)
+    return Path(values).attend(query, key, module.head_dim**-0.5, causal).to(module.o_proj)
 
 
 def deeptab_block(module: Any, call: Call) -> LinearMixer:
@@ -124,82 +70,40 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
             "MambaBlock with use_learnable_interaction=True mixes the channels between convolution "
             "and scan, which has no adapter. Use a model without it."
         )
-    x, z = _entering(module.in_proj_fwd, module, call)
-    ahead = _direction(module, _names("{}_fwd"), x, module.activation)
+    act, hidden = module.activation, entering(module, call)
+    x, z = run(module.in_proj_fwd, hidden).chunk(2, -1)
+    ahead = _direction(Path(x), module, "{}_fwd", act)
     if not module.bidirectional:
-        operator = Chain(output_gate(module.activation, z), *ahead)
-        return LinearMixer(x, operator, lambda y: run(module.out_proj, y.flatten(2)))
-    channels = x.shape[2]
-    x_b, _ = _entering(module.in_proj_bwd, module, call)
-    turn, names = flip(Shape(*x.shape), x.device), _names("{}_bwd")
-    conv, ratio, activated = _activated(module, names, x_b, module.activation)
-    back = Chain(turn, _scan(module, names, activated.flip(1)), turn, ratio, conv)
-    both = DirectSum(Chain(*ahead), back)
-    share = Diagonal(x.new_full((1, 1, 1, 1), 0.5), both.shape)
-    gate = output_gate(module.activation, torch.cat([z, z], 2))
+        return ahead.gate(z, act).to(module.out_proj)
+    x_b, _ = run(module.in_proj_bwd, hidden).chunk(2, -1)
+    back = Path(x_b).conv(module.conv1d_bwd).act(act)
+    turn = flip(back.shape, x.device)
+    turned = _scan(Path(back.now.flip(1)), module, "{}_bwd")
+    back.then(turn, *turned.parts, turn)
+    path = Path(torch.cat([x, x_b], -1)).then(DirectSum(Chain(*ahead.parts), Chain(*back.parts)))
+    path.scale(x.new_full((1, 1, 1, 1), 0.5)).gate(torch.cat([z, z], -1), act)
 
     def project(y: Tensor) -> Tensor:
-        return run(module.out_proj, (y[:, :, :channels] + y[:, :, channels:]).flatten(2))
+        one, other = y.chunk(2, -1)
+        return run(module.out_proj, one + other)
 
-    return LinearMixer(torch.cat([x, x_b], 2), Chain(gate, share, both), project)
-
-
-class _Names(NamedTuple):
-    """Names of the parts of one direction."""
-
-    conv: str
-    x_proj: str
-    dt_proj: str
-    a_log: str
-    skip: str
-
-
-def _names(form: str = "{}") -> _Names:
-    parts = ("conv1d", "x_proj", "dt_proj", "A_log", "D")
-    return _Names(*(form.format(part) for part in parts))
-
-
-def _entering(in_proj: Any, module: Any, call: Call) -> tuple[Tensor, Tensor]:
-    """Run in_proj; return x and the gate's input z, (B, L, D, 1) each."""
-    hidden = call.hidden_states
-    x, z = run(in_proj, hidden.to(working_dtype(module, hidden))).chunk(2, -1)
-    return as_heads(x), as_heads(z)
+    return path.to(project)
 
 
 def _direction(
-    module: Any, names: _Names, x: Tensor, act: Callable[[Tensor], Tensor] = F.silu
-) -> tuple[Operator, ...]:
-    """The operators of one direction, outermost first, for x (B, L, D, 1) in its order."""
-    conv, ratio, activated = _activated(module, names, x, act)
-    return _scan(module, names, activated), ratio, conv
+    path: Path, module: Any, names: str = "{}", act: Callable[[Tensor], Tensor] = F.silu
+) -> Path:
+    """Pass one direction, whose parts have names of this form."""
+    return _scan(path.conv(getattr(module, names.format("conv1d"))).act(act), module, names)
 
 
-def _activated(
-    module: Any, names: _Names, x: Tensor, act: Callable[[Tensor], Tensor]
-) -> tuple[ShortConv, Diagonal, Tensor]:
-    """The convolution, the activation's ratio, and their output for x, (B, L, D)."""
-    own, shape = getattr(module, names.conv), Shape(*x.shape)
-    conv, u = causal_conv(own, x, None, shape)
-    if own.dilation != (1,):
-        lags = [lag * own.dilation[0] for lag in conv.lags]
-        conv = ShortConv(conv.weight, shape, conv.bias, lags)
-        u = conv.affine(x)
-    is_silu = act is F.silu or isinstance(act, torch.nn.SiLU)
-    ratio = activation_ratio(act, "silu" if is_silu else repr(act), u)
-    return conv, Diagonal(ratio, shape, "activation"), (u * ratio).squeeze(-1)
-
-
-def _scan(module: Any, names: _Names, activated: Tensor) -> Operator:
-    """The sum of scan and skip, from the activation's output (B, L, D)."""
-    dt_proj, a_log = getattr(module, names.dt_proj), getattr(module, names.a_log)
-    rank, state = dt_proj.weight.shape[1], a_log.shape[1]
-    selected = run(getattr(module, names.x_proj), activated)
-    parts = torch.split(selected, [rank, state, state], -1)
-    norms = (module.dt_layernorm, module.B_layernorm, module.C_layernorm)
-    t, b, c = (s if norm is None else run(norm, s) for s, norm in zip(parts, norms, strict=True))
+def _scan(path: Path, module: Any, names: str) -> Path:
     # mambapy, whose blocks have a configuration, reads the weight, past an adapter around it
-    raw = hasattr(module, "config")
-    dt = linear(t, dt_proj.weight, dt_proj.bias) if raw else run(dt_proj, t)
-    scan = SelectiveScan(F.softplus(dt), -torch.exp(a_log.to(t)), b, c)
-    skip = frozen(getattr(module, names.skip), t).view(1, 1, -1, 1)
-    return Sum(scan, Diagonal(skip, Shape(*activated[..., None].shape), "skip"))
+    called = not hasattr(module, "config")
+    return selective_scan(path, module, names, called_dt=called, norm=_normed)
+
+
+def _normed(module: Any, parts: Selected) -> Selected:
+    norms = (module.dt_layernorm, module.B_layernorm, module.C_layernorm)
+    pairs = zip(parts, norms, strict=True)
+    return tuple(part if norm is None else run(norm, part) for part, norm in pairs)

@@ -25,34 +25,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, DirectSum, SelectiveScan, Shape, ShortConv, Sum
+from ..operators import Diagonal, DirectSum, SelectiveScan, ShortConv
 from ..operators.reorder import Windowed
 from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, run, working_dtype
+from .package_attention import timm_attention
+from .parts.common import entering, frozen, run
 from .parts.token_map import Reduction, TokenMap, square_windows
-from .timm_attention import timm_attention
+from .path import Path
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
     """mambavision's MambaVisionMixer."""
-    hidden = call.hidden_states
-    values = as_heads(run(module.in_proj, hidden.to(working_dtype(module, hidden))))
-    shape = Shape(*values.shape)  # (B, L, 2 D, 1)
-    half = shape._replace(heads=shape.heads // 2)
-    conv = _same_conv((module.conv1d_x, module.conv1d_z), values)
-    before = conv.affine(values)
-    ratio = torch.sigmoid(before)
-    scan = _scan(module, (before * ratio)[:, :, : half.heads].squeeze(-1))
-    skip = Diagonal(frozen(module.D, values).view(1, 1, -1, 1), half, "skip")
-    unmixed = Diagonal(values.new_ones(1, 1, 1, 1), half)
-    operator = Chain(
-        DirectSum(Sum(scan, skip), unmixed), Diagonal(ratio, shape, "activation"), conv
-    )
-
-    def project(y: Tensor) -> Tensor:
-        return run(module.out_proj, y.flatten(2))
-
-    return _on_the_map(LinearMixer(values, operator, project), call)
+    path = Path(run(module.in_proj, entering(module, call)))
+    path.then(_same_conv((module.conv1d_x, module.conv1d_z), path)).act(live=True)
+    x, _ = path.now.squeeze(-1).chunk(2, -1)
+    scanned = Path(x).scan(_scan(module, x), skip=module.D)
+    unmixed = Diagonal(x.new_ones(1, 1, 1, 1), scanned.shape)
+    return _on_the_map(path.then(DirectSum(*scanned.parts, unmixed)).to(module.out_proj), call)
 
 
 def mambavision_attention(module: Any, call: Call) -> LinearMixer:
@@ -65,14 +54,14 @@ def mambavision_attention(module: Any, call: Call) -> LinearMixer:
     return _on_the_map(timm_attention(module, call), call)
 
 
-def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], values: Tensor) -> ShortConv:
+def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], path: Path) -> ShortConv:
     """Depthwise convolutions side by side, padded to ``same`` length."""
-    weight = torch.cat([frozen(conv.weight, values) for conv in convolutions])  # (2 D, 1, K)
-    biases = [frozen(c.bias, values) for c in convolutions if c.bias is not None]
+    weight = torch.cat([frozen(conv.weight, path.values) for conv in convolutions])  # (2 D, 1, K)
+    biases = [frozen(c.bias, path.values) for c in convolutions if c.bias is not None]
     bias = torch.cat(biases).view(1, 1, -1, 1) if biases else None
     ahead = (weight.shape[-1] - 1) // 2  # torch puts an odd pad on the right
     lags = [ahead - tap for tap in range(weight.shape[-1])]
-    return ShortConv(weight, Shape(*values.shape), bias, lags)
+    return ShortConv(weight, path.shape, bias, lags)
 
 
 def _scan(module: Any, activated: Tensor) -> SelectiveScan:

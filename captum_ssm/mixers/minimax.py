@@ -18,46 +18,28 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..operators import Chain, Diagonal, ScalarDecayHeads, Shape
+from ..operators import ScalarDecayHeads
 from .base import Call, LinearMixer
-from .parts.common import activation_ratio, as_heads, masked, padding_mask, run, working_dtype
+from .parts.common import as_heads, entering, padding_mask, run, zeroed
+from .path import Path
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:
     """transformers' MiniMaxLightningAttention."""
     call.refuse_cache("past_key_values", position=3)
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
+    hidden = entering(module, call)
     mask = padding_mask(call.argument("attention_mask", 2), hidden)
-    heads, per_head = module.num_attention_heads, module.head_dim
-    u = as_heads(run(module.qkv_proj, hidden), heads)  # (B, L, H, 3 P)
-    name = type(module.act_fn).__name__.removesuffix("Activation")
-    ratio = activation_ratio(module.act_fn, name.lower(), u)
-    query, key, value = torch.split(u * ratio, per_head, -1)
-    if mask is not None:
-        keep = mask[:, :, None, None]
-        query, value = query if _padding_reads(module) else query * keep, value * keep
-    values, shape = u[..., 2 * per_head :], Shape(*value.shape)
-    slope = module.slope_rate.to(u).view(1, 1, heads)
-    scan = ScalarDecayHeads(query, key, -slope.expand(shape[:3]), None, per_head)
-    mixed = scan.apply(value)
-    square = mixed.square().mean((-1, -2), keepdim=True)
-    weight = module.norm.weight.to(u).view(heads, per_head)
-    gate = torch.sigmoid(run(module.output_gate, hidden))
-    operator = Chain(
-        Diagonal(as_heads(gate, heads), shape, "gate", at_rest=0.5),
-        Diagonal(weight * torch.rsqrt(square + module.norm.variance_epsilon), shape, "norm"),
-        scan,
-        *masked(mask, shape, u),
-        Diagonal(ratio[..., 2 * per_head :], shape, "activation"),
-    )
-
-    def project(y: Tensor) -> Tensor:
-        return run(module.out_proj, y.flatten(2))
-
-    return LinearMixer(values, operator, project, mask, _branch_scale(call.block))
+    u = as_heads(run(module.qkv_proj, hidden), module.num_attention_heads)  # (B, L, H, 3 P)
+    query, key, _ = Path(u).act(module.act_fn).now.chunk(3, -1)
+    query = query if _padding_reads(module) else zeroed(query, mask)
+    path = Path(u[..., 2 * module.head_dim :], mask).act(module.act_fn).silence()
+    slope = module.slope_rate.to(u).view(1, 1, -1)
+    decay = -slope.expand(path.shape[:3])
+    path.scan(ScalarDecayHeads(query, key, decay, None, module.head_dim))
+    path.rms_norm(module.norm.weight, module.norm.variance_epsilon, groups=1)
+    path.gate(run(module.output_gate, hidden), torch.sigmoid)
+    return path.to(module.out_proj, branch_scale=_branch_scale(call.block))
 
 
 def _padding_reads(module: Any) -> bool:

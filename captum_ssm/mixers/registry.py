@@ -13,8 +13,7 @@ from torch import nn
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
 from .likeness import nearest, parts_of
-from .line import VERSIONS, Ability, Joins
-from .table import BUILT_IN
+from .table import BUILT_IN, VERSIONS, Ability, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
 

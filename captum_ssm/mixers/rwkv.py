@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import WKV, Chain, Diagonal, Shape
+from ..operators import WKV
 from .base import Call, LinearMixer
-from .parts.common import as_heads, run, working_dtype
+from .parts.common import entering, run
+from .path import Path
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:
     """transformers' RwkvSelfAttention."""
     call.refuse_cache("state", position=1)
-    hidden = call.argument("hidden", 0)
-    hidden = hidden.to(working_dtype(module, hidden))
+    hidden = entering(module, call, "hidden")
     before = torch.nn.functional.pad(hidden, (0, 0, 1, -1))
 
     def shifted(mix: Tensor) -> Tensor:
@@ -40,10 +40,7 @@ def rwkv4(module: Any, call: Call) -> LinearMixer:
         return mixture
 
     key = run(module.key, shifted(module.time_mix_key))
-    values = as_heads(run(module.value, shifted(module.time_mix_value)))  # (B, L, D, 1)
-    gate = torch.sigmoid(run(module.receptance, shifted(module.time_mix_receptance)))
-    operator = Chain(
-        Diagonal(as_heads(gate), Shape(*values.shape), "gate", at_rest=0.5),
-        WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key)),
-    )
-    return LinearMixer(values, operator, lambda y: run(module.output, y.flatten(2)))
+    values = run(module.value, shifted(module.time_mix_value))
+    gate = run(module.receptance, shifted(module.time_mix_receptance))
+    scan = WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key))
+    return Path(values).scan(scan).gate(gate, torch.sigmoid).to(module.output)

@@ -26,17 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators import Chain, DeltaRule, Diagonal, Shape, Sum
+from ..operators import Chain, DeltaRule, Diagonal
 from .base import Call, LinearMixer
-from .parts.common import (
-    as_heads,
-    frozen,
-    frozen_group_norm,
-    linear,
-    masked,
-    run,
-    working_dtype,
-)
+from .parts.common import as_heads, frozen, linear, run
+from .parts.common import entering as entering_of
+from .path import Path
 
 #: The logarithm of a decay is this times a sigmoid.
 _LOG_DECAY = -math.exp(-0.5)
@@ -94,9 +88,7 @@ def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
 
 def rwkv7(module: Any, call: Call) -> LinearMixer:
     """captum_ssm.models.rwkv7's RWKV7TimeMix."""
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
-    r, w, k, v, a, g = entering(module, hidden)
+    r, w, k, v, a, g = entering(module, entering_of(module, call))
     keys, values = run(module.key, k), run(module.value, v)
     if not module.is_first:
         share = _low_rank(module, "v", v)
@@ -138,30 +130,14 @@ def time_mixing(
         mask: True for real tokens (B, L), or None.
     """
     heads = module.r_k.shape[0]
-    r, w, k, a, v, g = (
-        as_heads(x, heads)
-        for x in (streams.r, streams.log_decay, streams.k, streams.a, streams.v, streams.g)
-    )
+    r, w, k, a = (as_heads(x, heads) for x in (streams.r, streams.log_decay, streams.k, streams.a))
     key = k + k * (a - 1) * frozen(module.k_a, k).view(heads, -1)
-    shape = Shape(*v.shape)
-    scan = DeltaRule(
-        r,
-        key,
-        torch.ones_like(r[..., 0]),
-        w,
-        shape.per_head,
-        erase=streams.erase,
-        erase_step=a,
-    )
-    silenced = masked(mask, shape, v)
     own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
-    read = Chain(scan, *silenced).apply(v)
-    operator = Chain(
-        Diagonal(g, shape, "gate", at_rest=as_heads(streams.at_rest, heads)),
-        Sum(Chain(*frozen_group_norm(norm, read, shape), scan), Diagonal(own, shape, "scan")),
-        *silenced,
-    )
-    return LinearMixer(v, operator, lambda y: run(output, y.flatten(2)), mask)
+    path, one = Path(streams.v, mask, heads).silence(), torch.ones_like(r[..., 0])
+    scan = DeltaRule(r, key, one, w, path.shape.per_head, erase=streams.erase, erase_step=a)
+    by_state = Path(path.now).scan(scan).layer_norm(norm.weight, norm.bias, norm.eps)
+    path.scan(Chain(*by_state.parts), Diagonal(own, path.shape, "scan"))
+    return path.scale(streams.g, "gate", at_rest=as_heads(streams.at_rest, heads)).to(output)
 
 
 def unit(x: Tensor, heads: int) -> Tensor:

@@ -1,210 +1,211 @@
-"""The line of registration of every built-in mixer."""
+"""The table of built-in mixers, and the versions that they are tested with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
-from .line import TRANSFORMERS_4, Ability, Line
+from .. import __version__
 
-_BOTH_WAYS: Mapping[Ability, str] = {"generated text": "reads both ways"}
-_IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-#: The model's embeddings of n-grams; models that are configured without them are folded.
-_N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
-_END_TO_END: Mapping[Ability, str] = {
-    "fold methods": "reads images end to end",
-    "generated text": "reads images",
+#: How a mixer's output joins the residual stream of its block: added to it; added together with
+#: other mixers of the same block that read the same stream; or added only to the input of the
+#: mixer that runs next.
+Joins = Literal["residual", "parallel", "feeds"]
+
+#: Ways to explain a model: the decomposition; the methods that fold the layers' operators
+#: (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition of
+#: generated text.
+Ability = Literal["LatimFlow", "fold methods", "generated text"]
+
+
+class Line(NamedTuple):
+    """One mixer class and its adapter.
+
+    Attributes:
+        family: the common name of the architecture.
+        path: the class; short for transformers: ``"mamba.MambaMixer"`` means
+            ``transformers.models.mamba.modeling_mamba.MambaMixer``.
+        adapter: module of this package and function.
+        joins: how the mixer's output joins the residual stream.
+        tested: version of the package that the tests run against, where it is an older one.
+            Default: None, that of :data:`VERSIONS`.
+        lacks: the abilities that models of the mixer lack, each with the reason. Default: none.
+        alone: whether tests cover the mixer alone, without a model around it. Default: False.
+    """
+
+    family: str
+    path: str
+    adapter: str
+    joins: Joins = "residual"
+    tested: str | None = None
+    lacks: Mapping[Ability, str] = MappingProxyType({})
+    alone: bool = False
+
+    @property
+    def package(self) -> str:
+        """The distribution that the class comes from."""
+        if self.path.count(".") == 1:
+            return "transformers"
+        name = self.path.split(".")[0]
+        return "flash-linear-attention" if name == "fla" else name.replace("_", "-")
+
+    @property
+    def class_path(self) -> str:
+        """The fully qualified class name."""
+        if self.package != "transformers":
+            return self.path
+        model, name = self.path.split(".")
+        return f"transformers.models.{model}.modeling_{model}.{name}"
+
+
+#: The last version 4, of which some classes were replaced.
+TRANSFORMERS_4 = "4.57.6"
+
+#: Versions that the tests run against.
+VERSIONS = {
+    "captum-ssm": __version__,
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "mamba-ssm": "2.3.2",
+    "timm": "1.0.31",
+    "mambavision": "1.2.0",
+    "flash-linear-attention": "0.6.0",
+    "xlstm": "2.0.6",
+    "mambapy": "1.2.0",
+    "deeptab": "2.1.0",
 }
 
-BUILT_IN = (
-    Line("Mamba", "mamba.MambaMixer", "mamba:hf_mamba"),
-    Line("Falcon Mamba", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
-    Line("Mamba", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
-    Line("Vision Mamba", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer", lacks=_IMAGES),
-    Line(
-        "Caduceus", "captum_ssm.models.dna.caduceus.BiMamba", "caduceus:bi_mamba", lacks=_BOTH_WAYS
-    ),
-    Line(
-        "Caduceus",
-        "captum_ssm.models.dna.caduceus.StrandsMixer",
-        "caduceus:both_strands",
-        lacks=_BOTH_WAYS,
-    ),
-    Line("HyenaDNA", "captum_ssm.models.dna.hyena.HyenaOperator", "hyena:hyena"),
-    Line(
-        "StripedHyena 2",
-        "captum_ssm.models.dna.striped_hyena.HyenaCascade",
-        "striped_hyena:cascade",
-    ),
-    Line(
-        "StripedHyena 2",
-        "captum_ssm.models.dna.striped_hyena.StripedAttention",
-        "striped_hyena:attention",
-    ),
-    Line("VMamba", "captum_ssm.models.vmamba.mixer.SS2D", "vmamba:ss2d", lacks=_IMAGES),
-    Line("Jamba", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
-    Line("Jamba", "jamba.JambaAttention", "attention:hf_attention"),
-    Line("Zamba", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),
-    Line("Zamba", "zamba.ZambaAttention", "attention:hf_attention", "feeds"),
-    Line("Zamba 2", "zamba2.Zamba2Attention", "attention:hf_attention", "feeds"),
-    Line("Bamba", "bamba.BambaAttention", "attention:hf_attention"),
-    Line("Falcon-H1", "falcon_h1.FalconH1Attention", "attention:falcon_h1_attention", "parallel"),
-    Line("Granite 4", "granitemoehybrid.GraniteMoeHybridAttention", "attention:granite_attention"),
-    Line("Nemotron-H", "nemotron_h.NemotronHAttention", "attention:hf_attention"),
-    Line("Qwen3-Next", "qwen3_next.Qwen3NextAttention", "attention:hf_attention"),
-    Line("Qwen3.5", "qwen3_5.Qwen3_5Attention", "attention:hf_attention"),
-    Line("Qwen3.5", "qwen3_5_moe.Qwen3_5MoeAttention", "attention:hf_attention"),
-    Line("Qwen3.5", "qwen3_5.Qwen3_5VisionAttention", "attention:hf_attention", lacks=_END_TO_END),
-    Line(
-        "Qwen3.5",
-        "qwen3_5_moe.Qwen3_5MoeVisionAttention",
-        "attention:hf_attention",
-        lacks=_END_TO_END,
-    ),
-    Line("OLMo Hybrid", "olmo_hybrid.OlmoHybridAttention", "attention:hf_attention"),
-    Line("Kimi Linear", "kimi_linear.KimiLinearAttention", "attention:hf_attention"),
-    Line("Ling 3", "bailing_hybrid.BailingHybridAttention", "attention:hf_attention"),
-    Line("GLM-5.3-Flash", "glm5_next.Glm5NextTextAttention", "attention:glm5_next_attention"),
-    Line(
-        "GLM-5.3-Flash",
-        "glm5_next.Glm5NextVisionAttention",
-        "attention:hf_attention",
-        lacks=_END_TO_END,
-    ),
-    Line("MiniMax", "minimax.MiniMaxAttention", "attention:minimax_attention"),
-    Line("LFM2", "lfm2.Lfm2Attention", "attention:hf_attention"),
-    Line("LFM2", "lfm2_moe.Lfm2MoeAttention", "attention:hf_attention"),
-    Line("Griffin", "recurrent_gemma.RecurrentGemmaAttention", "attention:hf_attention"),
-    Line(
-        "Griffin",
-        "recurrent_gemma.RecurrentGemmaSdpaAttention",
-        "griffin:sdpa_attention",
-        tested=TRANSFORMERS_4,
-    ),
-    Line("BERT", "bert.BertSelfAttention", "attention:hf_attention", lacks=_BOTH_WAYS),
-    Line("GPT-NeoX", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),
-    Line("GPT-2", "gpt2.GPT2Attention", "attention:gpt2_attention"),
-    Line("Llama", "llama.LlamaAttention", "attention:hf_attention"),
-    Line("Mistral", "mistral.MistralAttention", "attention:hf_attention"),
-    Line("ViT", "vit.ViTAttention", "attention:vit_attention", lacks=_IMAGES),
-    Line("DeiT", "deit.DeiTAttention", "attention:vit_attention", lacks=_IMAGES),
-    Line("SigLIP", "siglip.SiglipAttention", "attention:hf_attention", lacks=_IMAGES),
-    Line("SigLIP 2", "siglip2.Siglip2Attention", "attention:hf_attention", lacks=_IMAGES),
-    Line(
-        "Transformer",
-        "torch.nn.modules.activation.MultiheadAttention",
-        "torch_attention:torch_attention",
-    ),
-    Line("ViT", "timm.layers.attention.Attention", "timm_attention:timm_attention", lacks=_IMAGES),
-    Line(
-        "MambaVision",
-        "mambavision.models.mamba_vision.MambaVisionMixer",
-        "mambavision:mambavision_mixer",
-        lacks=_IMAGES,
-    ),
-    Line(
-        "MambaVision",
-        "mambavision.models.mamba_vision.Attention",
-        "mambavision:mambavision_attention",
-        lacks=_IMAGES,
-    ),
-    Line("Griffin", "recurrent_gemma.RecurrentGemmaRecurrentBlock", "griffin:recurrent_gemma"),
-    Line("RWKV-4", "rwkv.RwkvSelfAttention", "rwkv:rwkv4"),
-    Line("Qwen3-Next", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
-    Line("Qwen3.5", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
-    Line("Qwen3.5", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
-    Line("Qwen4-Exp", "qwen4_exp.Qwen4ExpTextGatedDeltaNet", "delta:qwen3_5", lacks=_N_GRAMS),
-    Line(
-        "Qwen4-Exp",
-        "qwen4_exp.Qwen4ExpTextAttention",
-        "attention:qwen4_exp_attention",
-        lacks=_N_GRAMS,
-    ),
-    Line("OLMo Hybrid", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
-    Line("Kimi Linear", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
-    Line("Ling 3", "bailing_hybrid.BailingHybridDeltaAttention", "delta:kimi_delta"),
-    Line("GLM-5.3-Flash", "glm5_next.Glm5NextTextLinearAttention", "delta:kimi_delta"),
-    Line("MiniMax", "minimax.MiniMaxLightningAttention", "minimax:lightning_attention"),
-    Line("xLSTM", "xlstm.xLSTMLayer", "xlstm:mlstm"),
-    Line("xLSTM", "xlstm.xlstm_large.model.mLSTMLayer", "xlstm:mlstm"),
-    Line("xLSTM", "xlstm.blocks.mlstm.layer.mLSTMLayer", "xlstm:xlstm_mlstm"),
-    Line("xLSTM", "xlstm.blocks.slstm.layer.sLSTMLayer", "slstm:xlstm_slstm"),
-    Line("LFM2", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
-    Line("LFM2", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
-    Line("LFM3", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
-    Line("LFM3", "lfm3.Lfm3Attention", "attention:hf_attention"),
-    Line(
-        "RetNet", "fla.layers.multiscale_retention.MultiScaleRetention", "fla.retnet:fla_retention"
-    ),
-    Line("HGRN", "fla.layers.hgrn.HGRNAttention", "fla.hgrn:fla_hgrn"),
-    Line("HGRN2", "fla.layers.hgrn2.HGRN2Attention", "fla.gla:fla_hgrn2"),
-    Line("GLA", "fla.layers.gla.GatedLinearAttention", "fla.gla:fla_gla"),
-    Line("RWKV-6", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"),
-    Line("RWKV-7", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
-    Line("RWKV-7", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"),
-    Line("DeltaNet", "fla.layers.delta_net.DeltaNet", "fla.delta:fla_delta_net"),
-    Line(
-        "Gated DeltaNet", "fla.layers.gated_deltanet.GatedDeltaNet", "fla.delta:fla_gated_delta_net"
-    ),
-    Line(
-        "Gated DeltaProduct",
-        "fla.layers.gated_deltaproduct.GatedDeltaProduct",
-        "fla.delta_product:fla_gated_delta_product",
-    ),
-    Line("Comba", "fla.layers.comba.Comba", "fla.delta_product:fla_comba"),
-    Line("MesaNet", "fla.layers.mesa_net.MesaNet", "fla.mesa_net:fla_mesa_net"),
-    Line("PaTH", "fla.layers.path_attn.PaTHAttention", "fla.path:fla_path"),
-    Line(
-        "Forgetting Transformer",
-        "fla.layers.forgetting_attn.ForgettingAttention",
-        "fla.forgetting:fla_forgetting",
-    ),
-    Line(
-        "Log-linear Mamba-2",
-        "fla.layers.log_linear_mamba2.LogLinearMamba2",
-        "fla.log_linear:fla_log_linear_mamba2",
-    ),
-    Line("Kimi Delta Attention", "fla.layers.kda.KimiDeltaAttention", "fla.delta:fla_kda"),
-    Line("Mamba", "fla.layers.mamba.Mamba", "fla.mamba:fla_mamba"),
-    Line("Mamba-2", "fla.layers.mamba2.Mamba2", "fla.mamba:fla_mamba2"),
-    Line("Mamba-3", "fla.layers.mamba3.Mamba3", "fla.mamba:fla_mamba3"),
-    Line(
-        "Linear attention",
-        "fla.layers.linear_attn.LinearAttention",
-        "fla.linear_attn:fla_linear_attention",
-    ),
-    Line(
-        "Simple GLA",
-        "fla.layers.simple_gla.SimpleGatedLinearAttention",
-        "fla.linear_attn:fla_simple_gla",
-        alone=True,
-    ),
-    Line("Based", "fla.layers.based.BasedLinearAttention", "fla.linear_attn:fla_based", alone=True),
-    Line("LightNet", "fla.layers.lightnet.LightNetAttention", "fla.lightnet:fla_lightnet"),
-    Line("GSA", "fla.layers.gsa.GatedSlotAttention", "fla.gsa:fla_gsa"),
-    Line("Transformer", "fla.layers.attn.Attention", "fla.attention:fla_attention"),
-    Line("Mamba-2", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
-    Line("Bamba", "bamba.BambaMixer", "mamba2:hf_mamba2"),
-    Line("Zamba 2", "zamba2.Zamba2MambaMixer", "mamba2:zamba2_mamba2"),
-    Line("Falcon-H1", "falcon_h1.FalconH1Mixer", "mamba2:falcon_h1_mamba2", "parallel"),
-    Line("Granite 4", "granitemoehybrid.GraniteMoeHybridMambaLayer", "mamba2:granite_mamba2"),
-    Line("Nemotron-H", "nemotron_h.NemotronHMamba2Mixer", "mamba2:hf_mamba2"),
-    Line("Mamba-2", "mamba_ssm.modules.mamba2.Mamba2", "mamba2_ssm:mamba_ssm_mamba2"),
-    Line(
-        "Mamba-2",
-        "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
-        "mamba2_ssm:mamba_ssm_mamba2_simple",
-        alone=True,
-    ),
-    Line("Mamba-2", "mamba_ssm.modules.mha.MHA", "mamba_ssm_attention:mamba_ssm_attention"),
-    Line("Mamba-3", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
-    Line("Mamba", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
-    Line("Mamba-2", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
-    Line("Jamba", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
-    Line("Vision Mamba", "mambapy.vim.VMambaBlock", "mambapy:mambapy_vision_block", lacks=_IMAGES),
-    Line(
-        "Mambular",
-        "deeptab.nn.blocks.mamba.MambaBlock",
-        "mambapy:deeptab_block",
-        lacks={"generated text": "reads tables"},
-    ),
-)
+#: What models of some mixers lack, by a word of the table.
+_LACKS: dict[str, Mapping[Ability, str]] = {
+    "both ways": {"generated text": "reads both ways"},
+    "images": {"generated text": "reads images"},
+    "tables": {"generated text": "reads tables"},
+    # its embeddings of n-grams; models that are configured without them are folded
+    "n-grams": {"fold methods": "mixes n-grams outside of its mixers"},
+    "end to end": {"fold methods": "reads images end to end", "generated text": "reads images"},
+}
+
+#: One mixer a line: family, class, adapter, and options.
+_TABLE = """
+Mamba, mamba.MambaMixer, mamba:hf_mamba
+Falcon Mamba, falcon_mamba.FalconMambaMixer, mamba:hf_mamba
+Mamba, mamba_ssm.modules.mamba_simple.Mamba, mamba:mamba_ssm_mamba
+Vision Mamba, captum_ssm.models.vim.mixer.VimMixer, vim:vim_mixer, images
+Caduceus, captum_ssm.models.dna.caduceus.BiMamba, vim:bi_mamba, both ways
+Caduceus, captum_ssm.models.dna.caduceus.StrandsMixer, vim:both_strands, both ways
+HyenaDNA, captum_ssm.models.dna.hyena.HyenaOperator, hyena:hyena
+StripedHyena 2, captum_ssm.models.dna.striped_hyena.HyenaCascade, hyena:cascade
+StripedHyena 2, captum_ssm.models.dna.striped_hyena.StripedAttention, hyena:attention
+VMamba, captum_ssm.models.vmamba.mixer.SS2D, vmamba:ss2d, images
+Jamba, jamba.JambaMambaMixer, mamba:hf_mamba
+Jamba, jamba.JambaAttention, attention:hf_attention
+Zamba, zamba.ZambaMambaMixer, mamba:hf_zamba
+Zamba, zamba.ZambaAttention, attention:hf_attention, feeds
+Zamba 2, zamba2.Zamba2Attention, attention:hf_attention, feeds
+Bamba, bamba.BambaAttention, attention:hf_attention
+Falcon-H1, falcon_h1.FalconH1Attention, attention:falcon_h1_attention, parallel
+Granite 4, granitemoehybrid.GraniteMoeHybridAttention, attention:granite_attention
+Nemotron-H, nemotron_h.NemotronHAttention, attention:hf_attention
+Qwen3-Next, qwen3_next.Qwen3NextAttention, attention:hf_attention
+Qwen3.5, qwen3_5.Qwen3_5Attention, attention:hf_attention
+Qwen3.5, qwen3_5_moe.Qwen3_5MoeAttention, attention:hf_attention
+Qwen3.5, qwen3_5.Qwen3_5VisionAttention, attention:hf_attention, end to end
+Qwen3.5, qwen3_5_moe.Qwen3_5MoeVisionAttention, attention:hf_attention, end to end
+OLMo Hybrid, olmo_hybrid.OlmoHybridAttention, attention:hf_attention
+Kimi Linear, kimi_linear.KimiLinearAttention, attention:hf_attention
+Ling 3, bailing_hybrid.BailingHybridAttention, attention:hf_attention
+GLM-5.3-Flash, glm5_next.Glm5NextTextAttention, attention:glm5_next_attention
+GLM-5.3-Flash, glm5_next.Glm5NextVisionAttention, attention:hf_attention, end to end
+MiniMax, minimax.MiniMaxAttention, attention:minimax_attention
+LFM2, lfm2.Lfm2Attention, attention:hf_attention
+LFM2, lfm2_moe.Lfm2MoeAttention, attention:hf_attention
+Griffin, recurrent_gemma.RecurrentGemmaAttention, attention:hf_attention
+Griffin, recurrent_gemma.RecurrentGemmaSdpaAttention, griffin:sdpa_attention, transformers 4
+BERT, bert.BertSelfAttention, attention:hf_attention, both ways
+GPT-NeoX, gpt_neox.GPTNeoXAttention, attention:hf_attention
+GPT-2, gpt2.GPT2Attention, attention:gpt2_attention
+Llama, llama.LlamaAttention, attention:hf_attention
+Mistral, mistral.MistralAttention, attention:hf_attention
+ViT, vit.ViTAttention, attention:vit_attention, images
+DeiT, deit.DeiTAttention, attention:vit_attention, images
+SigLIP, siglip.SiglipAttention, attention:hf_attention, images
+SigLIP 2, siglip2.Siglip2Attention, attention:hf_attention, images
+Transformer, torch.nn.modules.activation.MultiheadAttention, package_attention:torch_attention
+ViT, timm.layers.attention.Attention, package_attention:timm_attention, images
+MambaVision, mambavision.models.mamba_vision.MambaVisionMixer, mambavision:mambavision_mixer, images
+MambaVision, mambavision.models.mamba_vision.Attention, mambavision:mambavision_attention, images
+Griffin, recurrent_gemma.RecurrentGemmaRecurrentBlock, griffin:recurrent_gemma
+RWKV-4, rwkv.RwkvSelfAttention, rwkv:rwkv4
+Qwen3-Next, qwen3_next.Qwen3NextGatedDeltaNet, delta:qwen3_next
+Qwen3.5, qwen3_5.Qwen3_5GatedDeltaNet, delta:qwen3_5
+Qwen3.5, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, delta:qwen3_5
+Qwen4-Exp, qwen4_exp.Qwen4ExpTextGatedDeltaNet, delta:qwen3_5, n-grams
+Qwen4-Exp, qwen4_exp.Qwen4ExpTextAttention, attention:qwen4_exp_attention, n-grams
+OLMo Hybrid, olmo_hybrid.OlmoHybridGatedDeltaNet, delta:olmo_hybrid
+Kimi Linear, kimi_linear.KimiLinearDeltaAttention, delta:kimi_delta
+Ling 3, bailing_hybrid.BailingHybridDeltaAttention, delta:kimi_delta
+GLM-5.3-Flash, glm5_next.Glm5NextTextLinearAttention, delta:kimi_delta
+MiniMax, minimax.MiniMaxLightningAttention, minimax:lightning_attention
+xLSTM, xlstm.xLSTMLayer, xlstm:mlstm
+xLSTM, xlstm.xlstm_large.model.mLSTMLayer, xlstm:mlstm
+xLSTM, xlstm.blocks.mlstm.layer.mLSTMLayer, xlstm:xlstm_mlstm
+xLSTM, xlstm.blocks.slstm.layer.sLSTMLayer, xlstm:xlstm_slstm
+LFM2, lfm2.Lfm2ShortConv, lfm2:short_conv
+LFM2, lfm2_moe.Lfm2MoeShortConv, lfm2:short_conv
+LFM3, lfm3.Lfm3ShortConv, lfm2:short_conv
+LFM3, lfm3.Lfm3Attention, attention:hf_attention
+RetNet, fla.layers.multiscale_retention.MultiScaleRetention, fla.linear:fla_retention
+HGRN, fla.layers.hgrn.HGRNAttention, fla.hgrn:fla_hgrn
+HGRN2, fla.layers.hgrn2.HGRN2Attention, fla.hgrn:fla_hgrn2
+GLA, fla.layers.gla.GatedLinearAttention, fla.linear:fla_gla
+RWKV-6, fla.layers.rwkv6.RWKV6Attention, fla.rwkv:fla_rwkv6
+RWKV-7, captum_ssm.models.rwkv7.mixer.RWKV7TimeMix, rwkv7:rwkv7
+RWKV-7, fla.layers.rwkv7.RWKV7Attention, fla.rwkv:fla_rwkv7
+DeltaNet, fla.layers.delta_net.DeltaNet, fla.delta:fla_delta_net
+Gated DeltaNet, fla.layers.gated_deltanet.GatedDeltaNet, fla.delta:fla_gated_delta_net
+Gated DeltaProduct, fla.layers.gated_deltaproduct.GatedDeltaProduct, fla.delta:fla_delta_product
+Comba, fla.layers.comba.Comba, fla.delta:fla_comba
+MesaNet, fla.layers.mesa_net.MesaNet, fla.mesa_net:fla_mesa_net
+PaTH, fla.layers.path_attn.PaTHAttention, fla.attention:fla_path
+Forgetting Transformer, fla.layers.forgetting_attn.ForgettingAttention, fla.attention:fla_forgetting
+Log-linear Mamba-2, fla.layers.log_linear_mamba2.LogLinearMamba2, fla.mamba:fla_log_linear_mamba2
+Kimi Delta Attention, fla.layers.kda.KimiDeltaAttention, fla.delta:fla_kda
+Mamba, fla.layers.mamba.Mamba, fla.mamba:fla_mamba
+Mamba-2, fla.layers.mamba2.Mamba2, fla.mamba:fla_mamba2
+Mamba-3, fla.layers.mamba3.Mamba3, fla.mamba:fla_mamba3
+Linear attention, fla.layers.linear_attn.LinearAttention, fla.linear:fla_linear_attention
+Simple GLA, fla.layers.simple_gla.SimpleGatedLinearAttention, fla.linear:fla_simple_gla, alone
+Based, fla.layers.based.BasedLinearAttention, fla.linear:fla_based, alone
+LightNet, fla.layers.lightnet.LightNetAttention, fla.lightnet:fla_lightnet
+GSA, fla.layers.gsa.GatedSlotAttention, fla.gsa:fla_gsa
+Transformer, fla.layers.attn.Attention, fla.attention:fla_attention
+Mamba-2, mamba2.Mamba2Mixer, mamba2:hf_mamba2
+Bamba, bamba.BambaMixer, mamba2:hf_mamba2
+Zamba 2, zamba2.Zamba2MambaMixer, mamba2:zamba2_mamba2
+Falcon-H1, falcon_h1.FalconH1Mixer, mamba2:falcon_h1_mamba2, parallel
+Granite 4, granitemoehybrid.GraniteMoeHybridMambaLayer, mamba2:granite_mamba2
+Nemotron-H, nemotron_h.NemotronHMamba2Mixer, mamba2:hf_mamba2
+Mamba-2, mamba_ssm.modules.mamba2.Mamba2, mamba2:mamba_ssm_mamba2
+Mamba-2, mamba_ssm.modules.mamba2_simple.Mamba2Simple, mamba2:mamba_ssm_mamba2_simple, alone
+Mamba-2, mamba_ssm.modules.mha.MHA, package_attention:mamba_ssm_attention
+Mamba-3, mamba_ssm.modules.mamba3.Mamba3, mamba3:mamba_ssm_mamba3
+Mamba, mambapy.mamba.MambaBlock, mambapy:mambapy_block
+Mamba-2, mambapy.mamba2.Mamba2Block, mamba2:mambapy_mamba2_block
+Jamba, mambapy.jamba.AttentionSDPA, mambapy:mambapy_attention
+Vision Mamba, mambapy.vim.VMambaBlock, mambapy:mambapy_vision_block, images
+Mambular, deeptab.nn.blocks.mamba.MambaBlock, mambapy:deeptab_block, tables
+"""
+
+
+def _line(text: str) -> Line:
+    family, path, adapter, *options = text.split(", ")
+    joins: Joins = "residual"
+    if "parallel" in options or "feeds" in options:
+        joins = "parallel" if "parallel" in options else "feeds"
+    tested = TRANSFORMERS_4 if "transformers 4" in options else None
+    lacks = next((_LACKS[option] for option in options if option in _LACKS), MappingProxyType({}))
+    return Line(family, path, adapter, joins, tested, lacks, "alone" in options)
+
+
+BUILT_IN = tuple(map(_line, _TABLE.strip().splitlines()))

@@ -1,27 +1,35 @@
-"""Vision Mamba: captum_ssm's VimMixer, and Mamba in the published fork of mamba_ssm.
+"""Mamba in both directions: Vision Mamba, its published fork of mamba_ssm, and Caduceus.
 
-x, z = in_proj(h)                  y = SiLU(z) (alpha_f + D + ...) x, output = out_proj(y)
+    x, z = in_proj(h)                  y = SiLU(z) (alpha_f + D + ...) x, output = out_proj(y)
 
 f(x) = (scan + D) SiLU(conv(x) + b), with frozen ratios as in mamba.py, P the flip of tokens:
 
-none   alpha = SiLU(z) f
-v1     alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b differs in A only
-v2     alpha = SiLU(z) (f + P f_b P) / 2, where f_b has weights of its own
+none       alpha = SiLU(z) f
+v1         alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b differs in A only
+v2         alpha = SiLU(z) (f + P f_b P) / 2, where f_b has weights of its own
+Caduceus   alpha = SiLU(z) (f + P f_b P)
+
+Caduceus reads strand b as its reverse complement R b (tokens and channels flipped).  On two strands
+a and b the output is [m(a), R m(R b)]: a mixer of twice the heads.  From the first token to the
+last read f of strand a and f_b of strand b; from the last to the first read f_b of a and f of b.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, Operator, SelectiveScan, Shape, ShortConv, Sum
+from ..operators import Chain, Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ..operators.reorder import flip
 from .base import Call, LinearMixer
-from .parts.common import as_heads, causal_conv, frozen, linear, run, working_dtype
+from .mamba import selection
+from .parts.common import entering, projection, run
+from .path import Path
 
 #: Above this error an output is not the sum of two directions; rounding stays far below.
 _ANOTHER_FUNCTION = 0.25
@@ -29,18 +37,14 @@ _ANOTHER_FUNCTION = 0.25
 
 def vim_mixer(module: Any, call: Call) -> LinearMixer:
     """captum_ssm.models.vim's VimMixer."""
-    hidden = call.hidden_states
-    projected = run(module.in_proj, hidden.to(working_dtype(module, hidden)))
-    return _linearize(module, projected, run_projections=True)
+    return _linearize(module, run(module.in_proj, entering(module, call)), called=True)
 
 
 def published_fork(module: Any, call: Call) -> LinearMixer:
     """Mamba of the mamba_ssm fork that is published with Vision Mamba."""
     call.refuse_cache("inference_params", position=1)
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
-    projected = linear(hidden, module.in_proj.weight, module.in_proj.bias)
-    mixer = _linearize(module, projected, run_projections=not module.use_fast_path)
+    projected = projection(module.in_proj, called=False)(entering(module, call))
+    mixer = _linearize(module, projected, called=not module.use_fast_path)
     if module.bimamba_type != "none" and not module.use_fast_path:
         _check_both_directions(module, mixer, call.output_tensor)
     return mixer
@@ -60,113 +64,94 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
         )
 
 
-def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> LinearMixer:
-    """The mixer from the output of in_proj, x and z (B, L, 2 D)."""
-    x, z = projected.chunk(2, dim=-1)
-    values = as_heads(x)  # (B, L, D, 1)
-    shape = Shape(*values.shape)
-    ahead = direction(module, values, run_projections=run_projections)
-    both: tuple[Operator, ...]
+def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
+    """The mixer from x and z (B, L, 2 D); projections are called, or their weights read."""
+    x, z = projected.chunk(2, -1)
+    path, ahead = Path(x), partial(direction, module=module, called=called)
+    # the attribute's name differs between published copies
+    halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
     if module.bimamba_type == "v2":
-        back = direction(module, values.flip(1), "_b", run_projections=run_projections)
-        both = (both_ways(ahead, back, 0.5 if _halves(module) else 1.0),)
+        path.both_ways(ahead, partial(ahead, suffix="_b"), 0.5 if halved else 1.0)
     elif module.bimamba_type == "v1":
-        a_b = -torch.exp(module.A_b_log.to(values))
-        scan = SelectiveScan(ahead.dt, ahead.a, ahead.b, ahead.c)
-        back_scan = SelectiveScan(ahead.dt.flip(1), a_b, ahead.b.flip(1), ahead.c.flip(1))
-        turn = flip(shape, values.device, "scan")
-        skip = Diagonal(2 * ahead.skip, shape, "skip")
-        core = Sum(scan, Chain(turn, back_scan, turn), skip)
-        both = (core, *ahead.operators()[1:])
+        dt, b, c = selection(
+            path.conv(module.conv1d).act(live=True), module, called=called, called_dt=False
+        )
+        scan, a = partial(SelectiveScan, dt, b=b, c=c), -torch.exp(module.A_log.to(dt))
+        a_b = -torch.exp(module.A_b_log.to(dt))
+        back = SelectiveScan(dt.flip(1), a_b, b.flip(1), c.flip(1))
+        turn = flip(path.shape, x.device, "scan")
+        path.scan(scan(a), Chain(turn, back, turn), skip=2 * module.D)
     else:
-        both = ahead.operators()
-    operator = Chain(Diagonal(as_heads(F.silu(z)), shape, "gate"), *both)
-    gamma = getattr(module, "gamma", None)
+        ahead(path)
+    gamma, out_proj = getattr(module, "gamma", None), projection(module.out_proj, called)
+    return path.gate(z).to(lambda y: out_proj(y) if gamma is None else out_proj(y) * gamma.to(y))
+
+
+def direction(path: Path, module: Any, suffix: str = "", called: bool = True) -> Path:
+    """Pass one direction of a Mamba, without the gate.
+
+    Args:
+        path: the values, in the order in which the direction reads them.
+        module: a Mamba, or the module of one direction.
+        suffix: suffix of its parameters' names. Default: ``""``.
+        called: whether its projections are called, or their weights read. Default: True.
+    """
+    path.conv(getattr(module, f"conv1d{suffix}")).act(live=True)
+    dt, b, c = selection(path, module, f"{{}}{suffix}", called=called, called_dt=False)
+    a_log = module.A_b_log if suffix else module.A_log
+    scan = SelectiveScan(dt, -torch.exp(a_log.to(dt)), b, c)
+    return path.scan(scan, skip=getattr(module, f"D{suffix}"))
+
+
+def bi_mamba(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.dna's BiMamba."""
+    x, z = run(module.mamba_fwd.in_proj, entering(module, call)).chunk(2, -1)
+    ahead, back = (partial(direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
+    return Path(x).both_ways(ahead, back).gate(z).to(partial(_out, module))
+
+
+def both_strands(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.dna's StrandsMixer."""
+    mixer = module.submodule
+    one, other = entering(module, call).chunk(2, -1)
+    a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
+    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # in its own order
+    fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
+    ahead = _joined(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
+    back = _joined(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))
+    path = Path(torch.cat([a, b.flip(1)], -1)).both_ways(lambda _: ahead, lambda _: back)
 
     def project(y: Tensor) -> Tensor:
-        out = _call(module.out_proj, y.flatten(2), run_projections)
-        return out if gamma is None else out * gamma.to(out)
+        one, other = y.chunk(2, -1)
+        return torch.cat([_out(mixer, one), _out(mixer, other).flip(-1)], -1)
 
-    return LinearMixer(values, operator, project)
-
-
-class Direction(NamedTuple):
-    """The coefficients of one direction, without the gate.
-
-    Attributes:
-        dt, b, c: step sizes (B, L, D), input and output vectors (B, L, N) or (B, L, G, N), with
-            their graphs.
-        a: decay rates (D, N).
-        skip: weights (1, 1, D, 1).
-        ratio: of the activation, (B, L, D, 1).
-        conv: the short convolution.
-    """
-
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    skip: Tensor
-    ratio: Tensor
-    conv: ShortConv
-
-    def operators(self) -> tuple[Operator, ...]:
-        """Scan and skip, activation, convolution: outermost first."""
-        shape = self.conv.shape
-        scan = SelectiveScan(self.dt, self.a, self.b, self.c)
-        return (
-            Sum(scan, Diagonal(self.skip, shape, "skip")),
-            Diagonal(self.ratio, shape, "activation"),
-            self.conv,
-        )
+    return path.scale(torch.cat([F.silu(z_a), F.silu(z_b).flip(1)], -1), "gate").to(project)
 
 
-def both_ways(ahead: Direction, back: Direction, share: float = 1.0) -> Operator:
-    """The sum of two directions, share (f + P f_b P).
-
-    Args:
-        ahead: the direction from the first token to the last.
-        back: the direction from the last token to the first, tokens in this order.
-        share: a factor on each. Default: 1.0.
-    """
-    shape, like = ahead.conv.shape, ahead.ratio
-    turn = flip(shape, like.device)
-    # without a component, so that no choice of components drops the factor
-    part = Diagonal(like.new_full((1, 1, 1, 1), share), shape)
-    return Sum(Chain(part, *ahead.operators()), Chain(turn, part, *back.operators(), turn))
+def _out(module: Any, y: Tensor) -> Tensor:
+    """The output projection of the sum of both directions: its bias counts twice."""
+    out_proj = module.mamba_fwd.out_proj
+    out = run(out_proj, y)
+    return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
-def direction(
-    module: Any, values: Tensor, suffix: str = "", *, run_projections: bool = True
-) -> Direction:
-    """The coefficients of one direction of a Mamba.
-
-    Args:
-        module: a Mamba, or the module of one direction.
-        values: (B, L, D, 1), in the order in which the direction reads them.
-        suffix: suffix of its parameters' names. Default: ``""``.
-        run_projections: whether its projections are called, or their weights read. Default: True.
-    """
-    shape = Shape(*values.shape)
-    conv, u = causal_conv(getattr(module, f"conv1d{suffix}"), values, None, shape)
-    ratio = torch.sigmoid(u)
-    dt_proj = getattr(module, f"dt_proj{suffix}")
-    a = -torch.exp(getattr(module, "A_b_log" if suffix else "A_log").to(values))  # (D, N)
-    x_proj = getattr(module, f"x_proj{suffix}")
-    selected = _call(x_proj, (u * ratio).squeeze(-1), run_projections)
-    rank, state = dt_proj.weight.shape[1], a.shape[1]
-    t, b, c = torch.split(selected, [rank, state, state], dim=-1)
-    dt = F.softplus(linear(t, dt_proj.weight, dt_proj.bias))
-    skip = frozen(getattr(module, f"D{suffix}"), values).view(1, 1, -1, 1)
-    return Direction(dt, a, b, c, skip, ratio, conv)
+def _joined(one: Path, other: Path) -> Path:
+    """Join two directions that read in the same order to one of the heads of both."""
+    path = Path(torch.cat([one.values, other.values], 2))
+    pairs = zip(one.parts[::-1], other.parts[::-1], strict=True)
+    return path.then(*(_beside(path, *pair) for pair in pairs))
 
 
-def _halves(module: Any) -> bool:
-    """Whether the sum is halved; the attribute's name differs between published copies."""
-    return bool(getattr(module, "if_divide_out", getattr(module, "if_devide_out", False)))
-
-
-def _call(projection: Any, x: Tensor, as_module: bool) -> Tensor:
-    if as_module:
-        return run(projection, x)
-    return linear(x, projection.weight, projection.bias)
+def _beside(path: Path, one: Any, other: Any) -> Operator:
+    """Join the same step of two directions."""
+    if isinstance(one, Sum):
+        return Sum(*(_beside(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
+    if isinstance(one, Diagonal):
+        return Diagonal(torch.cat([one.weight, other.weight], 2), path.shape, one.component)
+    if isinstance(one, ShortConv):
+        bias = None if one.bias is None else torch.cat([one.bias, other.bias], 2)
+        return ShortConv(torch.cat([one.weight, other.weight]), path.shape, bias)
+    first, second = ({**scan.tensors(), **scan.live} for scan in (one, other))
+    b, c = (torch.stack([first[name], second[name]], 2) for name in "BC")  # (B, L, 2, N)
+    dt = torch.cat([first["dt"], second["dt"]], 2)
+    return SelectiveScan(dt, torch.cat([one.a, other.a]), b, c)

@@ -1,4 +1,4 @@
-"""mLSTM: transformers' xlstm, and both kinds of layers of the package xlstm.
+"""mLSTM of transformers' xlstm and of the package xlstm, and the package's sLSTM.
 
     i, f = soft-capped gates        m[t] = max(log sigmoid(f[t]) + m[t-1], i[t])
     alpha[i, j] = exp(sum of log sigmoid(f) over j+1..i + i[j] - m[i]) q[i] . k[j] / sqrt(N)
@@ -18,6 +18,25 @@ are added only behind the gate.
 
 The decay is kept relative to the stabilizer m: log sigmoid(f[t]) + m[t-1] - m[t] and i[t] - m[t]
 are at most zero, so nothing overflows however large the input gate is.
+
+The sLSTM layers of xLSTMLMModel compute
+
+    i, f = maps of SiLU(conv(h)), z, o = maps of h, all with biases; of each head R y[t-1] is added
+    n[t] = sigmoid(f) n[t-1] + exp(i)
+    c[t] = sigmoid(f) c[t-1] + exp(i) tanh(z)        y[t] = sigmoid(o) c[t] / n[t]
+    output = w (y - mean y) / sigma(y)
+
+with the LayerNorm per head.  Frozen: the gates with the feedback that enters them, the normalizer
+n, the ratio tanh(z) / z, and 1 / sigma.  The values are z, to which R y[t-1] is added: the outputs
+are fed back.  The model gets no mask of padding.
+
+The state is kept relative to its normalizer: of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
+takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be that of an
+ordinary LSTM (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its
+state is kept relative to c / tanh(c).
+
+The package's CUDA kernel computes in the dtype of its configuration, bfloat16 by default, whatever
+that of the model is; an operator is refused for the difference unless that is float32.
 """
 
 from __future__ import annotations
@@ -29,10 +48,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, HeadCentering, ScalarDecayHeads, Shape, ShortConv
-from ..operators.combine import DirectSum
+from ..operators import (
+    Chain,
+    DirectSum,
+    FeedbackRecurrence,
+    HeadCentering,
+    ScalarDecayHeads,
+)
+from ..operators.kernels.arithmetic import full_precision, unseen
 from .base import Call, LinearMixer
-from .parts.common import as_heads, causal_conv, frozen, run, working_dtype
+from .parts.common import activation_ratio, as_heads, entering, frozen, run
+from .path import Path
 
 #: Added to the normalizer by the cell of xLSTMLMModel.
 _EPS = 1e-6
@@ -41,102 +67,66 @@ _EPS = 1e-6
 def mlstm(module: Any, call: Call) -> LinearMixer:
     """transformers' xLSTMLayer and that of xLSTMLarge, with single and with fused weights."""
     call.refuse_cache("state", position=1)
-    hidden = call.argument("x", 0)
-    hidden = hidden.to(working_dtype(module, hidden))
-    config, heads = module.config, module.config.num_heads
+    hidden, config = entering(module, call, "x"), module.config
     backend = getattr(config, "mlstm_backend", config)
     if "siging" in str(backend.chunkwise_kernel):
         raise UnsupportedMixerError(
             f"{type(module).__name__} with chunkwise_kernel={backend.chunkwise_kernel!r}: its "
             "input gate is a sigmoid, which has no adapter. Use a kernel without 'siging'."
         )
-    query, key, values, output_gate, write, forget = _projections(module, hidden)
-    shape = Shape(*values.shape)
+    query, key, values, z, write, forget = _projections(module, hidden)
     write, forget = (_soft_cap(x, config.gate_soft_cap) for x in (write, forget))
-    core = _core(query, key, write, forget, backend.eps, shape, 0.0)
+    path = _scanned(Path(values), query, key, write, forget, backend.eps, 0.0)
     norm = module.multihead_norm
-    weight = frozen(norm.weight, values).view(heads, -1, 1)
-    bias = None if norm.bias is None else frozen(norm.bias, values).view(1, 1, heads, -1)
-    operator = Chain(
-        Diagonal(torch.sigmoid(output_gate), shape, "gate", at_rest=0.5),
-        ShortConv(weight, shape, bias, component="norm"),  # one tap: the affine part
-        Diagonal(1 / head_deviation(core.apply(values), norm.eps), shape, "norm"),
-        HeadCentering(shape, values),
-        core,
-    )
-    return LinearMixer(values, operator, lambda y: run(module.out_proj, y.flatten(2)))
+    path.layer_norm(norm.weight, norm.bias, norm.eps)
+    return path.gate(z, torch.sigmoid).to(module.out_proj)
 
 
 def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
     """The package's mLSTMLayer of xLSTMBlockStack and xLSTMLMModel."""
-    hidden = call.argument("x", 0)
-    hidden = hidden.to(working_dtype(module, hidden))
     cell, heads = module.mlstm_cell, module.config.num_heads
-    x, z = run(module.proj_up, hidden).chunk(2, -1)
-    x_heads = as_heads(x, heads)
-    shape = Shape(*x_heads.shape)
-    conv, u = causal_conv(module.conv1d.conv, x_heads, None, shape)
-    ratio = torch.sigmoid(u)
-    activated = (u * ratio).flatten(2)
-    query, key = (run(p, activated) for p in (module.q_proj, module.k_proj))
+    x, z = run(module.proj_up, entering(module, call, "x")).chunk(2, -1)
+    by_skip = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
+    query, key = (run(p, by_skip.now.flatten(2)) for p in (module.q_proj, module.k_proj))
     value = run(module.v_proj, x)
-    write, forget = (
-        run(gate, torch.cat([query, key, value], -1)) for gate in (cell.igate, cell.fgate)
+    gates = torch.cat([query, key, value], -1)
+    write, forget = run(cell.igate, gates), run(cell.fgate, gates)
+    query, key = as_heads(query, heads), as_heads(key, heads)
+    by_cell = _scanned(Path(value, heads=heads), query, key, write, forget, _EPS, -torch.inf)
+    scale = _head_norm(cell.outnorm, by_cell.now)
+    by_skip.scale(frozen(module.learnable_skip, x).view(1, 1, -1), "skip")
+    path = Path(torch.cat([value, x], -1), heads=2 * heads)
+    centered = torch.cat([scale.new_ones(heads), scale.new_zeros(heads)])
+    path.then(
+        DirectSum(Chain(*by_cell.parts), Chain(*by_skip.parts)),
+        HeadCentering(path.shape, scale, centred=centered),
     )
-    query, key, value = (as_heads(each, heads) for each in (query, key, value))
-    core = _core(query, key, write, forget, _EPS, shape, -torch.inf)
-    scale = head_norm(cell.outnorm, core.apply(value))
-    skip = frozen(module.learnable_skip, value).view(1, 1, heads, -1)
-    by_skip = Chain(Diagonal(skip, shape, "skip"), Diagonal(ratio, shape, "activation"), conv)
-    both = shape._replace(heads=2 * heads)
-    gate = as_heads(F.silu(z), heads)
-    operator = Chain(
-        Diagonal(torch.cat([gate, gate], 2), both, "gate"),
-        Diagonal(torch.cat([scale, torch.ones_like(scale)], 2), both, "norm"),
-        HeadCentering(both, value, centred=_first(heads, value)),
-        DirectSum(core, by_skip),
-    )
+    path.scale(torch.cat([scale, torch.ones_like(scale)], 2), "norm").gate(torch.cat([z, z], -1))
 
     def project(y: Tensor) -> Tensor:
-        by_cell, past_it = y.chunk(2, 2)
-        return run(module.proj_down, (by_cell + past_it).flatten(2))
+        one, other = y.chunk(2, -1)
+        return run(module.proj_down, one + other)
 
-    return LinearMixer(torch.cat([value, x_heads], 2), operator, project)
+    return path.to(project)
 
 
-def head_norm(norm: Any, x: Tensor) -> Tensor:
+def _head_norm(norm: Any, x: Tensor) -> Tensor:
     """Frozen factors of the package's MultiHeadLayerNorm on centered ``x`` (B, L, H, P)."""
-    scale = 1 / head_deviation(x, norm.eps)
+    scale = torch.rsqrt(x.var(-1, keepdim=True, correction=0) + norm.eps).expand_as(x)
     weight = norm.weight_proxy
-    return scale.expand_as(x) if weight is None else scale * frozen(weight, x).view(x.shape[2:])
+    return scale if weight is None else scale * frozen(weight, x).view(x.shape[2:])
 
 
-def head_deviation(x: Tensor, eps: float) -> Tensor:
-    """The denominator of a LayerNorm of each head, (B, L, H, 1)."""
-    return (x.var(-1, keepdim=True, correction=0) + eps).sqrt()
-
-
-def _first(heads: int, like: Tensor) -> Tensor:
-    """A vector of 1 for so many heads and 0 for as many more, (2 H,)."""
-    return torch.cat([like.new_ones(heads), like.new_zeros(heads)])
-
-
-def _core(
-    query: Tensor,
-    key: Tensor,
-    write: Tensor,
-    forget: Tensor,
-    eps: float,
-    shape: Shape,
-    start: float,
-) -> Chain:
-    """The normalized recurrence.
+def _scanned(
+    path: Path, query: Tensor, key: Tensor, write: Tensor, forget: Tensor, eps: float, start: float
+) -> Path:
+    """Pass the normalized recurrence.
 
     Args:
+        path: the values.
         query, key: (B, L, H, N).
         write, forget: the inputs of the input and the forget gate (B, L, H).
         eps: added to the normalizer.
-        shape: the sizes of the values.
         start: the stabilizer before the first token.
     """
     log_decay = F.logsigmoid(forget)
@@ -146,10 +136,8 @@ def _core(
     ones = torch.ones_like(query[..., :1])
     rows = ScalarDecayHeads(query, key, decay, scale, 1).apply(ones)
     normalizer = torch.maximum(rows.abs(), torch.exp(-after)[..., None]) + eps
-    return Chain(
-        Diagonal(1 / normalizer, shape, "scan"),
-        ScalarDecayHeads(query, key, decay, scale, shape.per_head),
-    )
+    path.scan(ScalarDecayHeads(query, key, decay, scale, path.shape.per_head))
+    return path.scale(1 / normalizer, "scan")
 
 
 def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
@@ -177,3 +165,69 @@ def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor,
         m = torch.maximum(log_decay[:, t] + m, write[:, t])
         after[:, t] = m
     return torch.cat([after[:, :1], after[:, :-1]], 1), after
+
+
+def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
+    """The package's sLSTMLayer, by either backend."""
+    call.refuse_cache("conv_state", position=1)
+    call.refuse_cache("slstm_state", position=2)
+    hidden = convolved = entering(module, call, "x")
+    cell, heads = module.slstm_cell, module.config.num_heads
+    if module.config.conv1d_kernel_size > 0:
+        convolved = F.silu(Path(hidden).conv(module.conv1d.conv).now.squeeze(-1))
+    # the layer calls its projections of the input and the forget gate by each other's names
+    inputs = [run(module.fgate, convolved), run(module.igate, convolved)]
+    inputs += [run(module.zgate, hidden), run(module.ogate, hidden)]
+    bias = frozen(cell._bias_int2ext(cell._bias_), hidden)  # (H, 4, P)
+    kernel = frozen(cell._recurrent_kernel_int2ext(cell._recurrent_kernel_), hidden)
+    i, f, z, o = (as_heads(x, heads) + b for x, b in zip(inputs, bias.unbind(1), strict=True))
+    ordinary = module.config.function == "lstm"
+    before, after, fed = _run_cell(torch.stack([i, f, z, o], 2), kernel, ordinary)
+    fed_i, fed_f, fed_z, fed_o = fed.unbind(2)
+    ratio = activation_ratio(torch.tanh, "tanh", z + fed_z)
+    log_write = F.logsigmoid(i + fed_i) if ordinary else i + fed_i
+    core = FeedbackRecurrence(
+        torch.exp(F.logsigmoid(f + fed_f) + (after - before)),
+        torch.exp(log_write + after) * ratio,
+        torch.sigmoid(o + fed_o),
+        kernel[:, :, 2].mT,
+        at_rest=0.5,
+    )
+    path = Path(z).scan(core)
+    scale = _head_norm(module.group_norm, path.now)
+    path.then(HeadCentering(path.shape, z)).scale(scale, "norm")
+    return path.to(lambda y: y)
+
+
+@torch.no_grad()
+def _run_cell(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the cell, token after token.
+
+    Args:
+        entering: inputs of i, f, z and o without the feedback, (B, L, 4, H, P).
+        kernel: R, (H, P, 4, P).
+        ordinary: whether the cell is that of an ordinary LSTM.
+
+    Returns:
+        The logarithm of the state's scale before and after each token, (B, L, H, P), and the
+        feedback R y[t-1], (B, L, 4, H, P).
+    """
+    fed = torch.zeros_like(entering)
+    scales = torch.zeros_like(entering[:, :, 0])
+    with unseen(), full_precision(entering.device):
+        state = output = torch.zeros_like(entering[:, 0, 0])
+        log_n = torch.full_like(state, -torch.inf)
+        for t in range(entering.shape[1]):
+            fed[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
+            i, f, z, o = (entering[:, t] + fed[:, t]).unbind(1)
+            if ordinary:
+                state = torch.sigmoid(f) * state + torch.sigmoid(i) * torch.tanh(z)
+                ratio = activation_ratio(torch.tanh, "tanh", state)
+                output, scales[:, t] = torch.sigmoid(o) * ratio * state, ratio.log()
+            else:
+                kept = F.logsigmoid(f) + log_n
+                log_n = torch.logaddexp(kept, i)
+                state = (kept - log_n).exp() * state + (i - log_n).exp() * torch.tanh(z)
+                output, scales[:, t] = torch.sigmoid(o) * state, -log_n
+    # before the first token there is no state: any scale will do
+    return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, fed

@@ -109,8 +109,8 @@ OPERATORS = (
 MIXERS = (
     Fault(
         "Mamba: padding not silenced behind the convolution",
-        '        *masked(mask, shape, values),\n        Diagonal(ratio, shape, "activation"),',
-        '        Diagonal(ratio, shape, "activation"),',
+        "path.conv(module.conv1d).act(module.act).silence()\n\n\ndef selective_scan",
+        "path.conv(module.conv1d).act(module.act)\n\n\ndef selective_scan",
         ("mixers/test_mamba.py", "attr/test_padding.py"),
     ),
     Fault(
@@ -133,8 +133,8 @@ MIXERS = (
     ),
     Fault(
         "Mamba-2: a norm always behind the gate",
-        "entering = mixed if norm.before_gate else gate.apply(mixed)",
-        "entering = gate.apply(mixed)",
+        "        return path.rms_norm(norm.weight, eps, groups).gate(z)\n",
+        "        pass\n",
         ("mixers/test_mamba2.py",),
     ),
     Fault(
@@ -151,8 +151,8 @@ MIXERS = (
     ),
     Fault(
         "a delta rule's queries not scaled",
-        "DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, per_head)",
-        "DeltaRule(query, key, beta, log_decay, per_head)",
+        "DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, size)",
+        "DeltaRule(query, key, beta, log_decay, size)",
         ("mixers/test_delta.py",),
     ),
     Fault(
@@ -175,7 +175,7 @@ MIXERS = (
     ),
     Fault(
         "Vision Mamba: two directions not halved",
-        "0.5 if _halves(module) else 1.0",
+        "0.5 if halved else 1.0",
         "1.0",
         ("mixers/test_vim.py",),
     ),

@@ -11,7 +11,7 @@ from torch import nn
 
 from captum_ssm import register_mixer
 from captum_ssm.mixers import Call, LinearMixer, registry
-from captum_ssm.mixers.line import Joins
+from captum_ssm.mixers.table import Joins
 
 Adapter = Callable[[Any, Call], LinearMixer]
 

@@ -30,9 +30,8 @@ from captum_ssm import (
 from captum_ssm.errors import CachedStateError, CaptumSSMError, InputError
 from captum_ssm.mixers import Architecture, supported_architectures
 from captum_ssm.mixers.likeness import PARTS, parts_of
-from captum_ssm.mixers.line import TRANSFORMERS_4, Ability
 from captum_ssm.mixers.registry import adapter_for, class_path
-from captum_ssm.mixers.table import BUILT_IN
+from captum_ssm.mixers.table import BUILT_IN, TRANSFORMERS_4, Ability
 from captum_ssm.testing.adapters import CLAUSES, check_adapter
 
 #: What kinds do not keep: clauses, and how the contract says so.

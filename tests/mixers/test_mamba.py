@@ -18,7 +18,7 @@ from zoo.attention import attention_model
 from zoo.mamba import randomise, transformers_model
 
 from captum_ssm.errors import NonFiniteError, UnsupportedMixerError
-from captum_ssm.mixers.mamba import _calls_dt_proj
+from captum_ssm.mixers.mamba import calls_dt_proj
 from captum_ssm.testing.adapters import check_adapter
 
 pytestmark = pytest.mark.slow
@@ -184,7 +184,7 @@ def test_kernels_of_version_4_read_dt_proj_by_its_weight(
     monkeypatch.setitem(sys.modules, code.__name__, code)
     mixer = type("MambaMixer", (), {"slow_forward": None, "__module__": code.__name__})()
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    assert _calls_dt_proj(mixer, on_gpu) != found
+    assert calls_dt_proj(mixer, on_gpu) != found
 
 
 # --- Jamba and Zamba -----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
 from captum_ssm.mixers import Call, LinearMixer, registry
-from captum_ssm.mixers.line import VERSIONS
+from captum_ssm.mixers.table import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
 
 

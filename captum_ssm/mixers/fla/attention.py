@@ -1,19 +1,42 @@
-"""Softmax attention of flash-linear-attention's hybrids: fla's Attention.
+"""Softmax attention of flash-linear-attention: Attention, ForgettingAttention and PaTHAttention.
 
-    q, k = rotate(q), rotate(k)      alpha = softmax(q k^T / sqrt(N)), causal, in a window if it has
-    output = o_proj(alpha v)         one
+    alpha_h[i, j] = softmax over j <= i of score_h[i, j]          output = o_proj(gate alpha v)
 
-The layer hands over to FlashAttention, so the operator is recomputed.  Frozen: the probabilities.
+Attention             score = rotated q[i] . k[j] / sqrt(N), in a window if the layer has one
+ForgettingAttention   score = q[i] . k[j] / sqrt(N) + (the sum of log f over j+1..i)
+PaTHAttention         score = (q[i] . P[i, j] k[j] + (the sum of log f over j+1..i)) / sqrt(N)
+
+with f = sigmoid(f_proj h), in PaTH sigmoid(g_proj h), and
+
+    P[i, j] = (I - beta[i] w[i] w[i]^T) ... (I - beta[j+1] w[j+1] w[j+1]^T)
+
+with w = SiLU(conv(w_proj h)) on the unit sphere and beta = 2 sigmoid(bt_proj h).
+
+Norms of q and k, the gate of ForgettingAttention, sigmoid(g_proj h), and the decays f of PaTH are
+options.  The window of ForgettingAttention counts in decoding alone.  The layers hand over to
+kernels, so the operators are recomputed.  Frozen: the probabilities and the gate.
+
+A key of PaTH on its way through P is a state to which it is written, and that is erased along w:
+the scores are the matrices of a delta rule.  Where scores have decays, matrices are formed, which
+takes memory that grows with the square of the tokens.  PaTH takes a mask of padding only where it
+fills a cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...operators import DeltaRule, ScalarDecayHeads
+from ...operators.heads import ScoredHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, run
-from ..parts.softmax import seen_pairs, softmax_attention
-from .common import entering, rotated
+from ..parts.common import as_heads, rms_norm, run, unit, zeroed
+from ..parts.softmax import seen_pairs
+from ..path import Path
+from .common import entering, projected, rotated
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
@@ -34,7 +57,52 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
         if module.window_size is not None:
             pairs &= distance < module.window_size
         pairs = pairs[:, None]
-    operator, read = softmax_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v, module.head_dim**-0.5, pairs
-    )
-    return LinearMixer(v, operator, lambda y: run(module.o_proj, y.flatten(2)), read)
+    return Path(v).attend(q, k, module.head_dim**-0.5, pairs).to(module.o_proj)
+
+
+def fla_forgetting(module: Any, call: Call) -> LinearMixer:
+    """fla's ForgettingAttention."""
+    hidden, mask = entering(module, call)
+    heads, groups = module.num_heads, module.num_kv_groups
+    q = _normed_channels(module, "q", hidden, heads) * module.head_dim**-0.5
+    k = _normed_channels(module, "k", hidden, module.num_kv_heads).repeat_interleave(groups, 2)
+    forget = zeroed(F.logsigmoid(run(module.f_proj, hidden)), mask)
+    path = Path(run(module.v_proj, hidden), mask, module.num_kv_heads).repeat(groups).silence()
+    per_head = path.shape.per_head
+    reads = ScalarDecayHeads(q, k, torch.zeros_like(forget.detach()), None, per_head)
+    path.scan(ScoredHeads(reads, forget, per_head, mask))
+    if module.use_output_gate:
+        path.gate(run(module.g_proj, hidden), torch.sigmoid)
+    return path.to(module.o_proj)
+
+
+def fla_path(module: Any, call: Call) -> LinearMixer:
+    """fla's PaTHAttention."""
+    hidden, _ = entering(module, call)
+    heads, groups = module.num_kv_heads, module.num_heads // module.num_kv_heads
+    q = _normed(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))
+    k = _normed(module.maybe_k_norm, as_heads(run(module.k_proj, hidden), heads))
+    w = unit(as_heads(projected(module, "w", hidden), heads))
+    beta = (2 * torch.sigmoid(run(module.bt_proj, hidden)))[..., None].expand_as(w)
+    k, w, beta = (x.repeat_interleave(groups, 2) for x in (k, w, beta))
+    scaling, one = module.head_dim**-0.5, torch.ones_like(q[..., 0].detach())
+    reads = DeltaRule(q * scaling, k, one, None, module.head_dim, erase=w, erase_step=beta)
+    forget = None
+    if module.use_forget_gate:
+        forget = scaling * F.logsigmoid(run(module.g_proj, hidden))
+    path = Path(run(module.v_proj, hidden), heads=heads).repeat(groups)
+    return path.scan(ScoredHeads(reads, forget, module.head_dim)).to(module.o_proj)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """Queries or keys (B, L, H, N) after the norm of each head, if there is one."""
+    return x if isinstance(norm, nn.Identity) else rms_norm(x, norm.eps, norm.weight)
+
+
+def _normed_channels(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
+    """Queries or keys (B, L, H, N) of ForgettingAttention, whose norm has a weight per channel."""
+    x = as_heads(run(getattr(module, f"{name}_proj"), hidden), heads)
+    if not module.qk_norm:
+        return x
+    norm = getattr(module, f"{name}_norm")
+    return rms_norm(x, norm.eps, norm.weight.view(heads, -1))

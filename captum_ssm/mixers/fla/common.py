@@ -15,17 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import InputError
-from ...operators import Chain, Diagonal, Operator, Shape, ShortConv
 from ..base import Call, LinearMixer
-from ..parts.common import (
-    as_heads,
-    masked,
-    output_gate,
-    padding_mask,
-    refuse_packed,
-    run,
-    working_dtype,
-)
+from ..parts.common import as_heads, padding_mask, refuse_packed, run, zeroed
+from ..parts.common import entering as entering_of
+from ..path import Path
 
 
 def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -33,8 +26,7 @@ def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
     call.refuse_cache("past_key_values", position=2)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
+    hidden = entering_of(module, call)
     return hidden, padding_mask(call.argument("attention_mask", 1), hidden)
 
 
@@ -60,140 +52,101 @@ def entering_unpadded(
             f"The attention_mask given to {type(module).__name__} has padding between tokens of "
             f"one sequence, over which its {skips} would skip. Pad at one side."
         )
-    return hidden * mask[:, :, None], mask
+    return zeroed(hidden, mask), mask
 
 
-def convolved(conv: Any, x: Tensor) -> Tensor:
-    """Apply a ShortConvolution with its activation to ``x`` (B, L, C); None changes nothing."""
+def projected(
+    module: Any, name: str, hidden: Tensor, silu: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """Run a projection (B, L, C), and its short convolution with activation if there is one.
+
+    Args:
+        module: the layer, for ``name_proj`` and ``name_conv1d``.
+        name: ``"q"``, ``"k"`` and so on.
+        hidden: its input.
+        silu: whether SiLU takes the place of a convolution that is missing. Default: False.
+        mask: True for real tokens (B, L); others do not enter the convolution. Default: None.
+    """
+    x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
     if conv is None:
-        return x
-    heads = as_heads(x)
-    out = short_conv(conv, heads).affine(heads).squeeze(-1)
-    return out if conv.activation is None else F.silu(out)
+        return F.silu(x) if silu else x
+    u = Path(zeroed(x, mask)).conv(conv).now.squeeze(-1)
+    return u if conv.activation is None else F.silu(u)
 
 
 def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of RetNet and of GLA, per head and per group of heads, (B, L, ., N)."""
-    q = convolved(getattr(module, "q_conv1d", None), run(module.q_proj, hidden))
-    k = convolved(getattr(module, "k_conv1d", None), run(module.k_proj, hidden))
-    q, k = as_heads(q, module.num_heads), as_heads(k, module.num_kv_heads)
+    q = as_heads(projected(module, "q", hidden), module.num_heads)
+    k = as_heads(projected(module, "k", hidden), module.num_kv_heads)
     if module.feature_map_fn is None:
         return q, k
     return module.feature_map_fn(q), module.feature_map_fn(k)
 
 
-def short_conv(conv: Any, values: Tensor, repeat: int = 1) -> ShortConv:
-    """Convert a ShortConvolution to an operator.
-
-    Groups of ``repeat`` neighboring heads of the values (B, L, H, P) share filters.
-    """
-    heads, per_head = values.shape[2] // repeat, values.shape[3]
-    weight = conv.weight.flip(-1).to(values).view(heads, per_head, -1)  # by lag
-    weight = weight.repeat_interleave(repeat, 0)
-    bias: Tensor | None = None
-    if conv.bias is not None:
-        bias = conv.bias.to(values).view(1, 1, heads, per_head).repeat_interleave(repeat, 2)
-    return ShortConv(weight, Shape(*values.shape), bias)
-
-
-def value_stream(
-    x: Tensor,
-    conv: Any,
+def value_path(
+    module: Any,
+    hidden: Tensor,
     mask: Tensor | None,
     per_head: int,
     *,
+    name: str = "v",
     repeat: int = 1,
     silu: bool = False,
-) -> tuple[Tensor, list[Operator]]:
-    """The values (B, L, H, P), and the operators between them and the recurrence, outermost first.
+) -> Path:
+    """The values on their way to the recurrence.
 
     Args:
-        x: projected values (B, L, C).
-        conv: a ShortConvolution, or None.
+        module: the layer, for ``name_proj`` and ``name_conv1d``.
+        hidden: its input (B, L, E).
         mask: True for real tokens (B, L), or None.
         per_head: value channels of a head, P.
-        repeat: neighboring heads of the recurrence that share the values of one head.
+        name: of the projection. Default: ``"v"``.
+        repeat: neighboring heads of the recurrence that share the values of one head. Default: 1.
         silu: whether SiLU follows although the convolution does not apply it, or is missing.
+            Default: False.
     """
-    values = as_heads(x, x.shape[-1] // per_head).repeat_interleave(repeat, 2)
-    shape = Shape(*values.shape)
-    parts = masked(mask, shape, values)
-    u = values if mask is None else values * mask[:, :, None, None]
+    x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
+    path = Path(x, mask, x.shape[-1] // per_head).repeat(repeat).silence()
     if conv is not None:
-        operator = short_conv(conv, values, repeat)
-        u, silu = operator.affine(u), silu or conv.activation is not None
-        parts = [operator, *parts]
-    if silu:
-        parts = [Diagonal(torch.sigmoid(u), shape, "activation"), *parts]
-    if conv is not None:  # the convolution's bias reaches padded tokens
-        parts = [*masked(mask, shape, values), *parts]
-    return values, parts
-
-
-def frozen_rms_norm(o: Tensor, weight: Tensor | None, eps: float, *, whole: bool) -> Diagonal:
-    """An RMSNorm frozen at its input ``o`` (B, L, H, P): per head, or over all channels."""
-    over = (-2, -1) if whole else (-1,)
-    factor = torch.rsqrt(o.square().mean(over, keepdim=True) + eps)
-    if weight is not None:
-        factor = factor * weight.to(o).view(o.shape[2:] if whole else o.shape[3:])
-    return Diagonal(factor, Shape(*o.shape), "norm")
-
-
-def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The output gate of RetNet or GLA, if any, and the RMSNorm per head frozen at ``o``."""
-    norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
-    parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
-    if getattr(module, "use_output_gate", True):
-        g = as_heads(run(module.g_proj, hidden), o.shape[2])
-        parts.insert(0, output_gate(F.silu if module.fuse_norm_and_gate else module.gate_fn, g))
-    return parts
-
-
-def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The output gate of a delta rule, if any, and the RMSNorm per head frozen at ``o``."""
-    norm = module.o_norm
-    parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
-    if getattr(module, "use_gate", True):
-        g = as_heads(run(module.g_proj, hidden), o.shape[2])
-        parts.insert(0, output_gate(torch.sigmoid if norm.activation == "sigmoid" else F.silu, g))
-    return parts
+        path.conv(conv)
+    if silu or (conv is not None and conv.activation is not None):
+        path.act()
+    return path.silence()  # the convolution's bias reaches padded tokens
 
 
 def closing(
     module: Any,
     hidden: Tensor,
-    mask: Tensor | None,
-    scan: Operator,
-    after: Callable[[Any, Tensor, Tensor], list[Operator]],
-    *,
-    repeat: int = 1,
-    silu: bool = False,
+    path: Path,
+    norm: Any,
+    act: Callable[[Tensor], Tensor] | None = None,
 ) -> LinearMixer:
-    """The mixer around a recurrence; padded outputs are zero.
+    """The mixer behind a recurrence; padded outputs are zero.
 
     Args:
-        module: the layer, whose values are those of v_proj.
+        module: the layer.
         hidden: its input (B, L, E).
-        mask: True for real tokens (B, L), or None.
-        scan: the recurrence.
-        after: makes the operators after it, outermost first, from the layer, its input and the
-            recurrence's output.
-        repeat: as in :func:`value_stream`. Default: 1.
-        silu: as in :func:`value_stream`. Default: False.
+        path: the values behind the recurrence.
+        norm: the RMSNorm of each head, or None.
+        act: the activation of the gate, whose input is g_proj's output. Default: None, no gate.
     """
-    values, inner = value_stream(
-        run(module.v_proj, hidden),
-        getattr(module, "v_conv1d", None),
-        mask,
-        scan.shape.per_head,
-        repeat=repeat,
-        silu=silu,
-    )
-    core = Chain(scan, *inner)
-    operator = Chain(
-        *masked(mask, scan.shape, values), *after(module, hidden, core.affine(values)), core
-    )
-    return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
+    if norm is not None:
+        path.rms_norm(norm.weight, norm.eps)
+    if act is not None:
+        path.gate(run(module.g_proj, hidden), act)
+    return path.silence().to(module.o_proj)
+
+
+def norm_and_act(module: Any) -> tuple[Any, Any]:
+    """The norm of RetNet or GLA and the activation of its gate, None without a gate."""
+    if module.fuse_norm_and_gate:
+        return module.g_norm_swish_gate, F.silu
+    return module.g_norm, module.gate_fn if getattr(module, "use_output_gate", True) else None
+
+
+def act_of(norm: Any) -> Callable[[Tensor], Tensor]:
+    """The activation of the gate that a norm applies."""
+    return torch.sigmoid if norm.activation == "sigmoid" else F.silu
 
 
 def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
@@ -213,8 +166,3 @@ def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set numbers per token (B, L, ...) to zero at padded tokens."""
-    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))

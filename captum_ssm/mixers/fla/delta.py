@@ -1,15 +1,27 @@
-"""The delta rule: fla's DeltaNet, GatedDeltaNet and KimiDeltaAttention.
+"""The delta rule: fla's DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct and Comba.
 
     q, k, v = SiLU(conv(.))           q, k on the unit sphere       beta = sigmoid(b_proj h)
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
-    y = SiLU(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
+    y = act(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
 
 Beta doubles where negative eigenvalues are allowed.  DeltaNet has no decay, other activations and
-norms of q and k as options, and the gate as one; GatedDeltaNet has one decay per head,
+norms of q and k as options, and the gate as one.  The others have one decay per head,
 exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as an option.
 KimiDeltaAttention has the same decay per key channel, or, with a lower bound b for its logarithm,
-exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).  Frozen: q, k, beta, the decays, SiLU(u) / u of the
-values, the norm's statistics and the gate.
+exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).
+
+GatedDeltaProduct takes M steps at every token, each with a key and a value of its own:
+
+    S = decay[t] S,   then for each m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
+
+It has no decay as an option.  The values of every step are heads of their own, which the output
+projection adds up.  Comba erases by p = sigmoid(decay) k, and asks with q - D p:
+
+    S[t] = decay[t] S[t-1] + beta[t] k[t] (v[t] - p[t] . S[t-1]),   s[t] = q[t] . S[t]
+
+so that it erases of the state before that decays.  Its kernels put p, too, on the unit sphere.
+
+Frozen: q, k, p, beta, the decays, SiLU(u) / u of the values, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
@@ -20,20 +32,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import DeltaRule
+from ...operators import DeltaProduct, DeltaRule
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, run
-from .common import closing, convolved, entering_unpadded, o_norm_and_gate, zeroed
+from ..parts.common import as_heads, projection, run, unit, zeroed
+from .common import act_of, closing, entering_unpadded, projected, value_path
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:
     """fla's DeltaNet."""
     hidden, mask = entering_unpadded(module, call)
-    q, k = (_delta_net_key(module, name, hidden) for name in ("q", "k"))
-    beta = torch.ones_like(q[..., 0])
-    if module.use_beta:
-        beta = torch.sigmoid(run(module.b_proj, hidden))
-    if module.allow_neg_eigval:
+    q, k = (_delta_net_key(module, name, hidden) for name in "qk")
+    beta = _beta(module, hidden) if module.use_beta else torch.ones_like(q[..., 0])
+    if module.allow_neg_eigval and not module.use_beta:
         beta = 2 * beta
     return _delta_rule(module, hidden, mask, q, k, beta, None)
 
@@ -41,35 +51,63 @@ def fla_delta_net(module: Any, call: Call) -> LinearMixer:
 def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
     """fla's GatedDeltaNet."""
     hidden, mask = entering_unpadded(module, call)
-    q, k, beta = _shared_operands(module, hidden)
-    rate = F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
-    log_decay = -module.A_log.to(hidden).exp() * rate
+    q, k = _shared_keys(module, hidden)
+    beta, log_decay = _beta(module, hidden), _log_decay(module, hidden)
     return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
 
 
 def fla_kda(module: Any, call: Call) -> LinearMixer:
     """fla's KimiDeltaAttention."""
     hidden, mask = entering_unpadded(module, call)
-    q, k, beta = _shared_operands(module, hidden)
     a = as_heads(run(module.f_proj, hidden) + module.dt_bias.to(hidden), module.num_v_heads)
     rate = module.A_log.to(hidden).exp()[:, None]
     if module.lower_bound is None:
         log_decay = -rate * F.softplus(a)
     else:
         log_decay = module.lower_bound * torch.sigmoid(rate * a)
-    return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
+    q, k = _shared_keys(module, hidden)
+    return _delta_rule(module, hidden, mask, q, k, _beta(module, hidden), log_decay)
 
 
-def _shared_operands(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k (B, L, H, N), which groups of heads share, and beta (B, L, H)."""
-    shared = module.num_v_heads // module.num_heads
-    q, k = (
-        _unit(as_heads(_activated(module, name, hidden), module.num_heads)) for name in ("q", "k")
+def fla_delta_product(module: Any, call: Call) -> LinearMixer:
+    """fla's GatedDeltaProduct."""
+    hidden, mask = entering_unpadded(module, call)
+    count, heads = module.num_householder, module.num_v_heads
+    q, k = _shared_keys(module, hidden, count)
+    beta, log_decay = _beta(module, hidden), None
+    if module.use_forget_gate:
+        log_decay = zeroed(_log_decay(module, hidden), mask).repeat(1, 1, count)
+    scan = DeltaProduct(
+        q.repeat(1, 1, count, 1) * module.head_k_dim**-0.5,
+        torch.unflatten(k, 2, (count, heads)).repeat(1, 1, 1, count, 1),
+        torch.unflatten(beta, 2, (count, heads)).repeat(1, 1, 1, count),
+        log_decay,
+        [step for step in range(count) for _ in range(heads)],
+        module.head_v_dim,
     )
-    beta = torch.sigmoid(run(module.b_proj, hidden))
-    if module.allow_neg_eigval:
-        beta = 2 * beta
-    return q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2), beta
+    path = value_path(module, hidden, mask, module.head_v_dim, silu=True).scan(scan)
+    norm, added = module.o_norm, torch.unflatten(path.now, 2, (count, heads)).sum(2)
+    factor = torch.rsqrt(added.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(added)
+    path.scale(factor.repeat(1, 1, count, 1), "norm")
+    if module.use_output_gate:
+        path.gate(run(module.g_proj, hidden).repeat(1, 1, count), act_of(norm))
+    out = projection(module.o_proj)
+    return path.silence().to(lambda y: out(torch.unflatten(y, -1, (count, -1)).sum(-2)))
+
+
+def fla_comba(module: Any, call: Call) -> LinearMixer:
+    """fla's Comba."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k = (as_heads(projected(module, n, hidden, True), module.num_heads) for n in "qk")
+    p = k
+    if module.use_inner_decay:
+        p = torch.sigmoid(module.decay.to(k))[:, None] * k
+    if module.use_output_correction:
+        q = q - module.D.to(q)[:, None] * p
+    shared = module.num_v_heads // module.num_heads
+    q, k, p = (unit(x).repeat_interleave(shared, 2) for x in (q, k, p))
+    operands = q, k, torch.sigmoid(run(module.b_proj, hidden)), _log_decay(module, hidden)
+    return _delta_rule(module, hidden, mask, *operands, erase=p)
 
 
 def _delta_rule(
@@ -80,39 +118,41 @@ def _delta_rule(
     k: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
+    erase: Tensor | None = None,
 ) -> LinearMixer:
     """The mixer from queries and keys (B, L, H, N), beta and log decay (B, L, H)."""
-    scan = DeltaRule(
-        q * module.head_k_dim**-0.5,
-        k,
-        beta,
-        None if log_decay is None else zeroed(log_decay, mask),
-        module.head_v_dim,
-    )
-    return closing(module, hidden, mask, scan, o_norm_and_gate, silu=True)
+    path = value_path(module, hidden, mask, module.head_v_dim, silu=True)
+    log_decay = None if log_decay is None else zeroed(log_decay, mask)
+    q = q * module.head_k_dim**-0.5
+    path.scan(DeltaRule(q, k, beta, log_decay, module.head_v_dim, erase=erase))
+    gated = getattr(module, "use_gate", getattr(module, "use_output_gate", True))
+    return closing(module, hidden, path, module.o_norm, act_of(module.o_norm) if gated else None)
+
+
+def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, ...]:
+    """q and k (B, L, H, N), which groups of heads share; ``count`` keys a token."""
+    heads, shared = module.num_heads, module.num_v_heads // module.num_heads
+    pairs = (("q", heads), ("k", count * heads))
+    found = (as_heads(projected(module, name, hidden, silu=True), size) for name, size in pairs)
+    return tuple(unit(x).repeat_interleave(shared, 2) for x in found)
+
+
+def _beta(module: Any, hidden: Tensor) -> Tensor:
+    beta = torch.sigmoid(run(module.b_proj, hidden))
+    return 2 * beta if module.allow_neg_eigval else beta
+
+
+def _log_decay(module: Any, hidden: Tensor) -> Tensor:
+    rate: Tensor = module.A_log.to(hidden).exp()
+    return -rate * F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
 
 
 def _delta_net_key(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Queries or keys (B, L, H, N) of DeltaNet."""
-    if module.qk_activation == "silu":
-        x = _activated(module, name, hidden)
-    else:
-        x = run(getattr(module, f"{name}_proj"), hidden)
-        x = convolved(getattr(module, f"{name}_conv1d", None), x)
-        if module.qk_activation == "relu":
-            x = F.relu(x)
-        elif module.qk_activation == "elu":
-            x = F.elu(x) + 1
+    x = projected(module, name, hidden, silu=module.qk_activation == "silu")
+    if module.qk_activation == "relu":
+        x = F.relu(x)
+    elif module.qk_activation == "elu":
+        x = F.elu(x) + 1
     x = as_heads(x, module.num_heads)
-    return _unit(x) if module.qk_norm == "l2" else F.normalize(x, p=1.0, dim=-1, eps=1e-6)
-
-
-def _activated(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """A projection with its short convolution, or SiLU alone where there is none."""
-    x = run(getattr(module, f"{name}_proj"), hidden)
-    conv = getattr(module, f"{name}_conv1d", None)
-    return F.silu(x) if conv is None else convolved(conv, x)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return unit(x) if module.qk_norm == "l2" else F.normalize(x, p=1.0, dim=-1, eps=1e-6)

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Chain, Diagonal, VectorDecayHeads
+from ...operators import VectorDecayHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, linear, masked, run
-from .common import convolved, entering_unpadded, frozen_rms_norm, value_stream, zeroed
+from ..parts.common import as_heads, projection, run, zeroed
+from .common import entering_unpadded, projected, value_path
 
 #: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-5
@@ -33,7 +33,10 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     """fla's GatedSlotAttention."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
-    q, k = (_key(module, name, hidden) for name in "qk")
+    q, k = (
+        torch.unflatten(projected(module, n, hidden), -1, (-1, module.head_k_dim)) for n in "qk"
+    )
+    q, k = run(module.feature_map, q), run(module.feature_map, k)
     f = F.logsigmoid(run(module.f_proj, hidden)) / module.gate_logit_normalizer
     log_decay = as_heads(f, module.num_kv_heads)
     written = 1 - log_decay.exp()
@@ -42,31 +45,11 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     )
     # by way of log_softmax, along which relevance can be sent
     slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
-    scan = VectorDecayHeads(slots, written, log_decay, module.head_v_dim)
-    conv = getattr(module, "v_conv1d", None)
-    values, inner = value_stream(
-        run(module.v_proj, hidden), conv, mask, module.head_v_dim, repeat=groups
-    )
-    u = Chain(*inner).affine(values) if inner else values
-    core = Chain(scan, Diagonal(torch.sigmoid(u), scan.shape, "activation"), *inner)
-    s = core.affine(values)
-    ratio = torch.sigmoid(s)
-    operator = Chain(
-        *masked(mask, scan.shape, values),
-        frozen_rms_norm(s * ratio, module.g_norm.weight, _EPS, whole=True),
-        Diagonal(ratio, scan.shape, "activation"),
-        core,
-    )
+    path = value_path(module, hidden, mask, module.head_v_dim, repeat=groups).act()
+    path.scan(VectorDecayHeads(slots, written, log_decay, module.head_v_dim)).act()
+    path.rms_norm(module.g_norm.weight, _EPS, groups=1)
     # the layer reads o_proj by its weight, so an adapter around it would change nothing
-    out = module.o_proj
-    return LinearMixer(values, operator, lambda y: linear(y.flatten(2), out.weight, out.bias), mask)
-
-
-def _key(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """Queries or keys (B, L, H, N)."""
-    conv = getattr(module, f"{name}_conv1d", None)
-    x = convolved(conv, run(getattr(module, f"{name}_proj"), hidden))
-    return run(module.feature_map, torch.unflatten(x, -1, (-1, module.head_k_dim)))
+    return path.silence().to(projection(module.o_proj, called=False))
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:

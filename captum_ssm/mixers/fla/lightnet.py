@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Chain, VectorDecayHeads
+from ...operators import VectorDecayHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, linear, masked, output_gate, run
-from .common import convolved, entering_unpadded, frozen_rms_norm, value_stream, zeroed
+from ..parts.common import as_heads, projection, run, zeroed
+from .common import entering_unpadded, projected, value_path
 
 #: The norm runs as a function that does not get the module's eps.
 _EPS = 1e-6
@@ -32,25 +32,13 @@ _NOTHING = -1e4
 def fla_lightnet(module: Any, call: Call) -> LinearMixer:
     """fla's LightNetAttention."""
     hidden, mask = entering_unpadded(module, call)
-    q, k = (
-        convolved(getattr(module, f"{n}_conv1d", None), run(getattr(module, f"{n}_proj"), hidden))
-        for n in "qk"
-    )
-    q, k = as_heads(F.silu(q), module.num_heads), as_heads(k, module.num_heads)
+    q, k = (as_heads(projected(module, name, hidden), module.num_heads) for name in "qk")
     key, log_decay = _weighted(k, mask)
-    scan = VectorDecayHeads(q * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
-    conv = getattr(module, "v_conv1d", None)
-    values, inner = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
-    core = Chain(scan, *inner)
-    operator = Chain(
-        *masked(mask, scan.shape, values),
-        output_gate(F.silu, as_heads(run(module.g_proj, hidden), module.num_heads)),
-        frozen_rms_norm(core.affine(values), module.g_norm.weight, _EPS, whole=True),
-        core,
-    )
+    scan = VectorDecayHeads(F.silu(q) * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
+    path = value_path(module, hidden, mask, module.head_i_dim).scan(scan)
+    path.rms_norm(module.g_norm.weight, _EPS, groups=1).gate(run(module.g_proj, hidden))
     # the layer reads o_proj by its weight, so an adapter around it would change nothing
-    out = module.o_proj
-    return LinearMixer(values, operator, lambda y: linear(y.flatten(2), out.weight, out.bias), mask)
+    return path.silence().to(projection(module.o_proj, called=False))
 
 
 def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

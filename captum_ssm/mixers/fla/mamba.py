@@ -1,74 +1,127 @@
-"""Mamba, Mamba-2 and Mamba-3: fla's Mamba, Mamba2 and Mamba3.
+"""Mamba, Mamba-2, log-linear Mamba-2 and Mamba-3: fla's Mamba, Mamba2, LogLinearMamba2, Mamba3.
 
 The equations are those of :mod:`..mamba`, :mod:`..mamba2` and :mod:`..mamba3`; the modules differ
 in names, and in what they do to padding.  Mamba and Mamba2 silence what enters and leaves their
 convolution, Mamba2 without kernels all that enters it, and their states decay over padded tokens.
 Mamba3 drops padded tokens.
+
+In log-linear Mamba-2 what token i reads of token j is weighed by how far apart they are: with l the
+place of the highest binary digit in which i and j differ, counted from 1, and 0 for i = j,
+
+    alpha_h[i, j] = lambda_h[i, l] (C[i] . B[j]) (product of the decays of tokens j+1..i) dt[j]
+
+and lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of
+the same 2^l tokens.  So the operator is a sum over levels, of Mamba-2's within windows of 2^l
+tokens, with lambda C as queries in the later half and B as keys in the earlier.  Frozen: as there,
+and lambda.  Positions count padding as well, as in the layer.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...errors import UnsupportedMixerError
+from ...operators import Operator, ScalarDecayHeads, Sum
+from ...operators.reorder import Windowed, Windows
 from .. import mamba, mamba2, mamba3
 from ..base import Call, LinearMixer
-from ..parts.common import run
-from .common import entering, entering_unpadded, zeroed
+from ..parts.common import as_heads, run, zeroed
+from .common import entering, entering_unpadded
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
     """fla's Mamba."""
     hidden, mask = entering(module, call)
-    x, z = run(module.in_proj, hidden).chunk(2, dim=-1)
-    gate = F.silu(z) if module.activation in ("silu", "swish") else module.act(z)
-    select = mamba.selection(module, as_module=True)
-    return mamba.linearize(module, (zeroed(x, mask), gate), mask, select, run_out_proj=True)
+    x, z = run(module.in_proj, hidden).chunk(2, -1)
+    path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
+    mamba.selective_scan(path, module, called_dt=called)
+    return path.gate(z, module.act).to(module.out_proj)
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
     """fla's Mamba2."""
     hidden, mask = entering(module, call)
-    groups, heads, width = module.n_groups, module.num_heads, module.intermediate_size
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)
-        if groups not in (1, heads):
+        if module.n_groups not in (1, module.num_heads):
             raise UnsupportedMixerError(
-                f"fla's Mamba2 with n_groups={groups} without the kernels of mamba_ssm on a GPU: "
-                "it deals the groups of B and C out to other heads than its kernels do, which has "
-                "no adapter. Run it on a GPU with mamba_ssm."
+                f"fla's Mamba2 with n_groups={module.n_groups} without the kernels of mamba_ssm on "
+                "a GPU: it deals the groups of B and C out to other heads than its kernels do, "
+                "which has no adapter. Run it on a GPU with mamba_ssm."
             )
-    z, stream, dt = torch.split(
-        run(module.in_proj, hidden), [width, module.conv_dim, heads], dim=-1
-    )
-    norm = None
-    if module.rmsnorm:
-        own = module.norm
-        norm = mamba2.OutputNorm(own.weight, own.eps, width // own.group_size, own.norm_before_gate)
-    return mamba2.linearize(
-        module,
-        torch.cat([z, zeroed(stream, mask), dt], -1),
-        mask,
-        groups=groups,
-        dt_limit=module.dt_limit,
-        norm=norm,
-        project=lambda y: run(module.out_proj, y.flatten(2)),
-    )
+    return _mamba2(module, run(module.in_proj, hidden), mask)
+
+
+def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
+    """fla's LogLinearMamba2."""
+    hidden, mask = entering(module, call)
+    levels = module.num_heads * module.num_lambda_dims
+    projected = run(module.in_proj, zeroed(hidden, mask))
+    projected, level = torch.split(projected, [projected.shape[-1] - levels, levels], -1)
+    level = F.softplus(module.L.to(level) * as_heads(level, module.num_heads))
+    return _mamba2(module, projected, mask, partial(_levels, level))
 
 
 def fla_mamba3(module: Any, call: Call) -> LinearMixer:
     """fla's Mamba3 with ``is_mimo=False``."""
     mamba3.refuse_mimo(module)
     hidden, mask = entering_unpadded(module, call, skips="trapezoidal rule")
-    return mamba3.linearize(
-        module,
-        run(module.in_proj, hidden),
-        mask,
-        heads=module.num_heads,
-        groups=module.n_groups,
-        state=module.ssm_state_size,
-    )
+    sizes = module.num_heads, module.n_groups, module.ssm_state_size
+    return mamba3.linearize(module, run(module.in_proj, hidden), mask, *sizes)
+
+
+def _mamba2(
+    module: Any,
+    projected: Tensor,
+    mask: Tensor | None,
+    recurrence: Callable[..., Operator] = ScalarDecayHeads,
+) -> LinearMixer:
+    """The mixer from in_proj's output."""
+    width = module.intermediate_size
+    z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
+    projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit
+    path, z = mamba2.scanned(module, projected, mask, module.n_groups, limit, recurrence=recurrence)
+    norm, groups, before = None, 1, False
+    if module.rmsnorm:
+        norm = module.norm
+        groups, before = width // norm.group_size, norm.norm_before_gate
+    return mamba2.gate_and_norm(path, z, norm, groups, before).to(module.out_proj)
+
+
+def _levels(
+    weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    scale: Tensor,
+    per_head: int,
+    rate: Tensor,
+) -> Operator:
+    """The sum over levels; ``weights`` are lambda (B, L, H, levels), the others Mamba-2's."""
+    tokens, heads = log_decay.shape[1:]
+    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
+    at, terms = torch.arange(tokens, device=query.device), []
+    for level in range((tokens - 1).bit_length() + 1):
+        queries, keys = query * weights[..., level, None], key
+        if level > 0:  # the later half of each window reads the earlier
+            late = (at >> (level - 1) & 1).to(key)[:, None, None]
+            queries, keys = late * queries, (1 - late) * key
+        windows = _windows(tokens, 2**level, query.device)
+        decays, sizes = (windows.cut(x[..., None])[..., 0] for x in (log_decay, scale))
+        vectors = windows.cut(queries), windows.cut(keys)
+        within = ScalarDecayHeads(*vectors, decays, sizes, per_head, rate=rate)
+        terms.append(Windowed(within, windows))
+    return Sum(*terms)
+
+
+def _windows(tokens: int, size: int, device: torch.device) -> Windows:
+    """Cut tokens into windows of ``size`` neighbors, the last of which may be padded."""
+    places = torch.arange(-(-tokens // size) * size, device=device)
+    return Windows(torch.where(places < tokens, places, -1).view(-1, size))

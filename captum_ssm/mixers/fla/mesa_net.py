@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Operator, ScalarDecayHeads
+from ...operators import ScalarDecayHeads
 from ...operators.kernels.arithmetic import linear_map, unseen
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, output_gate, run
-from .common import closing, convolved, entering_unpadded, frozen_rms_norm, zeroed
+from ..parts.common import as_heads, run, unit, zeroed
+from .common import closing, entering_unpadded, projected, value_path
 
 #: Added to denominators of the solver.
 _EPS = 1e-5
@@ -35,15 +35,15 @@ def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
     """fla's MesaNet."""
     hidden, mask = entering_unpadded(module, call, skips="short convolution")
     heads = module.num_heads
-    projected = ((run(getattr(module, f"{n}_proj"), hidden), f"{n}_conv1d") for n in ("q", "k"))
-    q, k = (_unit(as_heads(convolved(getattr(module, c), x), heads)) for x, c in projected)
+    q, k = (unit(as_heads(projected(module, name, hidden), heads)) for name in "qk")
     beta = zeroed(torch.sigmoid(run(module.b_proj, hidden)), mask)
     log_decay = zeroed(F.logsigmoid(run(module.a_proj, hidden)), mask)
     keys = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
     ridge = F.softplus(module.lambda_params.to(q)) + module.lambda_lower_bound
     solved = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)
-    scan = ScalarDecayHeads(solved, k, log_decay, beta, module.head_v_dim)
-    return closing(module, hidden, mask, scan, _norm_and_gate)
+    path = value_path(module, hidden, mask, module.head_v_dim)
+    path.scan(ScalarDecayHeads(solved, k, log_decay, beta, module.head_v_dim))
+    return closing(module, hidden, path, module.o_norm, F.silu if module.use_output_gate else None)
 
 
 def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
@@ -79,17 +79,3 @@ def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -
 
 def _squared(x: Tensor) -> Tensor:
     return x.detach().square().sum(-1, keepdim=True)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
-    """The output gate, if there is one, and the RMSNorm per head, frozen at ``o``."""
-    parts: list[Operator] = [
-        frozen_rms_norm(o, module.o_norm.weight, module.o_norm.eps, whole=False)
-    ]
-    if module.use_output_gate:
-        parts.insert(0, output_gate(F.silu, as_heads(run(module.g_proj, hidden), o.shape[2])))
-    return parts

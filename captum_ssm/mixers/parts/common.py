@@ -17,7 +17,7 @@ from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
 from ...operators.kernels import wide_products
 from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
-from ..base import Call
+from ..base import Call, in_batch
 from .heard import known_output
 
 #: Where the mixers of transformers 5 take their mask.
@@ -126,9 +126,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.to(x), bias)
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """RMS normalization without a weight, in the shape of ``x``."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def projection(module: Any, called: bool = True) -> Callable[[Tensor], Tensor]:
+    """A projection as a function, by :func:`run`, or by its raw weight if it is not ``called``."""
+    if called:
+        return lambda x: run(module, x)
+    return lambda x: linear(x, module.weight, module.bias)
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """RMS normalization of the last dimension, in the shape of ``x``."""
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight.to(x)
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Vectors ``x`` (..., N) at length one; eps is added to their squared lengths."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Set numbers per token (B, L, ...) to zero at padded tokens."""
+    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
@@ -223,6 +241,18 @@ def padding_mask(
     return None if read_once(("padding", kind), lambda: bool(keep.all()), of) else keep
 
 
+def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
+    """The sequence entering a mixer (B, L, E), in its working dtype.
+
+    Args:
+        module: the mixer.
+        call: its recorded call.
+        name: name of the first argument. Default: None, that of :attr:`Call.hidden_states`.
+    """
+    hidden = call.hidden_states if name is None else in_batch(call.argument(name, 0))
+    return hidden.to(working_dtype(module, hidden))
+
+
 def hf_entering(
     module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -235,11 +265,10 @@ def hf_entering(
         silent: whether padded tokens are set to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
+    hidden = entering(module, call)
     original, heeded = _heeded_mask(module, call)
     mask = padding_mask(heeded, hidden, type(module), original)
-    return hidden if mask is None or not silent else hidden * mask[:, :, None], mask
+    return zeroed(hidden, mask if silent else None), mask
 
 
 def _heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -304,7 +333,8 @@ def causal_conv(
     themselves get exactly nothing.
 
     Args:
-        conv: the module, whose padding is cut off at the end.
+        conv: the module, whose padding is cut off at the end. If it has fewer channels than the
+            values, neighboring heads share its filters.
         values: its input (B, L, H, P), every channel with a filter of its own.
         mask: True for real tokens (B, L); None if all are.
         shape: the sizes of ``values``.
@@ -322,12 +352,18 @@ def causal_conv(
         >>> torch.allclose(u[..., 0], conv(x.mT)[..., :5].mT, atol=1e-6)
         True
     """
-    weight = conv.weight.flip(-1).to(values).view(*shape[2:], -1)  # (H, P, K), by lag
-    bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, *shape[2:])
-    operator = ShortConv(weight, shape, bias)
+    taps = conv.weight.flip(-1).to(values)[:, 0]  # by lag
+    shared = shape.heads * shape.per_head // len(taps)
+    weight = taps.view(-1, shape.per_head, taps.shape[1]).repeat_interleave(shared, 0)
+    bias: Tensor | None = None
+    if conv.bias is not None:
+        bias = frozen(conv.bias, values).view(1, 1, -1, shape.per_head)
+        bias = bias.repeat_interleave(shared, 2)
+    lags = [lag * conv.dilation[0] for lag in range(taps.shape[1])]
+    operator = ShortConv(weight, shape, bias, lags)
     if mask is None:
         return operator, operator.affine(values)
     output = operator.affine(values)
     leaked = operator.apply(values * ~mask[:, :, None, None])
     constant = leaked if bias is None else leaked + bias
-    return ShortConv(weight, shape, constant), output
+    return ShortConv(weight, shape, constant, lags), output

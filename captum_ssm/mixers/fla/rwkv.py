@@ -1,0 +1,100 @@
+"""RWKV-6 and RWKV-7: fla's RWKV6Attention, and RWKV7Attention by the equations of :mod:`..rwkv7`.
+
+RWKV-6 is
+
+    r, w, k, v, g = maps of h mixed with the previous token's h, each by its own mu(h)
+    alpha_h[i, j] = r_h[i] . (product of exp(-exp(w_h)) over j+1..i-1) k_h[j],   j < i
+    alpha_h[i, i] = r_h[i] . (bonus_h k_h[i])
+    y = SiLU(g) GroupNorm(alpha v)                        output = o_proj(y)
+
+Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the v that
+enter alpha, so a token's value holds a part of the token before it: the mixing acts on the
+channels of h before the projection, which no convolution per value channel equals.  The norm
+subtracts each head's mean, so it mixes the channels of a head; its bias counts as bias.
+
+A layer of RWKV-7 returns the values of the first layer beside its output, and the model hands them
+on.  Padded tokens write nothing, but the state decays, and is erased, over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...operators import VectorDecayHeads
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, frozen, linear, run, unit, zeroed
+from ..path import Path
+from ..rwkv7 import Streams, log_decay, shifted, time_mixing, with_first
+from ..rwkv7 import entering as mixed
+from ..rwkv7 import unit as unit_of_heads
+from .common import entering
+
+#: Where a layer of RWKV-7 takes and returns the values of the first one.
+_TAKEN, _RETURNED = 5, 3
+
+
+def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
+    """fla's RWKV6Attention; padded tokens write nothing, but the state decays over them."""
+    hidden, mask = entering(module, call)
+    hidden = zeroed(hidden, mask)
+    delta = shifted(hidden)
+    r, w, k, v, g = (
+        run(getattr(module, f"{name}_proj").linear, hidden + delta * mu)
+        for name, mu in zip("rwkvg", _mixing(module, hidden, delta), strict=True)
+    )
+    heads, norm = module.num_heads, module.g_norm
+    path = Path(v, mask, heads).silence()
+    r, k, decay = (as_heads(x, heads) for x in (r, k, -torch.exp(w)))
+    path.scan(VectorDecayHeads(r, k, decay, path.shape.per_head, frozen(module.bonus, r)))
+    path.layer_norm(norm.weight, norm.bias, norm.eps)
+    return path.gate(g, module.gate_fn).to(module.o_proj)
+
+
+def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
+    """mu, how much of the previous token each of r, w, k, v and g takes, each (B, L, E)."""
+    lerp, activation, up = module.x_proj
+    rank = module.proj_low_rank_dim
+    x = activation(run(lerp.linear, hidden + delta * lerp.mu.to(hidden)))
+    # the layer reads the last map by its weight: one matrix per mu
+    weights = up.weight.view(module.hidden_size, 5, rank).unbind(1)
+    parts = zip(x.split(rank, -1), weights, module.x_bias.to(hidden), strict=True)
+    return [linear(part, weight, bias) for part, weight, bias in parts]
+
+
+def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
+    """fla's RWKV7Attention."""
+    hidden, mask = entering(module, call)
+    hidden = zeroed(hidden, mask)
+    r, w, k, v, a, g = mixed(module, hidden)
+    keys = run(module.k_proj, k)
+    values = run(module.v_proj, v)
+    is_first = module.layer_idx == 0
+    if not is_first:
+        first = call.argument("v_first", _TAKEN)
+        values = with_first(values, first, run(module.v_lora, v))
+    streams = Streams(
+        run(module.r_proj, r),
+        log_decay(run(module.w_lora, w)),
+        keys,
+        values,
+        torch.sigmoid(run(module.a_lora, a)),
+        run(module.g_lora, g),
+        run(module.g_lora, torch.zeros_like(g[:1, :1])),
+        _erase(module, keys),
+    )
+    linear = time_mixing(module, module.g_norm, module.o_proj, streams, mask)
+    return replace(linear, passed_on={_RETURNED: values}) if is_first else linear
+
+
+def _erase(module: Any, keys: Tensor) -> Tensor:
+    """The keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
+    x = keys * module.k_k.to(keys)
+    return (
+        unit(as_heads(x, module.num_heads))
+        if module.fuse_norm
+        else unit_of_heads(x, module.num_heads)
+    )

@@ -1,0 +1,157 @@
+"""Softmax attention of timm's vision transformers, of torch's own module, and of mamba_ssm.
+
+    q, k, v = projections of x      alpha = softmax(scale q k^T + mask)      y = gate alpha v
+
+and output = out_proj(y).  Fused or not, and whether or not a module returns its weights, it
+computes the same; the operator is recomputed from the arguments.  Frozen: the probabilities, and
+timm's gate where there is one.
+
+mamba_ssm's attention, in the hybrids that ``attn_layer_idx`` makes, may have a short causal
+convolution of q, k and v, whose values are those before, and a rotation.  The mask is there in a
+causal module, which is not the default.  Queries in groups may share keys and values.  The module
+may keep further channels that pass a gated MLP, SiLU(z) x, and join the heads in out_proj.  They
+mix no tokens and are, like the MLP of a block, no part of the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedMixerError
+from .base import Call, LinearMixer
+from .parts.common import as_heads, entering, linear, run
+from .parts.softmax import seen_pairs
+from .path import Path
+
+
+def timm_attention(module: Any, call: Call) -> LinearMixer:
+    """timm.layers.Attention."""
+    if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
+        raise UnsupportedMixerError(
+            f"{type(module).__name__} with scale_norm=True: a norm of attention's output over all "
+            "heads is not supported."
+        )
+    hidden = entering(module, call, "x")
+    query, key, values = torch.unflatten(
+        run(module.qkv, hidden), -1, (3, module.num_heads, -1)
+    ).unbind(2)  # (B, L, H, P)
+    query, key = (
+        run(norm, x.transpose(1, 2)).transpose(1, 2)
+        for norm, x in ((module.q_norm, query), (module.k_norm, key))
+    )
+    mask = call.argument("attn_mask", 1)
+    if call.argument("is_causal", 2):
+        mask = seen_pairs(hidden.shape[1], hidden.device)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    path = Path(values).attend(query, key, module.scale, mask)
+    if getattr(module, "gate", None) is not None:
+        path.gate(run(module.gate, hidden), torch.sigmoid)
+    return path.to(module.proj)
+
+
+def torch_attention(module: Any, call: Call) -> LinearMixer:
+    """nn.MultiheadAttention, of a sequence that reads itself."""
+    _refuse(module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))])
+    hidden, heads = entering(module, call), module.num_heads
+    if module._qkv_same_embed_dim:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    bias = module.in_proj_bias
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    query, key, values = (
+        as_heads(linear(hidden, w, b), heads) for w, b in zip(weights, biases, strict=True)
+    )
+    path = Path(values).attend(query, key, module.head_dim**-0.5, _mask(module, call, hidden))
+    return path.to(module.out_proj)
+
+
+def _refuse(module: Any, inputs: list[Tensor]) -> None:
+    """Raise unless a sequence reads itself, with examples in the first dimension."""
+    query, *others = inputs
+    name = type(module).__name__
+    if any(x is not query and not _same(x, query) for x in others):
+        raise UnsupportedMixerError(
+            f"{name} is called on queries that are not its keys and values: only self-attention is "
+            "supported."
+        )
+    if query.dim() == 3 and not module.batch_first:
+        raise UnsupportedMixerError(
+            f"{name} with batch_first=False is not supported: make it, or the layer around it, "
+            "with batch_first=True and give it its examples in front."
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise UnsupportedMixerError(
+            f"{name} with add_bias_kv or add_zero_attn: a key that is no token is not supported."
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
+    """The term added to the scores, broadcastable to (B, H, L, L); None if everything is read."""
+    batch, tokens, _ = hidden.shape
+    pairs, padding = call.argument("attn_mask", 5), call.argument("key_padding_mask", 3)
+    added = []
+    if pairs is not None:
+        size = (tokens, tokens) if pairs.dim() == 2 else (-1, module.num_heads, tokens, tokens)
+        added.append(_added(pairs, hidden).view(size))
+    if padding is not None:
+        added.append(_added(padding, hidden).view(batch, 1, 1, tokens))
+    if not added:
+        return None
+    total = sum(added[1:], added[0])
+    return total[(None,) * (4 - total.dim())]
+
+
+def _added(mask: Tensor, hidden: Tensor) -> Tensor:
+    """Convert a mask, boolean with True for hidden tokens, to a term added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(hidden)
+    return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(mask, -torch.inf)
+
+
+def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
+    """mamba_ssm's MHA."""
+    call.refuse_cache("inference_params", position=1)
+    projected = run(module.in_proj, entering(module, call, "x"))
+    beside, head, shared = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
+    queries, width = module.num_heads * head, shared * head
+    sizes = [queries + 2 * width, beside, beside]
+    projected, up, gate = torch.split(projected, sizes, -1)
+    unmixed, groups, path = up * F.silu(gate), module.num_heads // shared, Path(projected)
+    if module.d_conv > 0:
+        path.conv(module.conv1d)
+    query, key, _ = torch.split(path.now.squeeze(-1), [queries, width, width], -1)
+    query, key = (as_heads(x, x.shape[-1] // head) for x in (query, key))
+    if module.rotary_emb_dim > 0:
+        query, key = (_rotated(x, module) for x in (query, key))
+    path, key = path.narrow(-width, width, shared).repeat(groups), key.repeat_interleave(groups, 2)
+    mask = seen_pairs(key.shape[1], key.device) if module.causal else None
+    scale = head**-0.5 if module.softmax_scale is None else module.softmax_scale
+    path.attend(query, key, scale, mask)
+    return path.to(lambda y: run(module.out_proj, torch.cat([y, unmixed], -1)))
+
+
+def _rotated(x: Tensor, module: Any) -> Tensor:
+    """The first channels of each head (B, L, H, N) turned by angles that grow with the position."""
+    rotary, turned = module.rotary_emb, module.rotary_emb_dim
+    counted = torch.arange(0, turned, 2, device=x.device, dtype=torch.float32)
+    rate = rotary.base ** -(counted / turned)
+    angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * rate
+    cos, sin = angle.cos().to(x), angle.sin().to(x)  # (L, 1, N' / 2)
+    moved, rest = torch.split(x, [turned, x.shape[-1] - turned], -1)
+    if rotary.interleaved:
+        a, b = torch.unflatten(moved, -1, (-1, 2)).unbind(-1)
+        pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = moved.chunk(2, -1)
+        pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([pairs, rest], -1)

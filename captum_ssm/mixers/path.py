@@ -1,0 +1,247 @@
+"""Adapters in the order of the forward pass: values, and the operators that they have passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..operators import Chain, Diagonal, HeadCentering, Operator, Shape, ShortConv, Sum
+from ..operators.reorder import flip
+from .base import LinearMixer
+from .parts.common import activation_ratio, as_heads, causal_conv, frozen, masked, run
+from .parts.softmax import softmax_attention
+
+
+class Path:
+    """Values on their way through a mixer.
+
+    Every method computes one step of the forward pass, freezes it at its input, and notes it as an
+    operator.  An adapter then reads like the module's own code.
+
+    Attributes:
+        values: the values that enter, (B, L, H, P).
+        mask: True for real tokens (B, L); None if all are.
+        shape: the sizes of the values.
+        parts: the operators so far, outermost first.
+
+    Args:
+        values: (B, L, C), or heads (B, L, H, P).
+        mask: see above. Default: None.
+        heads: how many heads C channels make. Default: None, every channel is a head of its own.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import Path
+        >>> from captum_ssm.operators import ElementwiseRecurrence
+        >>> path = Path(torch.ones(1, 3, 2)).act(torch.relu)
+        >>> path = path.scan(ElementwiseRecurrence(torch.full((1, 3, 2), 0.5)))
+        >>> path.now.flatten(2).tolist()
+        [[[1.0, 1.0], [1.5, 1.5], [1.75, 1.75]]]
+        >>> path.gate(torch.zeros(1, 3, 2), torch.sigmoid).to(torch.nn.Identity())
+        LinearMixer(Chain(gate, scan, activation))
+    """
+
+    def __init__(self, values: Tensor, mask: Tensor | None = None, heads: int | None = None):
+        self.values = as_heads(values, heads) if values.dim() == 3 else values
+        self.mask = mask
+        self.shape = Shape(*self.values.shape)
+        self.parts: list[Operator] = []
+        self._now = self.values
+        self._pending: list[Operator] = []
+        #: Whether padded tokens are zero now.
+        self._is_silent = mask is None
+
+    @property
+    def now(self) -> Tensor:
+        """The values after all steps so far, (B, L, H, P); computed when it is first read."""
+        while self._pending:
+            self._now = self._pending.pop(0).affine(self._now)
+        return self._now
+
+    def then(self, *operators: Operator) -> Path:
+        """Apply operators, the first one first."""
+        for operator in operators:
+            self.parts.insert(0, operator)
+            self._pending.append(operator)
+            self._is_silent &= isinstance(operator, Diagonal)
+        return self
+
+    def scale(self, factor: Tensor, component: str | None = None, **options: Any) -> Path:
+        """Multiply by a frozen factor, (B, L, C) or broadcastable to (B, L, H, P).
+
+        Args:
+            factor: the factor.
+            component: name of the part it stands for. Default: None, a structural part.
+            **options: of :class:`~captum_ssm.operators.Diagonal`.
+        """
+        factor = as_heads(factor, self.shape.heads) if factor.dim() == 3 else factor
+        return self.then(Diagonal(factor, self.shape, component, **options))
+
+    def silence(self) -> Path:
+        """Set padded tokens to zero, unless they are."""
+        if not self._is_silent:
+            self.then(*masked(self.mask, self.shape, self.values))
+            self._is_silent = True
+        return self
+
+    def conv(self, module: nn.Conv1d) -> Path:
+        """Convolve by a depthwise causal convolution; see :func:`causal_conv` for padding."""
+        leaky = None if self._is_silent else self.mask
+        operator, now = causal_conv(module, self.now, leaky, self.shape)
+        self.silence().then(operator)
+        self._now, self._pending = now, []
+        return self
+
+    def act(self, function: Callable[[Tensor], Tensor] = F.silu, live: bool = False) -> Path:
+        """Apply an activation, as :func:`activation_ratio` freezes it.
+
+        Args:
+            function: the activation. Default: SiLU.
+            live: whether gradients of :attr:`now` include the activation's ratio. Default: False.
+        """
+        before, kind = self.now, "silu" if function is F.silu else type(function).__name__
+        name = kind.removesuffix("Activation").lower()
+        self.scale(activation_ratio(function, name, before), "activation")
+        if live:
+            self._now, self._pending = function(before), []
+        return self
+
+    def scan(self, *operators: Operator, skip: Tensor | None = None) -> Path:
+        """Mix tokens by the sum of some operators.
+
+        Args:
+            *operators: recurrences.
+            skip: weights of a term beside them, one for each head or channel. Default: None.
+        """
+        if skip is not None:
+            weight = frozen(skip, self.values).view(1, 1, self.shape.heads, -1)
+            operators = *operators, Diagonal(weight, self.shape, "skip")
+        return self.then(operators[0] if len(operators) == 1 else Sum(*operators))
+
+    def attend(self, query: Tensor, key: Tensor, scaling: float, pairs: Tensor | None) -> Path:
+        """Mix tokens by softmax attention; the mask becomes that of tokens which any token reads.
+
+        Args:
+            query, key: (B, L, H, N).
+            scaling, pairs: see :func:`softmax_attention`.
+        """
+        vectors = query.transpose(1, 2), key.transpose(1, 2)
+        operator, self.mask = softmax_attention(*vectors, self.values, scaling, pairs)
+        return self.then(operator)
+
+    def both_ways(
+        self,
+        ahead: Callable[[Path], Path],
+        back: Callable[[Path], Path],
+        share: float = 1.0,
+    ) -> Path:
+        """Add the results of two directions.
+
+        Args:
+            ahead: the steps from the first token to the last.
+            back: the steps from the last token to the first, of values in this order.
+            share: a factor on each direction. Default: 1.0.
+        """
+        turn = flip(self.shape, self.values.device)
+        one, other = ahead(Path(self.now)), back(Path(turn.apply(self.now)))
+        # without a component, so that no choice of components drops the factor
+        part = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
+        return self.then(Sum(Chain(part, *one.parts), Chain(turn, part, *other.parts, turn)))
+
+    def rms_norm(self, weight: Tensor | None, eps: float, groups: int | None = None) -> Path:
+        """Apply an RMSNorm.
+
+        Args:
+            weight: of the channels of a head, or of all channels; None for none.
+            eps: added to the mean square.
+            groups: groups of channels that are normalized separately. Default: None, the heads.
+        """
+        x = as_heads(self.now.flatten(2), groups or self.shape.heads)
+        factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        if factor.shape[2] not in (1, self.shape.heads):
+            factor = factor.expand_as(x).reshape(self.shape)
+        if weight is not None:
+            sizes = self.shape[3:] if len(weight) == self.shape.per_head else self.shape[2:]
+            factor = factor * weight.to(x).view(sizes)
+        return self.scale(factor, "norm")
+
+    def layer_norm(
+        self, weight: Tensor | None, bias: Tensor | None, eps: float, across: bool = False
+    ) -> Path:
+        """Apply a LayerNorm to each head; its centering is linear and stays.
+
+        Args:
+            weight, bias: of all channels; None for none.
+            eps: added to the variance.
+            across: whether it is one norm over all heads. Default: False.
+        """
+        over = (-2, -1) if across else (-1,)
+        scale = torch.rsqrt(self.now.var(over, correction=0, keepdim=True) + eps)
+        self.then(HeadCentering(self.shape, self.values, across=across)).scale(scale, "norm")
+        if weight is None:
+            return self
+        taps = frozen(weight, self.values).view(*self.shape[2:], 1)  # one: the affine part
+        constant = None if bias is None else frozen(bias, self.values).view(1, 1, *self.shape[2:])
+        return self.then(ShortConv(taps, self.shape, constant, component="norm"))
+
+    def gate(self, z: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Path:
+        """Multiply by act(z), for z (B, L, C) or (B, L, H, P)."""
+        at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
+        return self.scale(act(z), "gate", at_rest=at_rest)
+
+    def narrow(self, start: int, length: int, heads: int) -> Path:
+        """Continue with some of the channels, as heads.
+
+        Args:
+            start: first of them; counted from the end if it is negative.
+            length: how many there are.
+            heads: how many heads they make.
+        """
+        first = start % self.shape.heads
+        taken = slice(first, first + length)
+        path = Path(self.values[:, :, taken, 0], self.mask, heads)
+        path.parts = [_narrowed(part, taken, path.shape) for part in self.parts]
+        path._now, path._is_silent = as_heads(self.now[:, :, taken, 0], heads), self._is_silent
+        return path
+
+    def repeat(self, times: int) -> Path:
+        """Continue with neighboring copies of every head."""
+        if times == 1:
+            return self
+        path = Path(self.values.repeat_interleave(times, 2), self.mask)
+        heads = [head for head in range(self.shape.heads) for _ in range(times)]
+        path.parts = [part.select(heads) for part in self.parts]
+        path._now, path._is_silent = self.now.repeat_interleave(times, 2), self._is_silent
+        return path
+
+    def to(self, project: nn.Module | Callable[[Tensor], Tensor], **options: Any) -> LinearMixer:
+        """Make the mixer.
+
+        Args:
+            project: the output projection, of (B, L, C).
+            **options: of :class:`LinearMixer`.
+        """
+        operator = Chain(*self.parts) if len(self.parts) > 1 else self.parts[0]
+
+        def out(y: Tensor) -> Tensor:
+            y = y.flatten(2)
+            return run(project, y) if isinstance(project, nn.Module) else project(y)
+
+        return LinearMixer(self.values, operator, out, self.mask, **options)
+
+
+def _narrowed(part: Operator, taken: slice, shape: Shape) -> Operator:
+    """Restrict a diagonal or a convolution to neighboring channels, and cut these into heads."""
+
+    def cut(x: Tensor) -> Tensor:
+        return x[:, :, taken].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x
+
+    if isinstance(part, Diagonal):
+        return Diagonal(cut(part.weight), shape, part.component, part.data_dependent)
+    assert isinstance(part, ShortConv)
+    bias = None if part.bias is None else cut(part.bias)
+    return ShortConv(part.weight[taken].view(*shape[2:], -1), shape, bias, part.lags)
