@@ -101,11 +101,16 @@ def _alike(known: Any, value: Any) -> bool:
 def _found(
     module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], vouched: bool
 ) -> Given:
-    """Run the module once to record its mixers, then without them and with noise at some tokens."""
+    """Run the module once to record its mixers, then without them and with noise at some tokens.
+
+    Where the arguments hold no ids or embeddings, the given tokens are those of the first mixer.
+    """
     first = _sequence(arguments)
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
+        """Run the module on another sequence; its output is not asked for, so any tensor does."""
+
         def other(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to
                 return copy.deepcopy(x)
@@ -121,6 +126,7 @@ def _found(
         stack.enter_context(beginning.seen())
         call(start)
     layers = recording.record.layers
+    # nothing is known then: a module of a map may have been called on windows of it
     if not layers or (first is None and layers[0].map is not None):
         return Given((0, 0), {})
     replays = Replays(layers, beginning, call, start, vouched=vouched)
@@ -130,7 +136,7 @@ def _found(
     found = tokens_read(replays)
     if first is None:  # positions count the tokens of the first mixer
         if replays.root is not None and found[0] is None:
-            replays.root = None
+            replays.root = None  # the mixer reads mixed tokens of it, or none: begin at the mixer
             found = tokens_read(replays)
         if replays.root is not None:
             found = _in_the_first(found)

@@ -131,7 +131,8 @@ def mutagenesis(
         asked = cut.target(target), cut.target(contrast)
 
         def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
-            """Return the target of each sequence, (n,)."""
+            """Return the target of each sequence (n, L, 4), less its contrast: (n,)."""
+            # back to the layout of the model
             given = sequences.mT if dim == 1 else sequences
             with torch.no_grad(), repaired_scans():
                 output = logits_of(

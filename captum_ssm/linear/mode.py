@@ -267,11 +267,15 @@ class Linearising(TorchFunctionMode):
     def _read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a function's arguments; those that it reads are checked by :meth:`known`."""
+        """Return a function's arguments; those that it reads are checked by :meth:`known`.
+
+        A weight is not: a kernel may have unpacked it out of torch's sight, but from no input.
+        """
         base = name if name == "copy_" else plain(name.removesuffix("_"))
         if base not in RULES or not torch.is_grad_enabled():
             return args, kwargs
         writes = int(name[-1] == "_" and base != "__get__")  # to its first argument
+        # a factor of three dimensions or more is no weight, but a batch of matrices
         weighed = name in _WEIGHED and len(args) > 1 and args[1].dim() < 3
         last = 1 if weighed else len(args)
         args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])

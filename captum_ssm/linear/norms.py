@@ -68,7 +68,7 @@ def frozen_norms(
     if (model is None) != (keep is None):
         found = "keep" if model is None else "model"
         raise OptionError(f"frozen_norms takes model and keep together, but only {found} is given.")
-    norms = _Norms(interleaved)
+    norms = _Norms(_batch_of(keep) if interleaved else None)
     with ExitStack() as stack:
         stack.enter_context(unfused())
         stack.enter_context(norms)
@@ -92,9 +92,10 @@ def frozen_norms(
 class _Norms(TorchFunctionMode):
     """Detaches the roots of norms, or puts kept ones in their place."""
 
-    def __init__(self, interleaved: bool) -> None:
+    def __init__(self, batch: int | None) -> None:
         super().__init__()
-        self.interleaved = interleaved
+        #: The examples of ``keep``, where larger batches repeat each by itself; else None.
+        self.batch = batch
         #: Roots by the names of the functions that made them: of the run on ``keep``, and so far.
         self.kept: list[tuple[str, Tensor]] | None = None
         self.met: list[tuple[str, Tensor]] = []
@@ -131,7 +132,7 @@ class _Norms(TorchFunctionMode):
         return out
 
     def _root(self, name: str, root: Tensor) -> Tensor:
-        """Return a root, detached, or the kept one in its place."""
+        """Return what a norm divides or multiplies by, detached: of this run or the kept one."""
         self.any_met, place = True, len(self.met)
         self.met.append((name, root.detach()))
         if self.kept is None:
@@ -140,13 +141,16 @@ class _Norms(TorchFunctionMode):
             raise self._others(f"more than {len(self.kept)} norms")
         before, kept = self.kept[place]
         times, rest = divmod(len(root), len(kept))
+        examples = 1 if times == 1 or self.batch is None else self.batch
+        rest = rest or len(kept) % examples
         if name != before or rest or root.shape[1:] != kept.shape[1:]:
             raise self._others(
                 f"a {name} of shape {tuple(root.shape)} in place of a {before} of shape "
                 f"{tuple(kept.shape)}"
             )
-        repeated = kept.repeat_interleave(times, 0) if self.interleaved else kept
-        return repeated.repeat(len(root) // len(repeated), *(1,) * (kept.dim() - 1)).to(root)
+        # the batch may be ``times`` larger than that of ``keep``; tokens may have been flattened
+        each = kept.unflatten(0, (examples, -1)).repeat(1, times, *(1,) * (kept.dim() - 1))
+        return each.flatten(0, 1).to(root)
 
     def _others(self, found: str) -> InputError:
         return InputError(
@@ -155,11 +159,21 @@ class _Norms(TorchFunctionMode):
         )
 
 
+def _batch_of(keep: Any) -> int:
+    """Return how many examples an input has, by its first tensor."""
+    values = keep.values() if isinstance(keep, Mapping) else keep
+    listed = (keep,) if isinstance(keep, Tensor) else tuple(values or ())
+    return next((len(x) for x in listed if isinstance(x, Tensor) and x.dim()), 1)
+
+
 def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether a function's result is what a norm divides or multiplies by."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False
     power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
+    if out.dim() < 2:  # a number, or one of each channel
+        return False
     if name == "rsqrt" or power == -0.5:
         return True
-    by_token = out.dim() > 1 and (out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1))
+    by_token = out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1)
     return by_token and (name in _ROOTS or power == 0.5)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -365,6 +366,7 @@ def instance_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Center each channel of an example, and scale by a frozen deviation over its places."""
+    args, kwargs = _named(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
     x, mean, variance, weight, bias, of_input, _, eps, *_ = filled(
         args,
@@ -373,7 +375,9 @@ def instance_norm(
         (None, None, None, None, True, 0.1, 1e-5, True),
     )
     if not of_input:
-        return batch_norm(mode, func, (x, mean, variance, weight, bias, False, 0.1, eps), {})
+        return batch_norm(
+            mode, F.batch_norm, (x, mean, variance, weight, bias, False, 0.1, eps), {}
+        )
     out = _standardised(x, tuple(range(2, x.dim())), eps)
     spread = (-1, *(1,) * (x.dim() - 2))
     weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
@@ -395,6 +399,7 @@ def batch_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Apply an affine map to each channel, by the running statistics."""
+    args, kwargs = _named(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
     x, mean, variance, weight, bias, training, _, eps = filled(
         args, kwargs, (*names, "eps"), (None, None, False, 0.1, 1e-5)
@@ -410,6 +415,20 @@ def batch_norm(
     shift = -mean * scale if bias is None else bias - mean * scale
     out = _wide(x) * scale.view(spread) + shift.view(spread)
     return mode.ledger.included(out, shift.view(spread)).to(x.dtype)
+
+
+def _named(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Name the arguments of torch.batch_norm and its like, whose weights stand before statistics.
+
+    torch.nn.functional has a function of the same name with the statistics first.
+    """
+    if func not in (torch.batch_norm, torch.instance_norm):
+        return args, kwargs
+    how = "training" if func is torch.batch_norm else "use_input_stats"
+    names = ("input", "weight", "bias", "running_mean", "running_var", how, "momentum", "eps")
+    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 def normalize(

@@ -240,9 +240,9 @@ def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
         x: (B, L, ...).
         mask: True for the tokens that count (B, L), or None for all.
     """
-    ones = (1,) * (x.dim() - 2)
+    ones, wide = (1,) * (x.dim() - 2), x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)
-        return x.cumsum(1) / count.view(1, -1, *ones)
-    keep = mask.to(x).view(*x.shape[:2], *ones)
-    return (x * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)
+        count = torch.arange(1, x.shape[1] + 1, dtype=wide.dtype, device=x.device)
+        return (wide.cumsum(1) / count.view(1, -1, *ones)).to(x)
+    keep = mask.to(wide).view(*x.shape[:2], *ones)
+    return ((wide * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)).to(x)

@@ -147,10 +147,16 @@ class _JoinSearch:
         self.loud: dict[int, Tensor] = {}
 
     def find(self) -> None:
+        """Find joins by two replays for each group of stages: without noise, then with it.
+
+        Each layer is then told the stream before it, and the way of its output to the stream
+        behind it; None stands for what was not found.
+        """
         for some in self._groups():
+            # from the first mixer of the group until those of the next stage have run
             wanted = range(min(some[0]), max(some[-1]) + 2 + self._after(some[-1]))
             self.slots, self.loud, self.real, self.noisy = {}, {}, {}, {}
-            self.real = self._tensors(wanted)
+            self.real = self._tensors(wanted)  # no slot yet: no noise
             self.slots = self._slots([k for stage in some for k in stage])
             self.noisy = self._tensors(wanted)
             joins = [each for stage in some for each in self._joins(stage)]
@@ -162,6 +168,7 @@ class _JoinSearch:
                     for k, way in each.found.ways.items():
                         self.layers[k].join(each.found.stream, way)
                 elif each.apart and not self.layers[max(each.members)].has_stream:
+                    # no stream is added, but the way was seen
                     for k, way in each.apart.items():
                         self.layers[k].join(None, way)
                 else:

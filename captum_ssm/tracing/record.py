@@ -226,8 +226,8 @@ def trace(
             outputs can be taken, or ``"all"`` from the first block on, so that those with respect
             to block inputs can be, too. With gradient checkpointing, take the gradients inside the
             ``with``. Default: ``"none"``.
-        operators: whether operators are made directly after the mixers return; else when they are
-            read. Default: True.
+        operators: whether operators are made directly after the mixers return, as long as they fit
+            in a quarter of the free memory; else when they are read. Default: True.
         verify: compare every operator with its module's output when it is made;
             :meth:`Layer.verify` raises for those that are off. Default: False.
         watchers: further watchers of the run. Default: none.
@@ -255,6 +255,7 @@ def trace(
     room = None if free is None else free // _SHARE
     record = Trace(room, verify)
     with ExitStack() as stack:
+        # with graph="tail" the recorder turns gradients on behind the last mixer
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         recorder = Recorder(record, graph, mixers[-1])
         watching, vouched = (recorder, *watchers), layers is not None

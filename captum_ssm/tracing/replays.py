@@ -425,11 +425,16 @@ class Replays:
 
     @contextmanager
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Let a projection onto a vocabulary, behind the last layer, repeat features instead."""
+        """Let a projection onto a vocabulary, behind the last layer, repeat features instead.
+
+        Args:
+            entering: the sequences that layers have read so far in this replay; it grows.
+        """
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-            if len(entering) < len(self.layers):
+            if len(entering) < len(self.layers):  # layers are still to come: this is no head
                 return own(x, *args)
+            # a stand-in in the head's shape; it reads the same token, and that is all we ask
             times = -(-module.out_features // x.shape[-1])
             return torch.cat([x] * times, -1)[..., : module.out_features]
 

@@ -557,8 +557,12 @@ class _OrderSearch:
         ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
 
         def at(noise: bool) -> list[Tensor]:
+            """What layers, and a per-token output, read; the noise is at each token's column."""
+
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
+                # column 0 is the root, k + 1 leaf k; leaves later than a token's column are zero,
+                # so that noise passes them by on the stream alone, and through no gate
                 return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
 
             on = self._at_root(slots == 0) & noise

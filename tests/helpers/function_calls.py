@@ -55,8 +55,11 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
     "vstack": lambda x, k: torch.vstack([x, k.c]),
     "hstack": lambda x, k: torch.hstack([x, k.c]),
     "stack": lambda x, k: (torch.stack([x, k.c], 2), torch.stack((k.c, x))),
-    "batch_norm": lambda x, k: F.batch_norm(
-        x, k.c[0, :, 0], k.c[0, :, 1].abs(), k.c[0, :, 2], k.c[0, :, 3], eps=1e-2
+    "batch_norm": lambda x, k: (
+        F.batch_norm(x, k.c[0, :, 0], k.c[0, :, 1].abs(), k.c[0, :, 2], k.c[0, :, 3], eps=1e-2),
+        torch.batch_norm(
+            x, k.c[0, :, 2], k.c[0, :, 3], k.c[0, :, 0], k.c[0, :, 1].abs(), False, 0.1, 1e-2, True
+        ),
     ),
     "where": lambda x, k: (
         torch.where(k.mask, x, k.c),
@@ -124,6 +127,9 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
         F.instance_norm(x, eps=1e-2),
         F.instance_norm(x, None, None, k.c[0, :, 0], k.c[0, :, 1], eps=1e-2),
         F.instance_norm(x, k.c[0, :, 0], k.c[0, :, 1].abs() + 0.2, use_input_stats=False),
+        torch.instance_norm(
+            x, k.c[0, :, 2], k.c[0, :, 3], None, None, True, 0.1, eps=1e-2, cudnn_enabled=True
+        ),
     ),
     "max_pool3d": lambda x, _: F.max_pool3d(x.view(2, 1, 2, 2, 6), 2),
     "addmm": lambda x, k: (

@@ -133,6 +133,27 @@ def test_noise_repeats_each_example() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
+class _Flat(nn.Module):
+    """A norm of tokens that stand one behind the other, whatever their example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return (flat * torch.rsqrt(_mean_square(flat))).view_as(x) * 6**-0.5
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_flattened_tokens_have_the_norms_of_their_example(interleaved: bool) -> None:
+    x = torch.randn(2, 3, 4)
+    own = torch.rsqrt(_mean_square(x)) * 6**-0.5
+
+    def larger(y: Tensor) -> Tensor:
+        return y.repeat_interleave(3, 0) if interleaved else y.repeat(3, 1, 1)
+
+    points = torch.randn(6, 3, 4)
+    with frozen_norms(net := _Flat(), keep=x, interleaved=interleaved):
+        torch.testing.assert_close(net(points), points * larger(own))
+
+
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "gpt2", "jamba"])
 def test_gradients_of_models_are_slopes_with_the_norms_kept(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -293,7 +293,10 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return how many features each of the roots' tensors has; empty for one root."""
+    """Return the ``sizes`` of a :class:`Decomposition`: of the tensors at ``begins``, or of roots.
+
+    One root needs no split: then they are empty.
+    """
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots

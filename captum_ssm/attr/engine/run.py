@@ -121,16 +121,17 @@ class Request:
         return owner is self.model and isinstance(owner, nn.Module)
 
     def output(self, start: Tensor, others: Sequence[Tensor] | None = None) -> Tensor:
-        """What the model returns, as a tensor.
+        """Run the model, and return its output as a tensor.
 
         Args:
-            start: in place of the inputs.
-            others: in place of the further ones. Default: None, these.
+            start: the input, in place of :attr:`inputs`.
+            others: the further inputs, in place of :attr:`others`. Default: None, those.
 
         Raises:
-            TrainingModeError: when that would be chance.
+            TrainingModeError: when a module is random, such as a dropout in training.
         """
         require_deterministic(self.model)
+        # lets the head run at the kept positions alone
         named = {} if self.kept is None else self.kept.arguments
         more = (*(self.others if others is None else others), *self.additional)
         return logits_of(call_model(self.forward_func, start, more, named))

@@ -66,7 +66,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
     else:
         ids = _filled(_ids_of(prompt, codec), "The prompt")
         keep, names = torch.ones_like(ids, dtype=torch.bool), codec.names(ids)
-    keep &= ~_skipped(ids, codec, skip_tokens)
+    keep = keep & ~_skipped(ids, codec, skip_tokens)
     places = keep.nonzero().flatten()
     if not len(places):
         raise InputError(

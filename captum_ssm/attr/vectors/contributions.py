@@ -209,10 +209,11 @@ def _tiles_by_query(
         at = there[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
+            """Project the rows from some sources, apply the steps behind, and add the parts."""
             sources = slice(some.start, some.stop)
             vectors: Tensor | None = None  # (B, q, s, E)
             for row, part in zip(rows, parts, strict=True):
-                each = (row[:, :, sources] @ part.weight).transpose(0, 1)
+                each = (row[:, :, sources] @ part.weight).transpose(0, 1)  # q, B, s to B, q, s
                 each = part.behind(each, there[:, queries])
                 vectors = each if vectors is None else vectors.add_(each)
             assert vectors is not None

@@ -189,14 +189,18 @@ def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
 
 
 def _accumulated(x: Tensor, product: bool) -> Tensor:
-    """Running sums or products over tokens: within runs side by side, then from run to run."""
+    """Running sums or products over tokens (B, T, H), in float64.
+
+    A loop over the places in a run does all runs at once; each then takes up the runs before it.
+    """
     tokens = x.shape[1]
+    # padded by what changes nothing, and by a whole run more: there may be no tokens
     padding = (0, 0, 0, -tokens % _RUN + _RUN)
     padded = F.pad(doubled(x), padding, value=float(product))
     runs = padded.view(len(x), -1, _RUN, x.shape[2])
     for i in range(1, _RUN):
         _join(runs[:, :, i], runs[:, :, i - 1], product)
-    ends = runs[:, :-1, -1]
+    ends = runs[:, :-1, -1]  # the total of each run but the last
     ends = ends.cumprod(1) if product else ends.cumsum(1)
     _join(runs[:, 1:], ends[:, :, None], product)
     return padded[:, :tokens]
