@@ -161,7 +161,8 @@ WORKS: dict[str, Callable[[Path], Any]] = {
     ),
     "target=' lamp'": lambda _: same(FLOW.attribute(IDS, " lamp", tokenizer=WORDS)),
     "contrast=' kite'": lambda _: same(
-        whole(contrast=" kite", tokenizer=WORDS), whole(contrast=(-1, WORDS.id_of("kite")))
+        FLOW.attribute(IDS, (4, LAMP), contrast=" kite", tokenizer=WORDS),
+        FLOW.attribute(IDS, (4, LAMP), contrast=(4, WORDS.id_of("kite"))),
     ),
     "attribute_each(ids, [' lamp'])": lambda _: same(
         FLOW.attribute_each(IDS, [" lamp"], tokenizer=WORDS)[0]
