@@ -44,10 +44,6 @@ class FlowMethod(LinearMethod):
         if rule is not None:
             self.default_rule = checks.choice("rule", rule, FAMILY)
 
-    def __repr__(self) -> str:
-        own = "default_rule" in vars(self)
-        return super().__repr__()[:-1] + (f", rule={self.default_rule!r})" if own else ")")
-
     def _rules(
         self,
         rule: Rule | None,

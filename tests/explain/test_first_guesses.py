@@ -37,6 +37,7 @@ from captum_ssm import (
     compare,
     knock_out,
     report,
+    trace,
 )
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError
@@ -160,7 +161,8 @@ WORKS: dict[str, Callable[[Path], Any]] = {
     ),
     "target=' lamp'": lambda _: same(FLOW.attribute(IDS, " lamp", tokenizer=WORDS)),
     "contrast=' kite'": lambda _: same(
-        whole(contrast=" kite", tokenizer=WORDS), whole(contrast=(-1, WORDS.id_of("kite")))
+        FLOW.attribute(IDS, (4, LAMP), contrast=" kite", tokenizer=WORDS),
+        FLOW.attribute(IDS, (4, LAMP), contrast=(4, WORDS.id_of("kite"))),
     ),
     "attribute_each(ids, [' lamp'])": lambda _: same(
         FLOW.attribute_each(IDS, [" lamp"], tokenizer=WORDS)[0]
@@ -263,6 +265,7 @@ def test_a_first_guess_is_refused_with_advice(line: str) -> None:
 SAID: dict[str, Callable[[], Any]] = {
     f"LatimNorm(MambaForCausalLM, layers=['{MIXER}'])": lambda: LatimNorm(MODEL, layers=[MIXER]),
     "LatimFlow(MambaForCausalLM, rule='half')": lambda: LatimFlow(MODEL, rule="half"),
+    "EdgeEffects(MambaForCausalLM, rule='half')": lambda: EdgeEffects(MODEL, rule="half"),
     f"LayerLatimFlow(MambaForCausalLM, layer='{MIXER}')": lambda: LayerLatimFlow(MODEL, MIXER),
     "SSMLLMAttribution(LatimFlow(MambaForCausalLM))": lambda: SSMLLMAttribution(FLOW, WORDS),
     "Decomposition(2 examples of 9 tokens)": lambda: FLOW.decompose(IDS.repeat(2, 1), TARGET),
@@ -286,6 +289,16 @@ def test_a_decomposition_shows_its_sum() -> None:
     assert repr(found).startswith(
         "Decomposition(9 tokens: output {:.3g} = tokens {:.3g} + biases {:.3g}".format(*numbers)
     )
+
+
+def test_lines_of_runs_and_graphs(tmp_path: Path) -> None:
+    with trace(MODEL) as run:
+        MODEL(IDS)
+    graph = attribution_graph(MODEL, IDS, TARGET)
+    parts = {"Trace": run, "Chain": run.layers[0].linear.operator, "Graph": graph}
+    assert all(repr(part).startswith(f"{name}(") for name, part in parts.items())
+    assert all(len(repr(part)) < 120 for part in parts.values())
+    assert same(captum_ssm.load(graph.save(tmp_path / "graph.json")).edges, graph.edges)
 
 
 def test_a_pipeline_and_what_it_samples(tmp_path: Path) -> None:

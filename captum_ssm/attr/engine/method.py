@@ -101,6 +101,8 @@ class Explainer:
             said.append(f"layers=[{', '.join(map(_name_of, self.layers))}]")
         if hasattr(self, "layer"):
             said.append(f"layer={_name_of(self.layer)}")
+        rule = vars(self).get("default_rule", vars(self).get("rule"))
+        said += [] if rule is None else [f"rule={rule!r}"]
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
