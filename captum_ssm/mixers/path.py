@@ -62,6 +62,11 @@ class Path:
             self._now = self._pending.pop(0).affine(self._now)
         return self._now
 
+    def release(self) -> Path:
+        """Free the memory of :attr:`now`, which is computed again if it is read."""
+        self._now, self._pending = self.values, self.parts[::-1]
+        return self
+
     def then(self, *operators: Operator) -> Path:
         """Apply operators, the first one first."""
         for operator in operators:
