@@ -41,8 +41,9 @@ class Path:
         >>> path = path.scan(ElementwiseRecurrence(torch.full((1, 3, 2), 0.5)))
         >>> path.now.flatten(2).tolist()
         [[[1.0, 1.0], [1.5, 1.5], [1.75, 1.75]]]
-        >>> path.gate(torch.zeros(1, 3, 2), torch.sigmoid).to(torch.nn.Identity())
-        LinearMixer(Chain(gate, scan, activation))
+        >>> mixer = path.gate(torch.zeros(1, 3, 2), torch.sigmoid).to(torch.nn.Identity())
+        >>> [part.component for part in mixer.operator.parts]
+        ['gate', 'scan', 'activation']
     """
 
     def __init__(self, values: Tensor, mask: Tensor | None = None, heads: int | None = None):
