@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
-from .parts.common import as_heads, padding_mask, run, widened, working_dtype
-from .parts.softmax import read_pairs, seen_pairs, softmax_attention
+from .parts.common import padding_mask, run, widened, working_dtype
+from .parts.softmax import read_pairs, seen_pairs
+from .path import Path
 
 #: The name under which the attention function that records its arguments is registered.
 _RECORDING = "captum_ssm"
@@ -49,21 +49,15 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 
 def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
     """The mixer from the arguments of its attention function and the gate (B, L, H P) on it."""
-    query, key, values = received.query, received.key, received.value.transpose(1, 2)
     pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
-    core, mask = softmax_attention(query, key, values, received.scaling, pairs)
-    operator = core
+    query, key, values = (x.transpose(1, 2) for x in (received.query, received.key, received.value))
+    path = Path(values).attend(query, key, received.scaling, pairs)
     if not _is_one(factor, gated):
-        gate = as_heads(in_batch(factor), values.shape[2])
-        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), core)
-    output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
-
-    def project(y: Tensor) -> Tensor:
-        return y.flatten(2) if output is None else run(output, y.flatten(2))
-
-    return LinearMixer(values, operator, project, mask, end_to_end=received.end_to_end)
+        path.scale(in_batch(factor), "gate", at_rest=0.5)
+    output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), nn.Identity())
+    return path.to(output, end_to_end=received.end_to_end)
 
 
 def _is_one(factor: Tensor, kind: Hashable) -> bool:

@@ -41,8 +41,9 @@ class Path:
         >>> path = path.scan(ElementwiseRecurrence(torch.full((1, 3, 2), 0.5)))
         >>> path.now.flatten(2).tolist()
         [[[1.0, 1.0], [1.5, 1.5], [1.75, 1.75]]]
-        >>> path.gate(torch.zeros(1, 3, 2), torch.sigmoid).to(torch.nn.Identity())
-        LinearMixer(Chain(gate, scan, activation))
+        >>> mixer = path.gate(torch.zeros(1, 3, 2), torch.sigmoid).to(torch.nn.Identity())
+        >>> [part.component for part in mixer.operator.parts]
+        ['gate', 'scan', 'activation']
     """
 
     def __init__(self, values: Tensor, mask: Tensor | None = None, heads: int | None = None):
@@ -61,6 +62,11 @@ class Path:
         while self._pending:
             self._now = self._pending.pop(0).affine(self._now)
         return self._now
+
+    def release(self) -> Path:
+        """Free the memory of :attr:`now`, which is computed again if it is read."""
+        self._now, self._pending = self.values, self.parts[::-1]
+        return self
 
     def then(self, *operators: Operator) -> Path:
         """Apply operators, the first one first."""

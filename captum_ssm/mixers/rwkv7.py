@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,30 +34,6 @@ from .path import Path
 
 #: The logarithm of a decay is this times a sigmoid.
 _LOG_DECAY = -math.exp(-0.5)
-
-
-class Streams(NamedTuple):
-    """The projections of a layer's input.
-
-    Attributes:
-        r: (B, L, H N).
-        log_decay: w (B, L, H N).
-        k: (B, L, H N).
-        v: with its share of the first layer's values (B, L, H P).
-        a: (B, L, H N).
-        g: (B, L, H P).
-        at_rest: g where nothing enters it (1, 1, H P).
-        erase: e (B, L, H, N).
-    """
-
-    r: Tensor
-    log_decay: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    g: Tensor
-    at_rest: Tensor
-    erase: Tensor
 
 
 def shifted(hidden: Tensor) -> Tensor:
@@ -94,17 +70,13 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
         share = _low_rank(module, "v", v)
         values = with_first(values, call.argument("v_first", 1), share)
     gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
-    streams = Streams(
-        run(module.receptance, r),
-        log_decay(_low_rank(module, "w", w, torch.tanh)),
-        keys,
-        values,
-        torch.sigmoid(_low_rank(module, "a", a)),
-        gate,
-        frozen(module.g2, gate).sum(0).view(1, 1, -1) / 2,
-        unit(keys * module.k_k.to(keys), module.r_k.shape[0]),
+    w, a = log_decay(_low_rank(module, "w", w, torch.tanh)), _low_rank(module, "a", a).sigmoid()
+    erase = unit(keys * module.k_k.to(keys), module.r_k.shape[0])
+    path = time_mixing(
+        module, module.ln_x, None, run(module.receptance, r), w, keys, values, a, erase
     )
-    found = time_mixing(module, module.ln_x, module.output, streams, None)
+    at_rest = frozen(module.g2, gate).sum(0) / 2
+    found = closing(path, gate, at_rest, module.output)
     return replace(found, passed_on={1: values}) if module.is_first else found
 
 
@@ -118,26 +90,39 @@ def _low_rank(
 
 
 def time_mixing(
-    module: Any, norm: Any, output: Any, streams: Streams, mask: Tensor | None
-) -> LinearMixer:
-    """The mixer of a layer from its projections.
+    module: Any,
+    norm: Any,
+    mask: Tensor | None,
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    erase: Tensor,
+) -> Path:
+    """Pass the state, the norm, and the term past both.
 
     Args:
         module: holds kappa and rho as ``k_a`` and ``r_k``.
         norm: its GroupNorm.
-        output: W_o.
-        streams: the projections.
         mask: True for real tokens (B, L), or None.
+        r, w, k, v, a: as above, (B, L, H N), w being the log decay and v with its share of v_first.
+        erase: e (B, L, H, N).
     """
     heads = module.r_k.shape[0]
-    r, w, k, a = (as_heads(x, heads) for x in (streams.r, streams.log_decay, streams.k, streams.a))
+    r, w, k, a = (as_heads(x, heads) for x in (r, w, k, a))
     key = k + k * (a - 1) * frozen(module.k_a, k).view(heads, -1)
     own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
-    path, one = Path(streams.v, mask, heads).silence(), torch.ones_like(r[..., 0])
-    scan = DeltaRule(r, key, one, w, path.shape.per_head, erase=streams.erase, erase_step=a)
+    path, one = Path(v, mask, heads).silence(), torch.ones_like(r[..., 0])
+    scan = DeltaRule(r, key, one, w, path.shape.per_head, erase=erase, erase_step=a)
     by_state = Path(path.now).scan(scan).layer_norm(norm.weight, norm.bias, norm.eps)
-    path.scan(Chain(*by_state.parts), Diagonal(own, path.shape, "scan"))
-    return path.scale(streams.g, "gate", at_rest=as_heads(streams.at_rest, heads)).to(output)
+    return path.scan(Chain(*by_state.parts), Diagonal(own, path.shape, "scan"))
+
+
+def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
+    """Pass the gate g (B, L, H P), which is ``at_rest`` (H P,) where nothing enters it."""
+    rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
+    return path.scale(gate, "gate", at_rest=rest).to(output)
 
 
 def unit(x: Tensor, heads: int) -> Tensor:

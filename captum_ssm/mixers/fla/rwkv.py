@@ -28,7 +28,7 @@ from ...operators import VectorDecayHeads
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, frozen, linear, run, unit, zeroed
 from ..path import Path
-from ..rwkv7 import Streams, log_decay, shifted, time_mixing, with_first
+from ..rwkv7 import closing, log_decay, shifted, time_mixing, with_first
 from ..rwkv7 import entering as mixed
 from ..rwkv7 import unit as unit_of_heads
 from .common import entering
@@ -76,18 +76,14 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
     if not is_first:
         first = call.argument("v_first", _TAKEN)
         values = with_first(values, first, run(module.v_lora, v))
-    streams = Streams(
-        run(module.r_proj, r),
-        log_decay(run(module.w_lora, w)),
-        keys,
-        values,
-        torch.sigmoid(run(module.a_lora, a)),
-        run(module.g_lora, g),
-        run(module.g_lora, torch.zeros_like(g[:1, :1])),
-        _erase(module, keys),
+    w, a = log_decay(run(module.w_lora, w)), torch.sigmoid(run(module.a_lora, a))
+    erase = _erase(module, keys)
+    path = time_mixing(
+        module, module.g_norm, mask, run(module.r_proj, r), w, keys, values, a, erase
     )
-    linear = time_mixing(module, module.g_norm, module.o_proj, streams, mask)
-    return replace(linear, passed_on={_RETURNED: values}) if is_first else linear
+    at_rest = run(module.g_lora, torch.zeros_like(g[:1, :1]))
+    found = closing(path, run(module.g_lora, g), at_rest, module.o_proj)
+    return replace(found, passed_on={_RETURNED: values}) if is_first else found
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedMixerError
-from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
+from ...operators import Diagonal, Operator, Shape, ShortConv
 from ...operators.kernels import wide_products
 from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
@@ -188,26 +188,6 @@ def frozen(parameter: Tensor, like: Tensor) -> Tensor:
     return parameter.detach().to(like, copy=True)
 
 
-def frozen_group_norm(norm: Any, o: Tensor, shape: Shape) -> list[Operator]:
-    """A LayerNorm of each head of o (B, L, H, P), its statistics frozen.
-
-    Args:
-        norm: a GroupNorm with as many groups as heads.
-        o: its input, each head's channels beside each other.
-        shape: the sizes acted on.
-    """
-    variance = o.var(-1, correction=0, keepdim=True)
-    parts: list[Operator] = [
-        Diagonal(torch.rsqrt(variance + norm.eps), shape, "norm"),
-        HeadCentering(shape, o),
-    ]
-    if norm.weight is None:
-        return parts
-    weight = frozen(norm.weight, o).view(*o.shape[2:], 1)
-    bias = None if norm.bias is None else frozen(norm.bias, o).view(1, 1, *o.shape[2:])
-    return [ShortConv(weight, shape, bias, component="norm"), *parts]
-
-
 def refuse_packed(call: Call, **positions: int) -> None:
     """Raise if the call packs several sequences into one.
 
@@ -315,12 +295,6 @@ def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
     if mask is None:
         return []
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]
-
-
-def output_gate(act: Callable[[Tensor], Tensor], z: Tensor) -> Diagonal:
-    """The gate act(z) of an input z (B, L, H, P), for an activation that a model may choose."""
-    at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
-    return Diagonal(act(z), Shape(*z.shape), "gate", at_rest=at_rest)
 
 
 def causal_conv(
