@@ -169,7 +169,9 @@ class EdgeEffects(Explainer):
         effects = self.attribute(tensor, target, additional, contrast=contrast)
         model = find_model(self.forward_func, self.model)
         run = Interventions(
-            self.forward_func, model, tensor, additional, target, contrast, at_a_time
+            *(self.forward_func, model, tensor, additional, target, contrast),
+            at_a_time=at_a_time,
+            tokens=effects.tokens,
         )
         with torch.inference_mode(False):
             before = run.numbers().cpu().double()

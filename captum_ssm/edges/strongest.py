@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,9 +29,6 @@ def strongest_edges(
     target: Any,
     count: int,
     layers: Any = None,
-    *,
-    additional: Any = None,
-    real: Collection[int] | None = None,
 ) -> list[Held]:
     """Cut each of the edges of the largest estimated effects on one example by itself.
 
@@ -43,8 +39,6 @@ def strongest_edges(
         count: how many edges.
         layers: of which layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`.
             Default: None, all.
-        additional: further arguments of the model. Default: None.
-        real: the tokens that are not padding, between which edges are. Default: None, all.
 
     Example:
         >>> import torch
@@ -58,10 +52,9 @@ def strongest_edges(
         >>> found.edge.layer, found.edge.source, found.edge.target, found.true > 1
         (1, 3, 13, True)
     """
-    found = method.attribute(inputs, target, additional).top(count, layers)[0]
-    edges = [x for x in found if real is None or {x.source, x.target} <= set(real)]
+    edges = method.attribute(inputs, target).top(count, layers)[0]
     if not edges:
         return []
     cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
-    truth = method.validate(inputs, target, additional, edges=cuts)
+    truth = method.validate(inputs, target, edges=cuts)
     return [Held(edge, true) for edge, true in zip(edges, truth.true.tolist(), strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,13 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
 
 
 class Interventions:
-    """True effects on one number of a model's output."""
+    """True effects on one number of a model's output.
+
+    Args:
+        forward_func, model, inputs, additional, target, contrast: the run, and what is explained.
+        at_a_time: how many copies of an example run together.
+        tokens: how many tokens edges count.
+    """
 
     def __init__(
         self,
@@ -103,13 +109,15 @@ class Interventions:
         inputs: Tensor,
         additional: tuple[Any, ...],
         target: Any,
-        contrast: Any,
+        contrast: Any = None,
+        *,
         at_a_time: int,
+        tokens: int,
     ) -> None:
         self.forward_func, self.model = forward_func, model
         self.inputs, self.additional = inputs, additional
         self.target, self.contrast = target, contrast
-        self.at_a_time = at_a_time
+        self.at_a_time, self.tokens = at_a_time, tokens
 
     def numbers(self, *edges: Edges) -> Tensor:
         """Return the explained number of every example without some edges, (B,)."""
@@ -119,36 +127,56 @@ class Interventions:
 
     def of_single(self, edges: Sequence[tuple[int, Edge]]) -> Tensor:
         """Return the explained number without each of n single edges, (example, edge), (n,)."""
-        groups: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for i, (example, edge) in enumerate(edges):
-            groups[example, edge.name].append(i)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, (example, _) in enumerate(edges):
+            groups[example].append(i)
         found = torch.zeros(len(edges), dtype=torch.float64)
-        for (example, name), members in groups.items():
-            for start in range(0, len(members), self.at_a_time):
-                some = members[start : start + self.at_a_time]
-                cuts = [edges[i][1] for i in some]
-                sources = torch.tensor([[edge.source] for edge in cuts])
-                targets = torch.tensor([[edge.target] for edge in cuts])
-                found[some] = self._repeated(example, Edges(name, sources, targets), len(some))
+        for example, members in groups.items():
+            outputs = self.outputs([(edges[i][1],) for i in members], example)
+            found[members] = torch.cat([self.explained(x, example) for x in outputs])
         return found
 
-    def _repeated(self, example: int, edges: Edges, times: int) -> Tensor:
-        """Return the number of each of ``times`` copies of an example, (times,).
-
-        Edges with positions for each example cut another message in each copy.
-        """
+    def explained(self, output: Tensor, example: int = 0) -> Tensor:
+        """Return the explained number of each of n copies of an example, (n,)."""
         cut = BatchPart(slice(example, example + 1), len(self.inputs))
+        asked = cut.target(self.target), cut.target(self.contrast)
+        each = [contrasted(output[i : i + 1], *asked)[0] for i in range(len(output))]
+        return torch.cat(each).cpu().double()
+
+    def outputs(self, cuts: Sequence[Sequence[Edge]], example: int = 0) -> Iterator[Tensor]:
+        """Yield an example's outputs without the edges of each cut, several copies in a batch.
+
+        All batches are equally large, so that the model is asked once which tokens layers read.
+        """
+        part = BatchPart(slice(example, example + 1), len(self.inputs))
+        size = min(self.at_a_time, len(cuts))
 
         def copies(value: Any) -> Any:
-            one = cut(value)
+            one = part(value)
             of_example = one is not value or len(self.inputs) == 1
             if of_example and isinstance(one, Tensor) and one.dim() and len(one) == 1:
-                return one.repeat_interleave(times, 0)
+                return one.repeat_interleave(size, 0)
             return one
 
-        additional = tuple(map(copies, self.additional))
-        with torch.no_grad(), knock_out(self.model, edges):
-            output = logits_of(call_model(self.forward_func, copies(self.inputs), additional))
-        asked = cut.target(self.target), cut.target(self.contrast)
-        each = [contrasted(output[i : i + 1], *asked)[0] for i in range(times)]
-        return torch.cat(each).cpu().double()
+        inputs, additional = copies(self.inputs), tuple(map(copies, self.additional))
+        for start in range(0, len(cuts), size):
+            some = cuts[start : start + size]
+            with torch.no_grad(), knock_out(self.model, *self._masked(some, size)):
+                output = logits_of(call_model(self.forward_func, inputs, additional))
+            yield output[: len(some)]
+
+    def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
+        """Return edges that each example of a batch has for itself, one for each mixer and place.
+
+        An edge is a pair of masks.  Two edges of a cut need two pairs: one pair would cut the
+        messages from each source to each target.
+        """
+        found: dict[tuple[int, str], Edges] = {}
+        for copy, cut in enumerate(cuts):
+            for place, edge in enumerate(cut):
+                empty = torch.zeros(2, size, self.tokens, dtype=torch.bool)
+                edges = found.setdefault((place, edge.name), Edges(edge.name, empty[0], empty[1]))
+                for mask, token in ((edges.sources, edge.source), (edges.targets, edge.target)):
+                    assert isinstance(mask, Tensor)
+                    mask[copy, token] = True
+        return list(found.values())

@@ -23,7 +23,7 @@ SHORTEN = """document.querySelectorAll('.flow, tbody').forEach((each) => {
 BUSY = "document.querySelector('[aria-busy]') !== null"
 #: What is chosen in each page.
 PAGES = {
-    "readme": '#text .token[data-index="3"]',
+    "readme": "#cuts td button",
     "long": '#text .token[data-index="3"]',
     "image": '#picture .token[data-index="3"]',
     "answers": '#answer .token[data-index="3"]',

@@ -41,29 +41,14 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     assert page.count(".result table") == 0
 
 
-def check_edges(page: Page, example: dict[str, Any]) -> None:
-    """The strongest edges are listed with their estimated and their true effects."""
-    cells = page.texts("#edges tbody td")
-    tokens, rows = example["tokens"], example["edges"]["rows"]
-    assert len(rows) == 4 and page.is_hidden("#edges-obstacle")
-    for place, row in enumerate(rows):
-        *ends, effect, true = cells[7 * place : 7 * place + 7]
-        source, target = row["source"], row["target"]
-        told = [row["layer"], source, tokens[source], target, tokens[target]]
-        assert ends == [str(one) for one in told]
-        assert number(effect) == pytest.approx(row["effect"], rel=0.01)
-        assert number(true) == pytest.approx(row["true"], rel=0.01)
-
-
 def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path, names = tmp_path / "graph.html", [MANY[:9], MANY[4:13]]
-    given: dict[str, Any] = {"tokens": names, "graph": 6, "edges": 4}
+    given: dict[str, Any] = {"tokens": names, "graph": 6, "cuts": 0}
     report(mamba_lm(), token_ids(2, 9), [LatimFlow], **given, path=path)
     page.goto(path)
     for number_, example in enumerate(read_page(path).facts["examples"]):
         page.choose("#example", number_)
-        check_edges(page, example)
         tokens, graph = example["tokens"], example["graph"]
         nodes, links = graph["nodes"], graph["links"]
         assert page.count(".graph .dot") == len(nodes) > 6

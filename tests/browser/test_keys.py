@@ -57,6 +57,18 @@ GRAPH = [
     Use(".graph .whole", "Enter", value(".graph .whole", "hidden")),
     Use(".graph .path"),
 ]
+ARC, SAID = "#cuts .arc[tabindex='0']", text("#cuts .say")
+CUTS = [
+    *(Use(ARC, key, FOCUS) for key in ("ArrowRight", "ArrowLeft", "End", "Home")),
+    *(Use(ARC, key, SAID) for key in ("Enter", "Escape", "Space")),
+    Use("#cuts .heal", "Enter", SAID),
+]
+TABLE = [
+    Use("#cuts td button", "Enter", SAID),
+    Use("#cuts .heal", "Enter", SAID),
+    Use("#cuts details div"),
+    Use("#cuts summary", "Enter", value("#cuts details", "open")),
+]
 TO_AND_FRO = ("Home ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "End")
 TOKENS = "#text .token[tabindex='0']"
 REPORT = [
@@ -69,7 +81,6 @@ REPORT = [
     Use("#layer", "End ArrowLeft", DRAWN),
     Use("#entering"),
     Use("#map-picture"),
-    Use("#edges div"),
     Use("#numbers summary", "Enter", count("#numbers-table tr")),
     Use("#numbers-table"),
     Use("#help summary", "Enter", value("#help", "open")),
@@ -84,6 +95,9 @@ PAGES = {
     "long": [
         *REPORT,
         *GRAPH,
+        *CUTS,
+        TABLE[-1],
+        *TABLE[:-1],
         Use("#text summary", "Enter", value("#text details", "open")),
         Use("#fold", "Enter", count("#text details[open]")),
         Use("#unfold", "Enter", count("#text details[open]")),
@@ -95,6 +109,7 @@ PAGES = {
     ],
     "image": [
         *REPORT,
+        *TABLE,
         *(Use("#picture .token[tabindex='0']", key, FOCUS) for key in TO_AND_FRO),
         Use("#picture .token[tabindex='0']", "Enter", KEPT),
         Use("#over-image select", "ArrowDown", DRAWN),

@@ -175,6 +175,10 @@ class Page:
         """Click on the first element found."""
         self._tab.click(selector)
 
+    def click_at(self, x: float, y: float) -> None:
+        """Click on a point of the window."""
+        self._tab.mouse.click(x, y)
+
     def keys(self, *names: str) -> None:
         """Press keys one after another: characters, or names such as ``"ArrowRight"``."""
         for name in names:

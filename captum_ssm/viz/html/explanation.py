@@ -17,9 +17,7 @@ from ...attr.call.layout import patch_sums
 from ...attr.catalogue import QUESTIONS, holds_identity
 from ...attr.comparison import Comparison, Method, Named
 from ...attr.text.tokens import Tokens
-from ...edges import EdgeEffects
-from ...edges.strongest import strongest_edges
-from ...errors import CaptumSSMError, InputError
+from ...errors import InputError
 from ..figure import numbers
 from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
@@ -40,6 +38,7 @@ from .parts import (
     tells_roles,
 )
 from .pictures import in_base64, raster
+from .scissors import cuts_of
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
@@ -55,7 +54,7 @@ class Wanted:
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
-        edges: how many of the strongest edges are listed.
+        cuts: how many of the strongest messages are cut.
         graph: how many nodes of the graph are followed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
@@ -69,7 +68,7 @@ class Wanted:
     maps: Sequence[str]
     shown_layers: Sequence[int]
     kept: int
-    edges: int
+    cuts: int
     graph: int
     accounts: bool
     answers: bool
@@ -151,7 +150,7 @@ def explain(
         "methods": _methods(found, roles, wanted, known),
         "start": _start(answers, known),
         "image": _image(example, known),
-        "edges": _edges(subject, example, known, wanted.edges),
+        "cuts": cuts_of(subject, example, known, wanted.cuts),
         "graph": graph_of(subject, example, known, wanted.graph),
         "maps": [],
     }
@@ -214,39 +213,6 @@ def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | Non
     for found in answers.values():
         return start_layer(found[known.asked].streams, known.asking)
     return None
-
-
-def _edges(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    """The edges whose cutting is estimated to do most, and what it does; or why there are none."""
-    told: dict[str, Any] = {"rows": [], "obstacle": None}
-    if count == 0:
-        return told
-    method = EdgeEffects(subject.forward_func, subject.module, subject.layers)
-    try:
-        found = strongest_edges(
-            method,
-            example.inputs,
-            known.target,
-            count,
-            additional=example.additional or None,
-            real=known.real,
-        )
-    except CaptumSSMError as error:  # which leaves all else to be shown
-        return told | {"obstacle": str(error)}
-    place = {token: number for number, token in enumerate(known.real)}
-    told["rows"] = [
-        {
-            "layer": edge.layer,
-            "module": edge.name,
-            "source": place[edge.source],
-            "target": place[edge.target],
-            "effect": short(edge.effect),
-            "true": short(true),
-            "first_order": edge.first_order,
-        }
-        for edge, true in found
-    ]
-    return told
 
 
 def _names(example: ShownExample, known: Outline) -> Sequence[str]:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 #: In this order they are one style, and one script.
-_STYLES = ("common.css", "report.css")
+_STYLES = ("common.css", "report.css", "scissors.css")
 _SCRIPTS = (
     "common.js",
     "maps.js",
@@ -31,6 +31,7 @@ _SCRIPTS = (
     "tokens.js",
     "tables.js",
     "graph.js",
+    "scissors.js",
     "tip.js",
     "answers.js",
     "layers.js",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .writing import ANSWERS, FORMATS, check_format, is_page, write
 
-#: Beside maps so many edges are listed, and so many nodes of the graph followed.
-_EDGES, _NODES = 10, 24
+#: Beside maps so many messages are cut, and so many nodes of the graph followed.
+_CUTS, _NODES = 20, 24
+#: With more cuts, and their pairs, a page would hold more than 20 kB of them.
+_MOST_CUTS = 60
 
 
 @called_by_name
@@ -48,7 +51,7 @@ def report(
     matrices: bool | Sequence[str] = True,
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
-    edges: int | None = None,
+    cuts: int | None = None,
     graph: int | None = None,
     generate: int | None = None,
     spans: Spans = "word",
@@ -65,8 +68,8 @@ def report(
     every method, with the strongest and what they add up to; what enters each layer; from token to
     token, layer by layer, what a token takes from each other one; of a text, by
     :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output;
-    and the messages between tokens whose cutting would change most, by
-    :class:`~captum_ssm.EdgeEffects`' estimate.  By LatimFlow and MambaLRP it explains each of the
+    and the messages between tokens, which a click cuts: what the model then says was found
+    beforehand by a run without them.  By LatimFlow and MambaLRP it explains each of the
     predictions, and each rather than another, as one clicks.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
@@ -110,8 +113,9 @@ def report(
         megabytes: how much the maps, and what enters each layer, may add to the file; where not all
             entries of maps fit, the strongest of each row are kept, and the page says how many.
             Default: 12.
-        edges: how many of the strongest edges are listed with the estimated effect of cutting each;
-            0 for none. Default: None, 10 beside maps, and none without.
+        cuts: how many messages between tokens are cut, each by itself and the strongest in pairs,
+            those of the largest effects by :class:`~captum_ssm.EdgeEffects`; at most 60, and 0
+            for none. Default: None, 20 beside maps, and none without.
         graph: how many activations are followed on the way from the words to the output, those
             that add most to it, each by a backward pass, in texts of at most 2000 tokens; 0 for no
             graph. Default: None, 24 beside maps, and none without.
@@ -167,7 +171,7 @@ def report(
             labels=(labels, None),
             matrices=(matrices, True),
             shown_layers=(shown_layers, None),
-            edges=(edges, None),
+            cuts=(cuts, None),
             graph=(graph, None),
         )
         text = report_answers(
@@ -196,7 +200,7 @@ def report(
         matrices=matrices if is_page(file) else False,
         shown_layers=shown_layers,
         megabytes=megabytes,
-        edges=edges,
+        cuts=cuts,
         graph=graph,
         accounts=file.suffix.lower() == ".json",
         answers=is_page(file),
@@ -223,7 +227,7 @@ def explain_all(
     matrices: bool | Sequence[str] = True,
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
-    edges: int | None = None,
+    cuts: int | None = None,
     graph: int | None = None,
     accounts: bool = False,
     answers: bool = False,
@@ -234,14 +238,14 @@ def explain_all(
     Args:
         subject: the model.
         examples: the examples.
-        methods, options, matrices, shown_layers, megabytes, edges, graph, show_progress: as
+        methods, options, matrices, shown_layers, megabytes, cuts, graph, show_progress: as
             in :func:`report`, with the same defaults.
         accounts: also say what else the explained number is made of. Default: False.
         answers: also explain the other predictions, by the methods that do so in the same run.
             Default: False.
     """
     kinds = _kinds(matrices)
-    listed = _count("edges", edges, _EDGES * bool(kinds))
+    tried = _count("cuts", cuts, _CUTS * bool(kinds), _MOST_CUTS)
     followed = _count("graph", graph, _NODES * bool(kinds))
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
@@ -254,7 +258,7 @@ def explain_all(
     named, options = named_methods(methods), with_rules(methods, options)
     taken = streams_size(outlines, named) if answers else 0
     kept = _kept(outlines, chosen, kinds, megabytes, taken)
-    counts = kept, listed, followed
+    counts = kept, tried, followed
     asked = Wanted(named, options, kinds, chosen, *counts, accounts, answers, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
@@ -274,11 +278,12 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
     return kinds
 
 
-def _count(name: str, value: int | None, default: int) -> int:
+def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
     """A number of things that are shown, which may be 0."""
     count = default if value is None else checks.integer(name, value)
-    if count < 0:
-        raise OptionError(f"{name}={value} must be at least 0, or None.")
+    if not 0 <= count <= most:
+        limit = "" if most == sys.maxsize else f" and at most {most}"
+        raise OptionError(f"{name}={value} must be at least 0{limit}, or None.")
     return count
 
 

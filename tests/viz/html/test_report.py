@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import inspect
+import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ from captum_ssm import (
     knock_out,
     report,
 )
+from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.inside import Graph
 
 METHODS = [LatimFlow, MambaAttribution]
-MAPS_ALONE: dict[str, Any] = {"edges": 0, "graph": 0}
+MAPS_ALONE: dict[str, Any] = {"cuts": 0, "graph": 0}
 
 
 @pytest.fixture
@@ -252,59 +255,94 @@ def test_chosen_layers_and_little_room(path: Path) -> None:
         np.testing.assert_allclose(matrix[row, strongest], exact[row, strongest], atol=limit)
 
 
+def check_states(cuts: dict, run: Callable[[], torch.Tensor], model: Any, asked: int) -> None:
+    """What a page keeps of every run is what the model says in a fresh one, by the page's call."""
+    classes = [int(label.removeprefix("LABEL_")) for label in cuts["labels"]]
+    assert classes[0] == asked
+    for name, (score, chance, *best) in cuts["states"].items():
+        calls = [cuts["rows"][int(n)]["call"] for n in name.split("-") if n]
+        edges = [eval(call, {"Edges": Edges}) for call in calls]
+        with torch.no_grad(), knock_out(model, *edges):
+            logits = run().double()
+        chances = logits.softmax(-1)
+        assert score == pytest.approx(float(logits[asked]), abs=1e-4)
+        assert chance == pytest.approx(float(chances[asked]), abs=1e-4)
+        assert best[1::2] == pytest.approx(chances.topk(len(best) // 2).values.tolist(), abs=1e-4)
+        found = [classes[place] for place in best[::2]]
+        np.testing.assert_allclose(chances[found], best[1::2], atol=1e-4)
+
+
+def check_order(cuts: dict) -> None:
+    """The strongest message is paired with all, and the strongest eight with each other."""
+    states, count = cuts["states"], len(cuts["rows"])
+    losses = [abs(states[""][0] - states[str(n)][0]) for n in range(count)]
+    assert losses == sorted(losses, reverse=True)
+    pairs = [f"{i}-{j}" for i in range(count) for j in range(i + 1, count) if i == 0 or j < 8]
+    assert set(states) == {"", *map(str, range(count)), *pairs}
+
+
 @pytest.mark.slow
-def test_the_strongest_edges_are_estimated(path: Path) -> None:
+def test_messages_are_cut_alone_and_in_pairs(path: Path) -> None:
     model, ids, mask = mamba_lm(), token_ids(2, 9), padded(2, 9, slice(3))
     names = list(inspect.signature(model.forward).parameters)
-    further, rows = (*[None] * (names.index("attention_mask") - 1), mask), [MambaAttribution]
-    given = {"target": (-1, 4), "edges": 3, "graph": 0, "path": path}
-    report(model, ids, rows, additional_forward_args=further, **given)
+    empty = [None] * (names.index("attention_mask") - 1)
+    given = {"target": [(-1, 4)] * 2, "cuts": 10, "graph": 0, "path": path}
+    report(model, ids, [MambaAttribution], additional_forward_args=(*empty, mask), **given)
     for b, example in enumerate(read_page(path).facts["examples"]):
-        alone = ids[b : b + 1, mask[b].bool()]
-        expected = EdgeEffects(model).attribute(alone, (-1, 4)).top(3)[0]
-        found = example["edges"]["rows"]
-        assert example["edges"]["obstacle"] is None
-        effects = [row["effect"] for row in found]
-        np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
-        at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
-        assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
-        assert not any(row["first_order"] for row in found)
-        for row in found:  # the truth is a cut by itself
-            cut = Edges(row["module"], row["source"], row["target"])
-            with torch.no_grad():
-                whole = model(alone).logits[0, -1, 4]
-                with knock_out(model, cut):
-                    true = float(whole - model(alone).logits[0, -1, 4])
-            assert row["true"] == pytest.approx(true, rel=1e-3, abs=1e-4)
-    # by default there are ten, without matrices none, and the list may be impossible
-    run = torch.no_grad()(lambda x: model(x).logits)
-    for forward, options, count, said in (
-        (model, {}, 10, ""),
-        (model, {"matrices": False}, 0, ""),
-        (model, {"edges": 0}, 0, ""),
-        (run, {"model": model}, 0, "records no gradients"),
-    ):
-        method = [ImplicitAttentionRollout]
-        report(forward, ids[:1], method, graph=0, path=path, **options)
-        (example,) = read_page(path).facts["examples"]
-        assert len(example["edges"]["rows"]) == count
-        assert said in (example["edges"]["obstacle"] or "")
+        cuts, alone = example["cuts"], ids[b : b + 1, mask[b].bool()]
+        expected = EdgeEffects(model).attribute(alone, (-1, 4)).top(10)[0]
+        rows = {(row["layer"], row["source"], row["target"]): row for row in cuts["rows"]}
+        assert cuts["obstacle"] is None and len(rows) == len(cuts["rows"])
+        assert set(rows) == {(e.layer, e.source, e.target) for e in expected}
+        for edge in expected:
+            row = rows[edge.layer, edge.source, edge.target]
+            assert row["effect"] == pytest.approx(edge.effect, rel=1e-3) and not row["first_order"]
+        part = slice(b, b + 1)
+        check_states(
+            cuts, lambda part=part: model(ids[part], *empty, mask[part]).logits[0, -1], model, 4
+        )
+        check_order(cuts)
+        assert cuts["classes"] == VOCABULARY
 
 
 @pytest.mark.slow
-def test_layers_of_first_order_are_marked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_messages_are_cut(path: Path) -> None:
+    """By default 20, without matrices none; a page may hold none, and never many bytes of them."""
+    model, ids = mamba_lm(), token_ids(1, 11)
+    run = torch.no_grad()(lambda x: model(x).logits)
+    for forward, options, count, said in (
+        (model, {}, 20, ""),
+        (model, {"cuts": 60}, 60, ""),
+        (model, {"matrices": False}, 0, ""),
+        (model, {"cuts": 0}, 0, ""),
+        (run, {"model": model}, 0, "records no gradients"),
+    ):
+        report(forward, ids, [ImplicitAttentionRollout], graph=0, path=path, **options)
+        cuts = read_page(path).facts["examples"][0]["cuts"]
+        assert len(cuts["rows"]) == count and said in (cuts["obstacle"] or "")
+        assert len(json.dumps(cuts, separators=(",", ":"))) < 20_000
+
+
+@pytest.mark.slow
+def test_cuts_of_images_and_of_layers_of_first_order(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = vit(monkeypatch)
-    report(case.model, case.inputs[:1], [LatimFlow], graph=0, path=path)
+    report(case.model, case.inputs[:1], [LatimFlow], cuts=5, graph=0, path=path)
     (example,) = read_page(path).facts["examples"]
-    rough = EdgeEffects(case.model).attribute(case.inputs[:1], example["asked"]).first_order
-    rows = example["edges"]["rows"]
-    assert [row["first_order"] for row in rows] == [row["module"] in rough for row in rows]
+    asked = int(logits_of(case.model(case.inputs[:1])).argmax())
+    effects = EdgeEffects(case.model).attribute(case.inputs[:1], asked)
+    cuts = example["cuts"]
+    rough = [effects.names[row["layer"]] in effects.first_order for row in cuts["rows"]]
+    assert [row["first_order"] for row in cuts["rows"]] == rough
+    check_states(cuts, lambda: logits_of(case.model(case.inputs[:1]))[0], case.model, asked)
 
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "matrices='all'", {"matrices": "all"}),
     (OptionError, "layers names 7", {"shown_layers": [7]}),
-    (OptionError, "edges=-1", {"edges": -1}),
+    (OptionError, "cuts=-1", {"cuts": -1}),
+    (OptionError, "at most 60", {"cuts": 61}),
     (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
     (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
     (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
@@ -404,8 +442,8 @@ def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
 def test_how_many_nodes(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 20)
     assert drawn(path, model, ids) == [EMPTY]
-    assert drawn(path, model, ids, matrices=True, graph=0, edges=0) == [EMPTY]
-    (beside_maps,) = drawn(path, model, ids, matrices=True, edges=0)
+    assert drawn(path, model, ids, matrices=True, graph=0, cuts=0) == [EMPTY]
+    (beside_maps,) = drawn(path, model, ids, matrices=True, cuts=0)
     (of_24,) = drawn(path, model, ids, graph=24)
     (of_4,) = drawn(path, model, ids, graph=4)
     assert beside_maps == of_24

@@ -16,6 +16,7 @@ const overImages = new OverImages(byId('over-image'), () => {
   showLegend();
 });
 let entering = null;
+let scissors = null;
 /** Methods and roles as tokens may be coloured by them, found anew when the answer changes. */
 let views = [];
 
@@ -336,7 +337,7 @@ function showExample() {
   layers = [];
   showAnswer();
   showMap();
-  showEdges(byId('edges'), example());
+  scissors.show(example());
   showFlow(byId('flow'), example());
   showBest();
 }
@@ -345,6 +346,27 @@ function showExample() {
 function showFlow(section, { graph: { nodes, obstacle } }) {
   section.hidden = !nodes.length && obstacle === null;
   showGraph(section.querySelector('.graph'), example());
+}
+
+/** Keep the example and what is cut in the address. */
+function remember(cut) {
+  const parts = [chosen.example ? `example=${chosen.example + 1}` : '', cut && `cut=${cut}`].filter(Boolean);
+  try {
+    history.pushState(null, '', parts.length ? `#${parts.join('&')}` : location.pathname + location.search);
+  } catch {
+    // a page within another has no address
+  }
+}
+
+/** Show the example, and what is cut, that the address names. */
+function readAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const number = Number(asked.get('example') ?? 1) - 1;
+  const before = chosen.example;
+  chosen.example = FACTS.examples[number] ? number : 0;
+  byId('example').value = chosen.example;
+  if (chosen.example !== before) showExample();
+  scissors.read(asked.get('cut'));
 }
 
 /** Unfold what holds the strongest tokens, and have the strongest of all in view. */
@@ -362,6 +384,7 @@ function begin() {
   const choose = (id, change) => byId(id).addEventListener('change', (event) => change(event.target.value));
   choose('example', (value) => {
     chosen.example = Number(value);
+    remember('');
     showExample();
   });
   choose('targets', (value) => {
@@ -402,7 +425,10 @@ function begin() {
     hideTip();
     if (chosen.kept !== null) act('keep', chosen.kept);
   });
+  scissors = new Scissors(byId('cuts'), remember);
+  addEventListener('popstate', readAddress);
   showExample();
+  readAddress();
   themeButton(byId('theme'), () => {
     showMethods();
     showRelevance();

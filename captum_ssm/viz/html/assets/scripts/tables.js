@@ -44,24 +44,6 @@ function showPartners(table, tokens, values) {
   );
 }
 
-/** The edges whose cutting is estimated to do most, and what it does; or why there are none. */
-function showEdges(section, { tokens, edges: { rows, obstacle } }) {
-  const note = byId('edges-obstacle');
-  const [table] = section.getElementsByTagName('table');
-  section.hidden = !rows.length && obstacle === null;
-  note.hidden = obstacle === null;
-  note.textContent = `There is no estimate: ${obstacle}`;
-  table.hidden = !rows.length;
-  fillRows(
-    table.tBodies[0],
-    rows.map(({ layer, source, target, effect, true: found, first_order: rough }) => [
-      { number: layer }, { number: source }, tokens[source], { number: target }, tokens[target],
-      rough ? { number: `≈ ${short(effect)}` } : effect, found,
-    ]),
-  );
-  byId('edges-rough').hidden = !rows.some((row) => row.first_order);
-}
-
 /** One row per token, one column per view: a method, or a role. */
 function numbersTable(example, views) {
   const table = make('table');

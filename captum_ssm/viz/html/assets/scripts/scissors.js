@@ -1,0 +1,528 @@
+'use strict';
+
+/* The prompt with its answer, messages between tokens as arcs above, and a cut by a click. */
+
+/** A pair of scissors that open to the left, around the origin. */
+const SCISSORS = 'M-5 4.2 4.2-4.6M-5-4.2 4.2 4.6M5.2 2.9a2 2 0 1 1 1.4 3.6 2 2 0 1 1-1.4-3.6M5.2-2.9a2 2 0 1 0 1.4-3.6 2 2 0 1 0-1.4 3.6';
+/** Of longer texts only tokens that messages join are shown. */
+const WHOLE = 32;
+/** Smaller letters than this, in pixels, and tokens stand below each other. */
+const SMALLEST = 14;
+/** Widths of arcs, in pixels: the thinnest, the thickest in a line and in a column, and of all together. */
+const ARCS = { thinnest: 1.6, line: 15, column: 10, together: 60 };
+/** Pixels from one bar to the next. */
+const BAR = 31;
+
+/** Between parts. */
+const joinedBy = (parts, between) => parts.flatMap((part, index) => (index ? [between, ...part] : part));
+
+/** A number whose sign is told only if it is below zero. */
+const plain = (value) => short(value).replace(/^\+/, '');
+
+class Scissors {
+  /** `remember` is told what is cut, for the address. */
+  constructor(section, remember) {
+    this.section = section;
+    this.remember = remember;
+    this.cuts = [];
+    const find = (selector) => section.querySelector(selector);
+    this.stage = find('.stage');
+    [this.svg, this.prompt, this.tip, this.nudge] = ['.arcs', '.prompt', '.tip', '.nudge'].map(find);
+    [this.say, this.why, this.healing, this.bars] = ['.say', '.why', '.heal', '.bars'].map(find);
+    this.table = find('table');
+    this.nudge.prepend(draw('svg', { viewBox: '-9 -9 18 18', width: 16 }, draw('path', { d: SCISSORS })));
+    this.healing.addEventListener('click', () => this.heal());
+    this.listen();
+    new ResizeObserver(() => this.layOut()).observe(this.stage);
+  }
+
+  /** Show an example, with nothing cut. */
+  show(example) {
+    const { tokens, cuts: { rows, states, labels, obstacle } } = example;
+    Object.assign(this, { example, tokens, rows, states, labels, cuts: [], pointed: null, bar: new Map() });
+    this.section.hidden = !rows.length && obstacle === null;
+    const note = byId('cuts-obstacle');
+    note.hidden = obstacle === null;
+    note.textContent = `There are no cuts: ${obstacle}`;
+    for (const part of this.section.querySelectorAll('.card, details')) part.hidden = !rows.length;
+    if (!rows.length) return;
+    this.repeated = new Set(tokens.filter((token, index) => tokens.indexOf(token) !== index));
+    this.answer = labels[0] ?? 'the output';
+    const scores = Object.values(states).map(([score]) => score);
+    this.ends = [Math.min(0, ...scores), Math.max(0, ...scores)];
+    for (const name of this.section.querySelectorAll('.answered')) name.textContent = cutLabel(this.answer);
+    const pictured = example.image === null;
+    this.stage.hidden = this.section.querySelector('.key').hidden = !pictured;
+    this.section.querySelector('details').open = !pictured;
+    byId('cuts-rough').hidden = !rows.some((row) => row.first_order);
+    this.bars.replaceChildren();
+    this.write();
+    this.list();
+    this.arcs = rows.map((_, index) => this.arc(index));
+    this.svg.replaceChildren(draw('g', { class: 'bands', 'aria-hidden': true }), ...this.arcs.map(({ all }) => all));
+    this.reach(0);
+    this.tell();
+    this.width = null;
+    this.layOut();
+  }
+
+  /** Cut what an address names, as `layer.source.target` between commas. */
+  read(named) {
+    if (!this.rows.length) return;
+    const keys = this.rows.map((row) => [row.layer, row.source, row.target].join('.'));
+    const found = named === null ? [] : named.split(',').map((key) => keys.indexOf(key));
+    const known = this.state(found) !== undefined;
+    this.cuts = known ? found : [];
+    this.tell();
+    if (!known) this.why.textContent = 'The address names a cut that was not run, so nothing is cut.';
+  }
+
+  /** What the model says without some messages; undefined if that was not run. */
+  state(cuts) {
+    return this.states[[...cuts].sort((a, b) => a - b).join('-')];
+  }
+
+  /** By how much a cut changes the score, in the model as it is cut; if not known, in the whole one. */
+  change(index, cuts = this.cuts) {
+    const found = cuts.includes(index) ? undefined : this.state([...cuts, index]);
+    return found ? found[0] - this.state(cuts)[0] : this.states[index][0] - this.states[''][0];
+  }
+
+  /** Why a message cannot be cut now, or null. */
+  obstacle(index) {
+    if (this.cuts.includes(index) || this.state([...this.cuts, index])) return null;
+    if (this.cuts.length > 1) return ['Two cuts at a time were run. Heal one first.'];
+    return ['Not run together with ', ...this.named(this.cuts[0]), '. Heal that first.'];
+  }
+
+  /** A token in nodes: with its position where the text has it several times. */
+  word(index) {
+    const token = this.tokens[index];
+    return [make('bdi', {}, token), ...(this.repeated.has(token) ? [make('sub', {}, index)] : [])];
+  }
+
+  /** A message in nodes. */
+  named(index) {
+    const { source, target } = this.rows[index];
+    if (source === target) return [...this.word(source), ' to itself'];
+    return [...this.word(source), ' → ', ...this.word(target)];
+  }
+
+  /** A message in words. */
+  said(index) {
+    const { layer, source, target } = this.rows[index];
+    const to = source === target ? 'itself' : `“${this.tokens[target]}” (token ${target})`;
+    return `the message from “${this.tokens[source]}” (token ${source}) to ${to}, layer ${layer}`;
+  }
+
+  /** Cut a message, or heal it. */
+  toggle(index) {
+    const obstacle = this.obstacle(index);
+    if (obstacle) {
+      this.why.replaceChildren(...obstacle);
+      return;
+    }
+    const cut = this.cuts.includes(index);
+    this.set(cut ? this.cuts.filter((each) => each !== index) : [...this.cuts, index]);
+  }
+
+  set(cuts) {
+    this.cuts = cuts;
+    const keys = cuts.map((index) => [this.rows[index].layer, this.rows[index].source, this.rows[index].target]);
+    this.remember(keys.map((key) => key.join('.')).join(','));
+    this.tell();
+    this.point(this.pointed);
+  }
+
+  heal() {
+    if (!this.cuts.length) return;
+    const [last] = this.cuts;
+    this.set([]);
+    const button = this.stage.hidden ? this.buttons[last] : this.arcs[last].all;
+    button.focus({ preventScroll: true });
+  }
+
+  /** The tokens, and the answer where it is read. */
+  write() {
+    const { tokens, example: { joined, marks, asking, direction } } = this;
+    const joinedTo = new Set(joined);
+    const last = this.labels.length ? asking ?? tokens.length - 1 : null;
+    const kept = new Set([last, ...this.rows.flatMap(({ source, target }) => [source, target])]);
+    const shown = (index) => tokens.length <= WHOLE || kept.has(index) || (kept.has(index - 1) && kept.has(index + 1));
+    this.stage.dir = direction;
+    this.prompt.replaceChildren();
+    this.words = new Map();
+    this.frame = make('b', { className: 'framed' });
+    this.chance = make('span', { className: 'chance' });
+    tokens.forEach((token, index) => {
+      if (shown(index)) {
+        const word = make('bdi', { className: 'word', title: `${token} (token ${index})` }, cutLabel(token));
+        word.classList.toggle('joined', joinedTo.has(index) && shown(index - 1));
+        word.classList.toggle('mark', marks.includes(index));
+        this.words.set(index, word);
+        if (index && !word.classList.contains('joined')) this.prompt.append(' ');
+        this.prompt.append(word);
+      } else if (shown(index - 1) || index === 0) {
+        this.prompt.append(' ', make('span', { className: 'gap' }, '…'));
+      }
+      if (index === last) this.prompt.append(' ', make('span', { className: 'end' }, this.frame, this.chance));
+    });
+  }
+
+  /** A message's arc: what is drawn of it, and it as a button. */
+  arc(index) {
+    const part = (tag, name, ...children) => draw(tag, { class: name }, ...children);
+    const badge = part('g', 'badge', draw('circle', { r: 12 }), draw('path', { d: SCISSORS }));
+    const parts = { halo: part('path', 'halo'), ink: part('path', 'ink'), head: part('path', 'head'), badge };
+    const all = draw('g', { class: 'arc', role: 'button', tabindex: -1 }, ...Object.values(parts));
+    all.addEventListener('click', () => this.toggle(index)); // of assistive technology alone
+    all.addEventListener('focus', () => {
+      if (all.matches(':focus-visible')) this.point(index);
+    });
+    all.addEventListener('blur', () => this.point(null));
+    return { all, ...parts };
+  }
+
+  /** Let Tab come to this arc. */
+  reach(index) {
+    this.arcs.forEach(({ all }, place) => all.setAttribute('tabindex', place === index ? 0 : -1));
+    this.reached = index;
+  }
+
+  listen() {
+    const { stage } = this;
+    const inWords = (event) => event.target.closest('.word, .end');
+    const at = (event) => (inWords(event) ? null : this.nearest(event));
+    stage.addEventListener('pointermove', (event) => {
+      const index = at(event);
+      if (index !== this.pointed && event.pointerType !== 'touch') this.point(index);
+      stage.style.cursor = index === null ? '' : this.obstacle(index) ? 'not-allowed' : 'pointer';
+    });
+    stage.addEventListener('pointerleave', () => this.point(null));
+    stage.addEventListener('click', (event) => {
+      if (event.target.closest('.arc') || !getSelection().isCollapsed) return;
+      const index = at(event);
+      if (index === null) return;
+      this.reach(index);
+      this.arcs[index].all.focus({ preventScroll: true });
+      this.point(index);
+      this.toggle(index);
+    });
+    this.svg.addEventListener('keydown', (event) => {
+      const last = this.rows.length - 1;
+      const places = {
+        ArrowRight: this.reached + 1, ArrowDown: this.reached + 1, Home: 0, End: last,
+        ArrowLeft: this.reached - 1, ArrowUp: this.reached - 1,
+      };
+      if (event.key === 'Enter' || event.key === ' ') this.toggle(this.reached);
+      else if (Object.hasOwn(places, event.key)) {
+        this.reach(Math.max(0, Math.min(last, places[event.key])));
+        this.arcs[this.reached].all.focus();
+      } else return;
+      event.preventDefault();
+    });
+    this.section.addEventListener('keydown', (event) => {
+      if (event.key === 'Escape') this.heal();
+    });
+  }
+
+  /** The arc nearest to the pointer: many end at one word, where areas to hit would cover others. */
+  nearest(event) {
+    const box = this.svg.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    let [best, least] = [null, event.pointerType === 'touch' ? 18 : 10];
+    this.arcs.forEach(({ points, width }, index) => {
+      const distance = Math.min(...points.map((point) => Math.hypot(point.x - x, point.y - y))) - width / 2;
+      if (distance < least) [best, least] = [index, distance];
+    });
+    return best;
+  }
+
+  /** Place words and arcs, anew where the room changes. */
+  layOut() {
+    const { stage, prompt, rows } = this;
+    if (!rows?.length || stage.hidden || stage.clientWidth === this.width) return;
+    const card = stage.parentElement;
+    const layers = [...new Set(rows.map((row) => row.layer))].sort((a, b) => a - b);
+    card.classList.remove('tall');
+    prompt.style.fontSize = prompt.style.marginInlineStart = '';
+    stage.style.setProperty('--sky', `${Math.min(440, Math.max(230, 40 * layers.length))}px`);
+    let column = innerWidth <= 760;
+    if (!column && prompt.scrollWidth > stage.clientWidth - 70) {
+      const size = (parseFloat(getComputedStyle(prompt).fontSize) * (stage.clientWidth - 70)) / prompt.scrollWidth;
+      column = size < SMALLEST;
+      if (!column) prompt.style.fontSize = `${size}px`;
+    }
+    // in the middle by a margin, so that words stay where they are beside another answer
+    if (!column) prompt.style.marginInlineStart = `${Math.max(0, (stage.clientWidth - prompt.offsetWidth) / 2)}px`;
+    card.classList.toggle('tall', column);
+    this.column = column;
+    const sizes = rows.map((_, index) => Math.abs(this.change(index, [])));
+    const sum = sizes.reduce((one, other) => one + other);
+    this.largest = Math.max(...sizes);
+    this.thickest = Math.min(column ? ARCS.column : ARCS.line, Math.max(4, (ARCS.together * this.largest) / sum));
+    const thick = (index) => Math.max(ARCS.thinnest, (this.thickest * sizes[index]) / this.largest);
+    const least = this.words.size > 20 ? 22 : 25;
+    const heights = new Map();
+    for (const [token, word] of this.words) {
+      const need = rows.map(({ source, target }, index) => ((source === token) + (target === token)) * (Math.max(5, thick(index)) + 2));
+      heights.set(token, Math.max(least, Math.min(78, need.reduce((sum, x) => sum + x, 0))));
+      word.style.lineHeight = column ? `${heights.get(token)}px` : '';
+    }
+    this.width = stage.clientWidth;
+    const box = stage.getBoundingClientRect();
+    const places = new Map([...this.words].map(([token, word]) => [token, word.getBoundingClientRect()]));
+    const boxes = [...places.values()];
+    // along the words lie `u`, and away from them, from the edge on, `h`
+    const edge = column ? Math.max(...boxes.map((each) => each.right)) - box.left + 6 : boxes[0].top - box.top - 2;
+    const room = column ? Math.min(box.width - edge - 16, 420) : edge - 16;
+    const middle = (token) => {
+      const { left, right, top, bottom } = places.get(token);
+      return column ? (top + bottom) / 2 - box.top : (left + right) / 2 - box.left;
+    };
+    const at = (u, h) => (column ? `${(edge + h).toFixed(1)} ${u.toFixed(1)}` : `${u.toFixed(1)} ${(edge - h).toFixed(1)}`);
+    // a layer of many arcs has more room
+    const crowds = layers.map((layer) => Math.sqrt(rows.filter((row) => row.layer === layer).length));
+    const crowd = crowds.reduce((one, other) => one + other);
+    let begin = 0;
+    const bands = crowds.map((each) => {
+      const size = (room * each) / crowd;
+      begin += size;
+      return { low: begin - size, size };
+    });
+    const length = ({ source, target }) => Math.abs(middle(target) - middle(source));
+    rows.forEach((row, index) => {
+      const arc = this.arcs[index];
+      const { low, size } = bands[layers.indexOf(row.layer)];
+      const far = Math.max(...rows.filter(({ layer }) => layer === row.layer).map(length));
+      const free = Math.min(low ? 18 : 26, size / 2);
+      arc.width = thick(index);
+      arc.height = low + free + Math.max(0, size - free - arc.width / 2 - 6) * Math.sqrt(length(row) / Math.max(1, far));
+      if (row.source === row.target) arc.height = 17;
+    });
+    // ends of arcs stand beside each other, so that nested ones do not cross
+    for (const [token] of this.words) {
+      const ends = [];
+      rows.forEach(({ source, target }, index) => {
+        const { height } = this.arcs[index];
+        const later = middle(target) >= middle(source) ? 1 : -1;
+        if (source === target) {
+          if (source === token) ends.push([index, 'from', 0], [index, 'to', 0.1]);
+        } else if (target === token) ends.push([index, 'to', later * (height - 1e4)]);
+        else if (source === token) ends.push([index, 'from', later * (1e4 - height)]);
+      });
+      ends.sort((a, b) => a[2] - b[2]);
+      const wide = ends.map(([index, end]) => Math.max(this.arcs[index].width, end === 'to' ? 7 : 2) + (rows[index].source === rows[index].target ? 5 : 2));
+      const all = wide.reduce((sum, x) => sum + x, 0);
+      const span = column ? heights.get(token) - 12 : places.get(token).width + 8;
+      const fit = Math.min(1, (span + 10) / all);
+      let u = middle(token) - (all * fit) / 2;
+      ends.forEach(([index, end], place) => {
+        this.arcs[index][end] = u + (wide[place] * fit) / 2;
+        u += wide[place] * fit;
+      });
+    }
+    this.arcs.forEach((arc, index) => {
+      const { from, to, height, ink, halo, badge, width } = arc;
+      const self = rows[index].source === rows[index].target;
+      const [top, aside] = self ? [height * 1.5, 7] : [(height * 4) / 3, 0];
+      const path = `M${at(from, 1)}C${at(from - aside, top)} ${at(to + aside, top)} ${at(to, arrowOf(width) * 1.5)}`;
+      for (const each of [halo, ink]) each.setAttribute('d', path);
+      arc.tip = (half) => `M${at(to - half, half * 1.5)}L${at(to + half, half * 1.5)}L${at(to, 0)}Z`;
+      const long = ink.getTotalLength();
+      const many = Math.ceil(long / 5);
+      arc.points = Array.from({ length: many + 1 }, (_, place) => ink.getPointAtLength((long * place) / many));
+      const middle = (from + to) / 2;
+      arc.peak = self ? arc.points[many >> 1] : { x: column ? edge + height : middle, y: column ? middle : edge - height };
+      badge.setAttribute('transform', `translate(${arc.peak.x} ${arc.peak.y})`);
+    });
+    this.paintBands(layers, bands, edge, box.width, Math.max(...boxes.map((each) => each.bottom)) - box.top);
+    const { x, y } = this.arcs[0].peak;
+    this.nudge.style.left = `${Math.max(66, Math.min(box.width - 66, x))}px`;
+    this.nudge.style.top = `${y}px`;
+    this.weigh();
+  }
+
+  /** Lines between layers, and the numbers of those that have room. */
+  paintBands(layers, bands, edge, width, bottom) {
+    let named = -Infinity;
+    const lines = layers.flatMap((layer, index) => {
+      const { low, size } = bands[index];
+      const middle = low + size / 2;
+      const place = this.column ? { x: edge + middle, y: 4, class: 'middle' } : { x: 0, y: edge - middle + 4 };
+      const fits = middle - named >= (this.column ? 56 : 16);
+      if (fits) named = middle;
+      const line = this.column ? `M${edge + low} 12V${bottom}` : `M0 ${edge - low}H${width}`;
+      return [...(fits ? [draw('text', place, `layer ${layer}`)] : []), ...(index ? [draw('path', { d: line })] : [])];
+    });
+    this.svg.firstChild.replaceChildren(...lines);
+  }
+
+  /** Widths and colours of the model as it is cut: what one more cut would change. */
+  weigh() {
+    const { largest, thickest } = this;
+    this.arcs.forEach((arc, index) => {
+      const change = this.change(index);
+      const open = this.cuts.includes(index) || !this.obstacle(index);
+      arc.all.classList.toggle('against', change > 0);
+      if (arc.width === undefined) return;
+      arc.width = open ? Math.max(ARCS.thinnest, thickest * Math.min(1, Math.abs(change) / largest)) : ARCS.thinnest;
+      arc.ink.style.strokeWidth = `${arc.width}px`;
+      arc.halo.style.strokeWidth = `${arc.width + 10}px`;
+      arc.head.setAttribute('d', arc.tip(arrowOf(arc.width)));
+    });
+  }
+
+  /** Point at a message: its words, and what its cut does, in one line. */
+  point(index) {
+    this.pointed = index;
+    const { source, target, layer, effect, first_order: rough } = this.rows[index] ?? {};
+    for (const [token, word] of this.words) word.classList.toggle('on', token === source || token === target);
+    this.arcs.forEach(({ all }, place) => all.classList.toggle('near', place === index));
+    this.tip.classList.toggle('shown', index !== null);
+    this.nudge.hidden ||= index !== null;
+    if (index === null) return;
+    const obstacle = this.obstacle(index);
+    const further = this.cuts.length && !obstacle && !this.cuts.includes(index);
+    const alone = short(this.change(index, []));
+    const estimated = `${rough ? '≈ ' : ''}${short(-effect)}`;
+    const parts = [
+      [make('b', {}, ...this.named(index)), `, layer ${layer}`],
+      further ? ['if cut as well, the score of ', make('bdi', {}, this.answer), ' ', make('b', {}, short(this.change(index)))]
+        : ['without it the score of ', make('bdi', {}, this.answer), ' ', make('b', {}, alone)],
+      [`${further ? `alone ${alone}, ` : ''}estimated ${estimated}`],
+      obstacle ?? [this.cuts.includes(index) ? 'Click to heal' : 'Click to cut'],
+    ];
+    this.tip.replaceChildren(...joinedBy(parts, make('i', {}, '·')).map((node) => node.cloneNode?.(true) ?? node));
+    const { x, y } = this.arcs[index].peak;
+    const wide = this.stage.clientWidth - this.tip.offsetWidth;
+    this.tip.style.left = `${Math.max(0, Math.min(wide, x - this.tip.offsetWidth / 2))}px`;
+    this.tip.style.top = `${this.column ? y + 20 : this.stage.clientHeight + 8}px`;
+  }
+
+  /** What is cut, and what the model says then: the frame, a sentence, bars, arcs and the table. */
+  tell() {
+    const { cuts, rows } = this;
+    const state = this.state(cuts);
+    this.healing.hidden = !cuts.length;
+    this.healing.textContent = cuts.length > 1 ? 'Heal both' : 'Heal it';
+    if (cuts.length) this.nudge.hidden = true;
+    this.say.replaceChildren(...this.sentence());
+    const call = make('code', {}, `knock_out(model, ${cuts.map((index) => rows[index].call).join(', ')})`);
+    this.why.replaceChildren(...(cuts.length ? [...this.next(), 'The same in Python: ', call] : []));
+    if (this.labels.length) {
+      const [, , first, chance] = state;
+      const label = cutLabel(this.labels[first]);
+      if (this.frame.textContent !== label) {
+        this.frame.textContent = label;
+        this.frame.classList.toggle('popped');
+        this.frame.classList.toggle('popped-again', !this.frame.classList.contains('popped'));
+      }
+      this.frame.classList.toggle('asked', first === 0);
+      this.chance.textContent = percent(chance);
+    }
+    this.showBars(state);
+    this.weigh();
+    rows.forEach((_, index) => {
+      const { all } = this.arcs[index];
+      const cut = cuts.includes(index);
+      const obstacle = (this.obstacle(index) ?? []).map((part) => part.textContent ?? part).join('');
+      const button = this.buttons[index];
+      for (const each of [all, button]) {
+        each.setAttribute('aria-pressed', cut);
+        each.setAttribute('aria-disabled', obstacle !== '');
+      }
+      all.classList.toggle('cut', cut);
+      all.setAttribute('aria-label', `Cut ${this.said(index)}. Without it the score of ${this.answer} changes by ${short(this.change(index, []))}. ${obstacle}`);
+      button.title = obstacle;
+    });
+  }
+
+  /** What the model says, in nodes. */
+  sentence() {
+    const [score, asked, first, chance] = this.state(this.cuts);
+    const [whole, before, likeliest, surest] = this.states[''];
+    const own = () => make('b', { className: 'own' }, make('bdi', {}, this.answer));
+    const without = ['Without ', ...joinedBy(this.cuts.map((index) => [make('b', {}, ...this.named(index))]), ' and ')];
+    const says = (label) => (label ? make('b', {}, make('bdi', {}, this.labels[label])) : own());
+    if (!this.labels.length) {
+      return this.cuts.length ? [...without, ` the output is ${plain(score)} instead of ${plain(whole)}.`] : [`The output is ${plain(whole)}.`];
+    }
+    if (!this.cuts.length) {
+      const other = likeliest ? ['Explained is ', own(), `, at ${percent(before)}. `] : [];
+      return ['The model says ', says(likeliest), ` at ${percent(surest)}. `, ...other, 'Cutting ', make('b', {}, ...this.named(0)), ` changes the score of `, own(), ` most: by ${short(this.change(0))}.`];
+    }
+    const moved = [own(), ` goes from ${percent(before)} to ${percent(asked)}.`];
+    if (likeliest || first) return [...without, ' the model says ', says(first), ` at ${percent(chance)}. `, ...moved];
+    if (percent(asked) !== percent(before)) return [...without, ' the answer is still ', own(), `, at ${percent(asked)} instead of ${percent(before)}.`];
+    return [...without, ' the answer is still ', own(), `, at ${percent(asked)}. Its score goes from ${plain(whole)} to ${plain(score)}.`];
+  }
+
+  /** Which message weighs most now, where every pair with the one that is cut was run. */
+  next() {
+    const others = this.rows.map((_, index) => index).filter((index) => index !== this.cuts[0]);
+    if (this.cuts.length > 1 || !others.length || others.some((index) => this.obstacle(index))) return [];
+    const size = (index) => Math.abs(this.change(index));
+    const best = others.reduce((one, other) => (size(other) > size(one) ? other : one));
+    return ['Of the others, ', make('b', {}, ...this.named(best)), ' now weighs most: cut as well, it changes the score by ', short(this.change(best)), '.', make('br')];
+  }
+
+  /** The likeliest answers, all others together, and the score; pale is what was there before. */
+  showBars([score, asked, ...best]) {
+    const [low, high] = this.ends;
+    const [whole, before] = this.states[''];
+    const share = (value) => (high > low ? (value - low) / (high - low) : 0);
+    const list = [];
+    for (let place = 0; place < best.length; place += 2) list.push([best[place], best[place + 1]]);
+    if (list.length && !list.some(([label]) => label === 0)) list[list.length - 1] = [0, asked];
+    const lines = list.map(([label, chance]) => [label, this.labels[label], chance, percent(chance), label === 0 ? before : null]);
+    const rest = this.example.cuts.classes - list.length;
+    const left = Math.max(0, 1 - list.reduce((sum, [, chance]) => sum + chance, 0));
+    if (list.length && rest) lines.push(['rest', `${rest} others`, left, percent(left), null]);
+    lines.push(['score', this.labels.length ? `score of ${this.answer}` : this.answer, share(score), plain(score), share(whole)]);
+    const gone = new Set(this.bar.keys());
+    lines.forEach(([key, label, filled, told, was], place) => {
+      gone.delete(key);
+      if (!this.bar.has(key)) this.bar.set(key, this.makeBar(label));
+      const line = this.bar.get(key);
+      line.hidden = false;
+      line.className = typeof key === 'string' ? key : key === 0 ? 'own' : '';
+      line.style.transform = `translateY(${place * BAR + (key === 'score') * 10}px)`;
+      const [now, then] = line.querySelectorAll('i');
+      now.style.transform = `scaleX(${filled})`;
+      then.style.transform = `scaleX(${this.cuts.length && was !== null ? was : 0})`;
+      line.lastChild.textContent = told;
+    });
+    for (const key of gone) this.bar.get(key).hidden = true;
+    this.bars.style.height = `${lines.length * BAR + 14}px`;
+  }
+
+  makeBar(label) {
+    const track = make('span', { className: 'track' }, make('i', { className: 'now' }), make('i', { className: 'then' }));
+    const line = make('li', {}, make('bdi', { title: label }, label), track, make('span'));
+    this.bars.append(line);
+    return line;
+  }
+
+  /** All messages as rows, each with a button. */
+  list() {
+    const cell = (...content) => make('td', {}, ...content);
+    const number = (text) => make('td', { className: 'number' }, text);
+    const body = this.rows.map(({ layer, effect, first_order: rough }, index) => {
+      const button = make('button', { type: 'button' }, 'Cut');
+      button.setAttribute('aria-label', `Cut ${this.said(index)}`);
+      button.addEventListener('click', () => this.toggle(index));
+      const [, asked, first] = this.states[index];
+      const then = this.labels.length ? [number(percent(asked)), cell(make('bdi', {}, this.labels[first]))] : [];
+      return make('tr', {}, cell(button), cell(...this.named(index)), number(layer), number(short(this.change(index, []))), number(`${rough ? '≈ ' : ''}${short(-effect)}`), ...then);
+    });
+    const heads = ['', 'Message', 'Layer', 'Score changes by', 'estimated', ...(this.labels.length ? [`${this.answer} then`, 'Answer then'] : [])];
+    const head = heads.map((text, index) => make(text ? 'th' : 'td', { className: [2, 3, 4, 5].includes(index) ? 'number' : '' }, text));
+    this.table.tHead.replaceChildren(make('tr', {}, ...head));
+    this.table.tBodies[0].replaceChildren(...body);
+    this.buttons = [...this.table.querySelectorAll('button')];
+  }
+}
+
+/** Half as wide as the head of an arc. */
+const arrowOf = (width) => Math.max(3.4, width / 2 + 3);
