@@ -23,7 +23,7 @@ def test_every_method_has_an_entry() -> None:
     methods = {x for x in public if isinstance(x, type) and issubclass(x, SSMAttribution)}
     assert {entry.method for entry in METHODS} == methods
     assert all(getattr(captum_ssm, entry.name) is entry.method for entry in METHODS)
-    assert set(DEFAULT) <= {entry.method for entry in METHODS}
+    assert set(DEFAULT.values()) == {LatimFlow}
 
 
 @pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
