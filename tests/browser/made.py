@@ -10,7 +10,14 @@ import torch
 from helpers.insights_examples import softmax
 from zoo.small import VOCABULARY, mamba_lm, token_ids, vision
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaAttribution, report
+from captum_ssm import (
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaAttribution,
+    report,
+)
 from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.models import load_bundled
@@ -59,7 +66,8 @@ def maps(path: Path) -> object:
 
 #: What makes the page of each name.
 MAKE: dict[str, Callable[[Path], object]] = {
-    "readme": of_recall,  # three methods by default
+    "questions": of_recall,  # two by default
+    "readme": lambda path: of_recall(path, methods=[LatimFlow, LatimNorm]),
     "short": short_texts,
     "long": lambda path: report(mamba_lm(), token_ids(2, 410), METHODS, matrices=KINDS, path=path),
     "folded": folded,

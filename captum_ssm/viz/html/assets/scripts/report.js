@@ -266,7 +266,7 @@ function showAnswer() {
   showChips(example(), answer, against, methods.some((method) => method.answers.length > 0));
   findViews();
   showMethods();
-  for (const note of document.querySelectorAll('.asked')) {
+  for (const note of document.querySelectorAll('.note.asked')) {
     note.hidden = answer === asked && against === null;
     note.textContent = `Of “${predictions[asked]?.label}”, for which the page was made.`;
   }

@@ -418,7 +418,7 @@ class Scissors {
         this.frame.classList.toggle('popped');
         this.frame.classList.toggle('popped-again', !this.frame.classList.contains('popped'));
       }
-      this.frame.classList.toggle('asked', first === 0);
+      this.frame.classList.toggle('wanted', first === 0);
       this.chance.textContent = percent(chance);
     }
     this.showBars(state);
