@@ -31,7 +31,7 @@ from ...tracing import Layer
 from ...tracing.projection import projection_of
 from ...tracing.way import AffineStep, Way, along
 from .scanned import scanned
-from .taps import Path, TapShares, paths_of, silenced
+from .taps import TapPath, TapShares, paths_of, silenced
 
 #: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
 #: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
@@ -226,7 +226,7 @@ def _tiles_by_query(
         yield from as_memory_allows(sources, max(1, most // (at.numel() * widest)), tile)
 
 
-def _rows(path: Path, index: Tensor) -> Tensor:
+def _rows(path: TapPath, index: Tensor) -> Tensor:
     """Return the part that reaches queries ``index`` (B, q) from each token, (q, B, L, H, P)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:

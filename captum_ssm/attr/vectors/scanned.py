@@ -11,7 +11,7 @@ from ...operators import Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ...operators.kernels.bands import Band, shift_tokens
 from ...operators.readings.scan_tiles import ScanRows
 from ...operators.reorder import permutes_outside
-from .taps import Path, TapShares, products
+from .taps import TapPath, TapShares, products
 
 
 class Scanned(NamedTuple):
@@ -26,7 +26,7 @@ class Scanned(NamedTuple):
     back: ScanRows | None
 
 
-def scanned(paths: Sequence[Path]) -> Scanned | None:
+def scanned(paths: Sequence[TapPath]) -> Scanned | None:
     """The rows of all paths, or None unless each has the form of Mamba-1.
 
     The form is outer . (scan + skip) . inner, in one direction or in both, where outer is a product
@@ -51,7 +51,7 @@ class _Turned(NamedTuple):
     shares: TapShares
 
 
-def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
+def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
     """Take out reorderings that reverse the tokens and restore them; None if there are others."""
     outer, core, inner = permutes_outside(parts)
     orders = [permute.on_host for permute in (*outer, *inner)]

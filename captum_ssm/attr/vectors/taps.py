@@ -46,7 +46,7 @@ _SAME_FUNCTION = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Path:
+class TapPath:
     """A linear map over positions, and the share of each position in its input.
 
     Attributes:
@@ -88,7 +88,7 @@ def check_activation(activation: str) -> None:
     checks.choice("activation", activation, ACTIVATIONS)
 
 
-def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Path]:
+def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[TapPath]:
     """Expand a mixer's operator into paths whose input's shares are known, and which add up to it.
 
     A mixer whose recurrence has no activation inside is one path, whatever ``activation``.
@@ -100,7 +100,7 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Pa
     """
     operator, values = linear.operator, linear.values
     if activation == "linearized" or not _holds_activation(operator):
-        return [Path(operator, [(0, values)])]
+        return [TapPath(operator, [(0, values)])]
     return [_path(parts, values, module, activation) for parts in products(operator)]
 
 
@@ -129,11 +129,11 @@ def silenced(operator: Operator) -> Operator:
     return operator
 
 
-def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> Path:
+def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
     """The path of one product: the factors outside its activation, and shares from those inside."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
-        return Path(Chain(*parts), [(0, values)])
+        return TapPath(Chain(*parts), [(0, values)])
     at = places[0] if len(places) == 1 else -1
     conv, inner = _split_conv(parts[at + 1 :])
     if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in inner):
@@ -153,7 +153,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
         function = _own_function(module, sum(taps.values()), parts[at].tensors()["weight"])
     one = values.new_ones(1, 1, 1, 1)
     outer = parts[:at] or [Diagonal(one, parts[at].shape)]
-    return Path(Chain(*outer), [(lag, function(tap)) for lag, tap in taps.items()], token)
+    return TapPath(Chain(*outer), [(lag, function(tap)) for lag, tap in taps.items()], token)
 
 
 def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
