@@ -149,7 +149,8 @@ class _Norms(TorchFunctionMode):
                 f"{tuple(kept.shape)}"
             )
         # the batch may be ``times`` larger than that of ``keep``; tokens may have been flattened
-        each = kept.unflatten(0, (examples, -1)).repeat(1, times, *(1,) * (kept.dim() - 1))
+        each = torch.unflatten(kept, 0, (examples, -1))
+        each = each.repeat(1, times, *(1,) * (kept.dim() - 1))
         return each.flatten(0, 1).to(root)
 
     def _others(self, found: str) -> InputError:
