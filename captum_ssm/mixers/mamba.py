@@ -23,7 +23,16 @@ from torch import Tensor
 from ..operators import SelectiveScan
 from ..operators.kernels.arithmetic import full_precision
 from .base import Call, LinearMixer
-from .parts.common import as_heads, entering, hf_entering, projection, rms_norm, run, zeroed
+from .parts.common import (
+    activation_of,
+    as_heads,
+    entering,
+    hf_entering,
+    projection,
+    rms_norm,
+    run,
+    zeroed,
+)
 from .path import Path
 
 #: t, B and C.
@@ -69,7 +78,7 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
     """Convolve and activate x (B, L, D), of which old versions set padded tokens to zero first."""
     path = Path(zeroed(x, mask) if _is_old(module) else x, mask)
-    return path.conv(module.conv1d).act(module.act).silence()
+    return path.conv(module.conv1d).act(activation_of(module)).silence()
 
 
 def selective_scan(path: Path, module: Any, names: str = "{}", **options: Any) -> Path:

@@ -33,7 +33,15 @@ from ..errors import InputError, UnsupportedMixerError
 from ..operators import Operator, ScalarDecayHeads, Shape, ShortConv
 from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
-from .parts.common import as_heads, entering, hf_entering, projection, refuse_packed, run
+from .parts.common import (
+    activation_of,
+    as_heads,
+    entering,
+    hf_entering,
+    projection,
+    refuse_packed,
+    run,
+)
 from .path import Path
 
 
@@ -163,7 +171,7 @@ def scanned(
     heads, mixed = len(module.dt_bias), module.conv1d.in_channels
     width = projected.shape[-1] - mixed - heads
     z, stream, dt = torch.split(projected, [width, mixed, heads], -1)
-    path = Path(stream, mask).conv(module.conv1d).act(module.act).silence()
+    path = Path(stream, mask).conv(module.conv1d).act(activation_of(module)).silence()
     _, key, query = path.now.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
     if tuple(dt_limit) != (0.0, math.inf):  # a limit that every dt keeps

@@ -32,7 +32,7 @@ from ...operators import Operator, ScalarDecayHeads, Sum
 from ...operators.reorder import Windowed, Windows
 from .. import mamba, mamba2, mamba3
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, run, zeroed
+from ..parts.common import activation_of, as_heads, run, zeroed
 from .common import entering, entering_unpadded
 
 
@@ -42,7 +42,7 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
     mamba.selective_scan(path, module, called_dt=called)
-    return path.gate(z, module.act).to(module.out_proj)
+    return path.gate(z, activation_of(module)).to(module.out_proj)
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:

@@ -149,6 +149,11 @@ def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
+def activation_of(module: Any) -> Callable[[Tensor], Tensor]:
+    """The activation of a mixer; torch's own SiLU in place of a kernel, which reads no number."""
+    return F.silu if module.activation in ("silu", "swish") else module.act
+
+
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
     """The ratio act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
 
