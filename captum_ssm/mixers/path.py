@@ -196,7 +196,9 @@ class Path:
 
     def gate(self, z: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Path:
         """Multiply by act(z), for z (B, L, C) or (B, L, H, P)."""
-        at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
+        is_torch = act in (F.silu, torch.sigmoid) or isinstance(act, nn.Module)
+        device = "cpu" if is_torch else z.device  # which a kernel needs, and is waited for
+        at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device=device)))
         return self.scale(act(z), "gate", at_rest=at_rest)
 
     def narrow(self, start: int, length: int, heads: int) -> Path:
