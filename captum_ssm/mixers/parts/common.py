@@ -151,7 +151,7 @@ def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def activation_of(module: Any) -> Callable[[Tensor], Tensor]:
     """The activation of a mixer; torch's own SiLU in place of a kernel, which reads no number."""
-    return F.silu if module.activation in ("silu", "swish") else module.act
+    return F.silu if getattr(module, "activation", None) in ("silu", "swish") else module.act
 
 
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
