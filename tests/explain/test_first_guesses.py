@@ -44,6 +44,8 @@ from captum_ssm.errors import CaptumSSMError
 from captum_ssm.models import VisionMamba, load_bundled
 from captum_ssm.viz import plot_text
 
+pytestmark = pytest.mark.slow
+
 MODEL, WORDS = load_bundled()
 TEXT = "anna owns the lamp . ? anna owns the"
 IDS = torch.tensor([WORDS.encode(TEXT)])
