@@ -109,8 +109,8 @@ OPERATORS = (
 MIXERS = (
     Fault(
         "Mamba: padding not silenced behind the convolution",
-        "path.conv(module.conv1d).act(module.act).silence()\n\n\ndef selective_scan",
-        "path.conv(module.conv1d).act(module.act)\n\n\ndef selective_scan",
+        "path.conv(module.conv1d).act(activation_of(module)).silence()\n\n\ndef selective_scan",
+        "path.conv(module.conv1d).act(activation_of(module))\n\n\ndef selective_scan",
         ("mixers/test_mamba.py", "attr/test_padding.py"),
     ),
     Fault(
