@@ -270,11 +270,11 @@ def holds_identity(method: Any) -> bool:
 def with_rules(
     methods: Any, options: Mapping[str, Mapping[str, Any]] | None
 ) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return options by method; those of the default methods have their rules.
+    """Return options by method, with a rule for each of the default methods.
 
     Args:
         methods: as users gave them.
-        options: by the name of a method; those of LatimFlow are for both default ones.
+        options: by the name of a method; both default methods get options of LatimFlow.
 
     Example:
         >>> from captum_ssm.attr.catalogue import DEFAULT, with_rules

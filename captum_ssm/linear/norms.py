@@ -33,8 +33,8 @@ def frozen_norms(
     ``with`` LayerNorm, RMSNorm, GroupNorm, InstanceNorm and norms that a model writes out itself
     keep their values, and their roots have no gradient.  Any method of Captum may run there.
 
-    With ``keep`` the roots are those of one run, whatever the model is run on, so that points on
-    the path of :class:`captum.attr.IntegratedGradients` have the norms of the explained input.
+    With ``keep`` every run has the roots of one run, so that points on the path of
+    :class:`captum.attr.IntegratedGradients` have the norms of the explained input.
 
     Args:
         model: the module whose norms are kept. Default: None, none are.
@@ -128,7 +128,7 @@ class _Norms(TorchFunctionMode):
         return self
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
-        """Return the output of a norm, whose bias is not told apart here."""
+        """Return the output of a norm; nothing here records its bias."""
         return out
 
     def _root(self, name: str, root: Tensor) -> Tensor:
