@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError, OptionError
+from ..mixers.base import first_tensor
 from ..tracing.hooks import hooked
 from ..tracing.repair.fused import unfused
 from .mode import Linearising
@@ -68,7 +69,7 @@ def frozen_norms(
     if (model is None) != (keep is None):
         found = "keep" if model is None else "model"
         raise OptionError(f"frozen_norms takes model and keep together, but only {found} is given.")
-    norms = _Norms(_batch_of(keep) if interleaved else None)
+    norms = _Norms(len(first_tensor(keep)) if interleaved and keep is not None else None)
     with ExitStack() as stack:
         stack.enter_context(unfused())
         stack.enter_context(norms)
@@ -158,13 +159,6 @@ class _Norms(TorchFunctionMode):
             f"frozen_norms keeps the norms of one run, and another run met {found}. Pass the "
             "explained input as keep, of the same tokens, and run the same model."
         )
-
-
-def _batch_of(keep: Any) -> int:
-    """Return how many examples an input has, by its first tensor."""
-    values = keep.values() if isinstance(keep, Mapping) else keep
-    listed = (keep,) if isinstance(keep, Tensor) else tuple(values or ())
-    return next((len(x) for x in listed if isinstance(x, Tensor) and x.dim()), 1)
 
 
 def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
