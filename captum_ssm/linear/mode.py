@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
+from ..tracing.hooks import detached
 from .constants import Ledger, share
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
+
+if TYPE_CHECKING:
+    from .kernels import Reading
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -75,6 +79,7 @@ class Linearising(TorchFunctionMode):
         given: for each token of the root its place among the explained ids (B, L'), -1 for another
             id; None if the places are 0 .. L - 1.
         bends: how many calls of functions that are not linear there were so far.
+        reading: the call of a mixer that runs by its own code at present. Default: None.
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
         labels: the paths that a backward pass follows.
@@ -111,6 +116,7 @@ class Linearising(TorchFunctionMode):
         self.others: tuple[Tensor, ...] = ()
         self.ledger = Ledger(where, constants)
         self.bends = 0
+        self.reading: Reading | None = None
         self.defers = False
         self.where = where
         self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
@@ -226,6 +232,10 @@ class Linearising(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not self._any_live((out,)):
             return out
+        return self.unknown(out, name)
+
+    def unknown(self, out: Any, name: str) -> Any:
+        """Refuse the result ``out`` of torch's function ``name``, of which no rule is known."""
         return self._unknown(
             out,
             f"Module {self.where()!r} uses torch's {name}, for which no linear form is known, "
@@ -237,8 +247,11 @@ class Linearising(TorchFunctionMode):
         """Refuse a value whose dependence on the input is not known, now or at its gradient.
 
         The latter with :attr:`defers`: the value is returned, and its graph raises in a backward
-        pass.
+        pass.  In a mixer that is read an adapter knows.
         """
+        if self.reading is not None:
+            self.reading.given_up = True
+            return detached(value)
         if not self.defers:
             raise NotLinearError(complaint)
         self.bends += 1
@@ -366,6 +379,8 @@ class Linearising(TorchFunctionMode):
             out = self.ledger.included(out, constant)
         if len(live) > 1:
             self.bends += 1
+            if self.reading is not None:
+                self.reading.shares(len(live), len(straight))
             return share(out, len(live))
         return out
 

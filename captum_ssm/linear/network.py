@@ -40,6 +40,7 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
+from .kernels import Reading, entries, is_read, mask_of
 from .mode import Linearising
 from .shares import FAMILY, Rule, is_shared, shared
 from .sites import Met, Site, Sites
@@ -111,6 +112,8 @@ class Network(Watcher):
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
     _reads_root: dict[Any, bool] = field(default_factory=dict)
+    _is_read: dict[nn.Module, bool] = field(default_factory=dict)
+    _readings: list[Reading] = field(default_factory=list)
 
     @property
     def root(self) -> Tensor:
@@ -176,14 +179,32 @@ class Network(Watcher):
             values = (*given[0], *given[1].values())
             self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
 
-    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
+    def reads(self, module: nn.Module) -> bool:
+        """Whether the mixer runs by its own code; see :mod:`.kernels`.
+
+        The rules that divide relevance among more than content and gates need an operator, and so
+        do heads that are read or cut.
+        """
+        if module not in self._is_read:
+            by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
+            self._is_read[module] = not (self.mode.divides or by_head) and is_read(module)
+        return self._is_read[module]
+
+    def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
+        if self.reads(module):
+            self._readings.append(Reading(self.mode))
+            return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
 
-    def returned(self, mixer: Mixer, call: Call) -> Tensor:
+    def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output anew, by its operator, with a graph that is linear."""
         real = call.output_tensor
         self.calls[mixer] += 1
         self.mode.known(call.hidden_states)
+        if self.reads(mixer.module) and self._readings.pop().explains(call):
+            self._limit(real, mixer)
+            self._found(mixer, call, real, mask_of(mixer.module, call))
+            return None
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self.sites.in_heads, mixer.module)
@@ -191,10 +212,17 @@ class Network(Watcher):
             out = through(linear, self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
+        self._found(mixer, call, out, linear.mask)
+        return out.to(real.dtype)
+
+    def _found(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
+        """Note the mask of a call, and the step that its output is."""
+        require_real_tokens(mask)
+        if mask is not None and self.mask is None and self._is_of_input(call):
+            self.mask = mask
         if self.keeps_steps and self.mode.is_live(out):
             block = () if call.block is None else self._entering[call.block]
             self.steps.append(Step(mixer.name, block, out))
-        return out.to(real.dtype)
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         """Replace outputs that later mixers read beside the stream by live ones."""
@@ -233,14 +261,12 @@ class Network(Watcher):
         return known.get(call.hidden_states.grad_fn, False)
 
     def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """Return the linear mixer, and record its mask and what later mixers read of it.
+        """Return the linear mixer, and record what later mixers read of it.
 
         Raises for examples without a real token, and for coefficients that are not finite.
         """
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
-        if linear.mask is not None and self.mask is None and self._is_of_input(call):
-            self.mask = linear.mask
         self._passed_on[mixer] = linear.passed_on
         if self.mode.ledger.kept:  # else _verify may linearise it again
             forget()
@@ -249,14 +275,19 @@ class Network(Watcher):
             self.content_only.append(mixer.name)
         return linear
 
+    def _limit(self, real: Tensor, mixer: Mixer) -> float:
+        """Return, and grant, the error that is accepted of a mixer's output."""
+        limit = tolerance_for(real, mixer.module) if self.verify is True else float(self.verify)
+        self.granted = max(self.granted, limit)
+        return limit
+
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
         """Check the operator's output ``out`` against its module's, and raise if it is off.
 
         If constants are not kept, ``out`` lacks them: it is computed again without the rules.
         """
         real = call.output_tensor
-        limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
-        self.granted = max(self.granted, limit)
+        limit = self._limit(real, mixer)
         with torch.no_grad(), unseen(), full_precision(real.device):
             made = functools.partial(linearize, running=True)
             found = out if self.mode.ledger.kept else made(mixer, call).output()
@@ -349,6 +380,7 @@ def linearised(
         vouched = layers is not None
         # under_rules has let autograd record the runs
         observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
+        stack.enter_context(entries())
         sites.watch(stack)
         yield network
 

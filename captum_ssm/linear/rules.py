@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import NotLinearError
 from ..operators.kernels.truths import holds, may_hold_any
 from .constants import once
+from .kernels import attention
 
 if TYPE_CHECKING:
     from .mode import Linearising
@@ -505,6 +506,7 @@ def _table() -> dict[str, Rule]:
         "div": quotient,
         "pow": power,
         "glu": gated,
+        "scaled_dot_product_attention": attention,
         "log_softmax": log_softmax,
         "addmm": with_summand(torch.matmul, "mat1", "mat2"),
         "baddbmm": with_summand(torch.matmul, "batch1", "batch2"),

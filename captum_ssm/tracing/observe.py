@@ -51,8 +51,20 @@ class Watcher:
             Other arguments to enter it with, or None.
         """
 
-    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        """What to be in while a mixer runs."""
+    def reads(self, module: nn.Module) -> bool:
+        """Whether a mixer's own run tells what it is there for, so that no adapter need be asked.
+
+        Args:
+            module: the mixer.
+        """
+        return False
+
+    def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
+        """What to be in while a mixer runs.
+
+        Args:
+            module: the mixer.
+        """
         return ()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
@@ -164,11 +176,11 @@ class _Calls:
         if all(watcher.looks_away for watcher in self.watchers):
             return
         _, sequence = swap_first((args, kwargs), lambda x: x)
-        if sequence is not None:
+        if sequence is not None and not all(watcher.reads(module) for watcher in self.watchers):
             verified = any(watcher.verifies for watcher in self.watchers)
             _listen(module, sequence.shape, heard, contexts, verified)
         for watcher in self.watchers:
-            for context in watcher.while_mixing():
+            for context in watcher.while_mixing(module):
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -251,15 +251,19 @@ def hf_entering(
     """
     call.refuse_cache(cache, position=1)
     hidden = entering(module, call)
-    original, heeded = _heeded_mask(module, call)
+    original, heeded = heeded_mask(module, call)
     mask = padding_mask(heeded, hidden, type(module), original)
     return zeroed(hidden, mask if silent else None), mask
 
 
-def _heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
+def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The mask of a call, and the mask that the module's own code applies.
 
     Transformers 4 ignores the mask of a single example, and a mask of pairs.
+
+    Args:
+        module: the mixer.
+        call: its recorded call.
     """
     names = list(inspect.signature(type(module).forward).parameters)
     # a subclass may pass its arguments on without naming them
