@@ -38,6 +38,42 @@ _WEIGHED = frozenset(["linear", "matmul", "mm"])
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 
 
+#: Kinds of functions that leave nothing to do if what they are given depends on the input.
+_ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
+
+
+def _kinds() -> dict[Any, object]:
+    """Return the kinds of the functions that models call most, to tell them at once."""
+    attributes = "shape dtype device layout ndim requires_grad is_cuda is_leaf grad_fn"
+    sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
+    views = """
+        view reshape permute transpose t contiguous to float double half bfloat16 clone chunk split
+        unbind narrow select expand squeeze unsqueeze flatten unflatten neg __getitem__
+    """
+    found: dict[Any, object] = {
+        getattr(Tensor, name).__get__: _ATTRIBUTE for name in attributes.split()
+    }
+    found |= {getattr(Tensor, name): _ATTRIBUTE for name in sizes.split()}
+    for name in views.split():
+        places = (getattr(place, name, None) for place in (Tensor, torch))
+        found |= {each: _VIEW for each in places if each is not None}
+    return found | {torch.nn.functional.linear: _PRODUCT}
+
+
+_KINDS = _kinds()
+
+
+def _is_simple(kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether a function's result follows from one tensor of the graph, and no constant."""
+    x = args[0] if args else None
+    if type(x) is not Tensor or x.grad_fn is None:
+        return False
+    if kind is _VIEW:
+        return len(args) < 2 or not isinstance(args[1], Tensor | list)
+    weight, *bias = args[1:]
+    return not (kwargs or weight.requires_grad or any(y is not None for y in bias))
+
+
 class _Refused(torch.autograd.Function):
     """A value whose dependence on the input is not known: it raises once a gradient reaches it."""
 
@@ -205,6 +241,13 @@ class Linearising(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kind = _KINDS.get(func)
+        if kind is _ATTRIBUTE or (kind is not None and _is_simple(kind, args, kwargs)):
+            out = func(*args, **(kwargs or {}))
+            if kind is _VIEW and args[0] in self._bent:
+                for view in out if isinstance(out, tuple | list) else (out,):
+                    self._bent[view] = True
+            return out
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)
