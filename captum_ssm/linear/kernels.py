@@ -1,13 +1,15 @@
 """Mixers read as they run: a kernel is a function whose arguments have roles.
 
-By the rules ``"frozen"`` and ``"half"`` a mixer moves content by coefficients that are frozen.  Of a
-kernel's arguments one is the content, and all others are detached: the kernel's value is the
-model's own, and its own backward is that of a linear map.  All else that the mixer's code calls is
-read by the rules for torch's functions, so that nothing runs twice and no adapter is asked.
+A mixer's code runs once, under the rules for torch's functions.  Of a kernel's arguments one is the
+content; others are keys, queries and steps.  By the rules ``"frozen"`` and ``"half"`` all but the
+content are detached, and the kernel's own backward is that of a linear map.  By the rules that
+divide relevance further a kernel, and a gate that its result is multiplied by, share it as
+:mod:`.shares` says: the derivatives at the nodes are the kernel's own.  Nothing runs twice for the
+first rules, and no adapter is asked.
 
 A :class:`Reading` watches one call of a mixer.  It gives the call up, for the mixer's adapter to
 explain, where the code does what roles do not tell: a kernel without an entry, options that change
-what a kernel's arguments mean, or a product of several factors that no activation has bent.
+what a kernel's arguments mean, or a product of several factors that is no gate's.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from torch import Tensor, nn
 
 from ..mixers.base import Call
 from ..mixers.parts.common import heeded_mask, padding_mask
+from ..operators.base import Role
 from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
 from ..tracing.repair.loops import Repair, replacing
 from ..tracing.split import is_split
+from .divided import Core, divided
 
 if TYPE_CHECKING:
     from .mode import Linearising
 
 #: Computes what a kernel computes, of the call that is read, the kernel and its arguments.
 Entry = Callable[..., Any]
+#: The role of each of a kernel's factors, and the dimension of its tokens.
+Roles = Mapping[str, tuple[Role, int]]
 
 #: Classes whose own code is read: module of transformers and class, or the path of the class.
 _CLASSES = """
@@ -80,14 +86,18 @@ class Reading:
     Attributes:
         mode: the rules.
         given_up: whether an adapter has to explain the call.
+        mask: True for real tokens (B, L), once the call has ended; None if none is padding.
     """
 
     def __init__(self, mode: Linearising) -> None:
         self.mode = mode
         self.given_up = False
+        self.mask: Tensor | None = None
         self._mixes = False
         #: Where kernels stand in the graph, and where their contents do.
         self._moved: dict[Any, Any] = {}
+        #: The kernels that share relevance, by where they stand, with their results.
+        self._cores: dict[Any, tuple[Core, Tensor]] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -107,30 +117,79 @@ class Reading:
             return kernel(*args, **kwargs)
 
     def moved(
-        self, run: Callable[[Tensor], Tensor], content: Tensor, mixes: bool = True
+        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return what a kernel makes of its content, all other arguments detached.
+        """Return what a kernel makes of its factors.
 
         Args:
-            run: calls the kernel.
-            content: its content.
-            mixes: whether it is what the mixer is there for. Default: True.
+            run: calls the kernel with the factors, by their names.
+            roles: of the factors; the first one is the content.
+            factors: the factors.
         """
-        self._mixes |= mixes
+        self._mixes |= len(roles) > 1
+        if self.mode.divides and len(roles) > 1:
+            return self._shared(run, roles, factors)
+        first, *others = roles
+        content, fixed = factors[first], {name: factors[name].detach() for name in others}
         with unseen():
-            out = run(content)
+            out = run(**{first: content}, **fixed)
         if out.grad_fn is not None and content.grad_fn is not None:
             self._moved[out.grad_fn] = content.grad_fn
         return out
 
-    def shares(self, live: int, straight: int) -> None:
-        """Give up at a product of factors that depend on the input, unless it is with a gate.
+    def selecting(self, x: Tensor) -> Tensor:
+        """Return what keys, queries and steps are made of: by some rules a number without a graph."""
+        return x if self.mode.divides else x.detach()
+
+    def _shared(
+        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
+    ) -> Tensor:
+        core = Core(self, run, roles, dict(factors))
+        out = divided(core)
+        if out.grad_fn is not None:
+            self._cores[out.grad_fn] = core, out
+        return out
+
+    def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
+        """Give up at a product of several factors that depend on the input, unless it is a gate's.
 
         Args:
-            live: how many of them share the relevance.
-            straight: how many no activation has bent.
+            out: the product.
+            live: the factors that share the relevance.
+            straight: those of them that no activation has bent.
+
+        Returns:
+            The product that a kernel and its gate share by the rule; None, if its factors share it
+            equally.
         """
-        self.given_up |= (live, straight) != (2, 1)
+        if not self.mode.divides:
+            self.given_up |= (len(live), len(straight)) != (2, 1)
+            return None
+        found = [x for x in live if self._is_of_core(x)]
+        if not found:
+            self.given_up |= (len(live), len(straight)) != (2, 1)
+            return None
+        gates = [x for x in live if x is not found[0]]
+        at_rest = self._at_rest(gates[0]) if len(gates) == 1 == len(found) else None
+        behind = self._core_behind(found[0])
+        if at_rest is None or behind is None or not found[0].shape == gates[0].shape == out.shape:
+            self.given_up = True
+            return None
+        core, result = behind
+        return divided(core.gated(result, found[0], gates[0], at_rest), out)
+
+    def _at_rest(self, gate: Tensor) -> float | None:
+        """Return a gate's value where its input is 0; None if it is not known."""
+        return 0.0 if self.mode.is_bent(gate) else self.mode.at_rest.get(gate)
+
+    def _is_of_core(self, x: Tensor) -> bool:
+        return any(node in self._cores for node in _behind(x.grad_fn, self._cores))
+
+    def _core_behind(self, x: Tensor) -> tuple[Core, Tensor] | None:
+        """Return the kernel, and its result, that ``x`` is a linear map of, if of nothing else."""
+        ends = [node for node in _behind(x.grad_fn, self._cores) if not node.next_functions]
+        cores = [node for node in _behind(x.grad_fn, self._cores) if node in self._cores]
+        return self._cores[cores[0]] if len(cores) == 1 and not ends else None
 
     def explains(self, call: Call) -> bool:
         """Whether the call's output has a graph that is linear, through one kernel at least.
@@ -151,10 +210,28 @@ class Reading:
             if node in self._moved:
                 todo.append(self._moved[node])
                 continue
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
+            strange = isinstance(node, torch.autograd.function.BackwardCFunction)
+            if strange and not node._forward_cls.__module__.startswith(_OURS):
                 return False  # a kernel without an entry
             todo += [following for following, _ in node.next_functions]
         return True
+
+
+#: Where the package's own functions are.
+_OURS = f"{__name__.split('.', 1)[0]}."
+
+
+def _behind(start: Any, cores: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield the nodes of a graph from a node on; those behind kernels are left out."""
+    todo, seen = [start], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node not in cores:
+            todo += [following for following, _ in node.next_functions]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -206,6 +283,22 @@ def _place_of_mask(kind: type[nn.Module]) -> int | None:
 # --- entries -------------------------------------------------------------------------------------
 
 
+_CONTENT: Roles = {"x": ("content", -1)}
+#: Of (B, D, L), and B and C of (B, N, L).
+_SCAN: Roles = {"u": ("content", -1), "delta": ("step", -1), "B": ("key", -1), "C": ("query", -1)}
+#: Of (B, L, H, P).
+_CHUNKS: Roles = {"x": ("content", 1), "dt": ("step", 1), "B": ("key", 1), "C": ("query", 1)}
+_DELTA: Roles = {
+    "value": ("content", 1),
+    "query": ("query", 1),
+    "key": ("key", 1),
+    "g": ("step", 1),
+    "beta": ("step", 1),
+}
+#: Of (B, H, L, P).
+_PAIRS: Roles = {"value": ("content", 2), "query": ("query", 2), "key": ("key", 2)}
+
+
 def _conv(
     reading: Reading,
     kernel: Callable[..., Tensor],
@@ -218,16 +311,12 @@ def _conv(
     """causal_conv1d_fn: x (B, D, L)."""
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     how = {"activation": None, **options}
-    out = reading.moved(lambda x: kernel(x, weight, bias, **how), x, mixes=False)
+    out = reading.moved(lambda x: kernel(x, weight, bias, **how), _CONTENT, {"x": x})
     if bias is not None:
         out = reading.mode.ledger.included(out, bias[:, None])
-    return out if activation is None else _activated(reading, out, activation)
-
-
-def _activated(reading: Reading, x: Tensor, activation: str) -> Tensor:
-    if activation not in ("silu", "swish"):
+    if activation not in ("silu", "swish", None):
         reading.given_up = True
-    return F.silu(x)
+    return out if activation is None else F.silu(out)
 
 
 def _selective_scan(
@@ -245,10 +334,13 @@ def _selective_scan(
     **options: Any,
 ) -> Tensor:
     """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
-    fixed = [None if x is None else x.detach() for x in (delta, A, B, C, D)]
-    more = {"delta_bias": None if delta_bias is None else delta_bias.detach()}
-    options |= {**more, "delta_softplus": delta_softplus}
-    y = reading.moved(lambda u: kernel(u, *fixed, z=None, **options), u)
+    A, D, bias = (None if x is None else x.detach() for x in (A, D, delta_bias))
+    options |= {"delta_bias": bias, "delta_softplus": delta_softplus}
+
+    def run(u: Tensor, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return kernel(u, delta, A, B, C, D, z=None, **options)
+
+    y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
     return y if z is None else y * F.silu(z)
 
 
@@ -267,9 +359,13 @@ def _chunk_scan(
     **options: Any,
 ) -> Tensor:
     """mamba_ssm's mamba_chunk_scan_combined and transformers' mamba2_chunk_scan."""
-    fixed = [y.detach() for y in (dt, A, B, C)]
+    A = A.detach()
     options |= {name: y.detach() for name, y in (("D", D), ("dt_bias", dt_bias)) if y is not None}
-    y = reading.moved(lambda x: kernel(x, *fixed, chunk_size, **options), x)
+
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return kernel(x, dt, A, B, C, chunk_size, **options)
+
+    y = reading.moved(run, _CHUNKS, {"x": x, "dt": dt, "B": B, "C": C})
     return y if z is None else y * F.silu(z)
 
 
@@ -296,16 +392,18 @@ def _mamba_inner(
     if package is None or B is not None or C is not None or A.is_complex():
         fixed = (conv_weight, conv_bias, x_weight, dt_weight, out_weight, out_bias, A, B, C, D)
         how = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
-        return reading.give_up(kernel, xz, *fixed, **how)
+        found: Tensor = reading.give_up(kernel, xz, *fixed, **how)
+        return found
     x, z = xz.chunk(2, dim=1)
     x = _conv(reading, package.causal_conv1d_fn, x, conv_weight[:, 0], conv_bias, "silu")
-    selected = F.linear(x.detach().transpose(1, 2), x_weight).transpose(1, 2)
+    selected = reading.selecting(x)
+    selected = F.linear(selected.transpose(1, 2), x_weight).transpose(1, 2)
     states = A.shape[1]
     t, b, c = torch.split(selected, [dt_weight.shape[1], states, states], 1)
-    dt = dt_weight.to(t) @ t
-    fixed = dt, A, b.contiguous(), c.contiguous()
+    delta, b, c = dt_weight.to(t) @ t, b.contiguous(), c.contiguous()
     bias = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-    y = _selective_scan(reading, package.selective_scan_fn, x, *fixed, D=D, z=z, **bias)
+    scan = package.selective_scan_fn
+    y = _selective_scan(reading, scan, x, delta, A, b, c, D=D, z=z, **bias)
     return F.linear(y.transpose(1, 2), out_weight, out_bias)
 
 
@@ -342,37 +440,30 @@ def _split_conv_scan(
     mixed = _conv(reading, conv, mixed.transpose(1, 2), conv_weight, conv_bias, activation)
     x, b, c = torch.split(mixed.transpose(1, 2), [width, both, both], -1)
     x = torch.unflatten(x, -1, (heads, -1))
-    b, c = (torch.unflatten(y.detach(), -1, (ngroups, -1)) for y in (b, c))
+    b, c = (torch.unflatten(reading.selecting(y), -1, (ngroups, -1)) for y in (b, c))
     how = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
     y = _chunk_scan(reading, scan, x, dt, A, b, c, chunk_size, **how).flatten(-2)
     if rmsnorm_weight is None:
         y = y * F.silu(z)
     else:
         norm = z, rmsnorm_eps, width // ngroups, norm_before_gate
-        y = gated_norm(y, rmsnorm_weight, *norm)
+        y = _gated_norm(y, rmsnorm_weight, *norm)
     if beside:
         y = torch.cat([F.silu(z0) * x0, y], -1)
     return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)
 
 
-def gated_norm(
-    x: Tensor,
-    weight: Tensor,
-    z: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
+def _gated_norm(
+    x: Tensor, weight: Tensor, z: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
     """An RMSNorm of groups of channels and a gate SiLU(z), in either order, in float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide)
-    gate = None if z is None else F.silu(z.to(wide))
-    if gate is not None and not norm_before_gate:
+    y, gate = x.to(wide), F.silu(z.to(wide))
+    if not norm_before_gate:
         y = y * gate
-    size = y.shape[-1] if group_size is None else group_size
-    y = F.rms_norm(torch.unflatten(y, -1, (-1, size)), (size,), eps=eps).flatten(-2)
-    y = y * weight.to(wide)
-    if gate is not None and norm_before_gate:
+    grouped = torch.unflatten(y, -1, (-1, group_size))
+    y = F.rms_norm(grouped, (group_size,), eps=eps).flatten(-2) * weight.to(wide)
+    if norm_before_gate:
         y = y * gate
     return y.to(x.dtype)
 
@@ -385,28 +476,37 @@ def _delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> Any:
     """The gated delta rule, transformers' and flash-linear-attention's."""
-    q, k, g, beta = (x.detach() for x in (query, key, g, beta))
-    return reading.moved(lambda v: kernel(q, k, v, g=g, beta=beta, **options)[0], value), None
+    if use_qk_l2norm_in_kernel:  # outside, where lengths are frozen
+        query, key = map(_unit, (query, key))
+
+    def run(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        out: Tensor = kernel(query, key, value, g=g, beta=beta, **options)[0]
+        return out
+
+    factors = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    return reading.moved(run, _DELTA, factors), None
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors at length one, by the sum that packages add 1e-6 to."""
+    return x * torch.rsqrt((x.detach() * x.detach()).sum(-1, keepdim=True) + 1e-6)
 
 
 def attention(mode: Linearising, func: Any, args: Any, kwargs: Any) -> Any:
     """torch's scaled_dot_product_attention in a mixer that is read; elsewhere it is unknown."""
     reading = mode.reading
     if reading is None:
-        with unseen():
-            return mode.unknown(func(*args, **kwargs), func.__name__)
-    bound = _ATTENTION.bind(*args, **kwargs).arguments
-    query, key, value, *rest = bound.values()
-    q, k = query.detach(), key.detach()
-    names = list(bound)[3:]
-    more = dict(zip(names, rest, strict=True))
-    return reading.moved(lambda v: func(q, k, v, **more), value)
+        return mode.unknown(func(*args, **kwargs), func.__name__)
+    given = _ATTENTION.bind(*args, **kwargs).arguments
+    factors = {name: given.pop(name) for name in _PAIRS}
+    return reading.moved(lambda **own: func(**own, **given), _PAIRS, factors)
 
 
-def _attention_arguments(
+def _arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -416,10 +516,11 @@ def _attention_arguments(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> None: ...
+) -> None:
+    """Those of torch's scaled_dot_product_attention."""
 
 
-_ATTENTION = inspect.signature(_attention_arguments)
+_ATTENTION = inspect.signature(_arguments)
 
 #: The entry of each kernel, by the name that modules give it.
 ENTRIES: dict[str, Entry] = {

@@ -115,6 +115,7 @@ class Linearising(TorchFunctionMode):
         given: for each token of the root its place among the explained ids (B, L'), -1 for another
             id; None if the places are 0 .. L - 1.
         bends: how many calls of functions that are not linear there were so far.
+        at_rest: values of functions where their own input is 0, of those that are not 0 there.
         reading: the call of a mixer that runs by its own code at present. Default: None.
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
@@ -166,6 +167,7 @@ class Linearising(TorchFunctionMode):
         self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
+        self.at_rest = WeakIdKeyDictionary()
         #: Memory in which no function of torch has written, and its version.
         self._unwritten = WeakIdKeyDictionary()
 
@@ -423,7 +425,9 @@ class Linearising(TorchFunctionMode):
         if len(live) > 1:
             self.bends += 1
             if self.reading is not None:
-                self.reading.shares(len(live), len(straight))
+                joined = self.reading.product(out, live, straight)
+                if joined is not None:
+                    return joined
             return share(out, len(live))
         return out
 

@@ -182,12 +182,12 @@ class Network(Watcher):
     def reads(self, module: nn.Module) -> bool:
         """Whether the mixer runs by its own code; see :mod:`.kernels`.
 
-        The rules that divide relevance among more than content and gates need an operator, and so
-        do heads that are read or cut.
+        Heads that are read or cut need an operator, and so does the rule ``"half"`` by role.
         """
         if module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
-            self._is_read[module] = not (self.mode.divides or by_head) and is_read(module)
+            alone = self.mode.divides and not self.mode.follows_tangents
+            self._is_read[module] = not (by_head or alone) and is_read(module)
         return self._is_read[module]
 
     def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
@@ -201,10 +201,13 @@ class Network(Watcher):
         real = call.output_tensor
         self.calls[mixer] += 1
         self.mode.known(call.hidden_states)
-        if self.reads(mixer.module) and self._readings.pop().explains(call):
-            self._limit(real, mixer)
-            self._found(mixer, call, real, mask_of(mixer.module, call))
-            return None
+        if self.reads(mixer.module):
+            reading = self._readings.pop()
+            if reading.explains(call):
+                self._limit(real, mixer)
+                reading.mask = mask_of(mixer.module, call)
+                self._found(mixer, call, real, reading.mask)
+                return None
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self.sites.in_heads, mixer.module)

@@ -99,8 +99,8 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
-#: Frozen functions that are smooth functions of one number.
-TANGENT = frozenset(("sigmoid", "log_sigmoid", "softplus", "exp", "exp2"))
+#: Frozen functions of one number that have a tangent; of limits, those that 0 is not between.
+TANGENT = frozenset("sigmoid log_sigmoid softplus exp exp2 clamp clamp_min clamp_max".split())
 
 
 @functools.cache
@@ -234,7 +234,10 @@ def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
     """Freeze the result; by rules that follow tangents, those in TANGENT keep a linear part."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
-        return _tangent(mode, func, args, kwargs)
+        out = _tangent(mode, func, args, kwargs)
+        if mode.reading is not None and func in (torch.sigmoid, F.sigmoid, Tensor.sigmoid):
+            mode.at_rest[out] = 0.5
+        return out
     with torch.no_grad():
         return func(*args, **kwargs)
 

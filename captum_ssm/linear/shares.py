@@ -68,7 +68,7 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
 }
 
 #: Nodes between reference and factor: Gauss's two, exact for products of up to four factors.
-_NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
+NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
 
 
 class Labels:
@@ -83,7 +83,7 @@ class Labels:
         self.label: Role | None = None
         #: Gradients that came to factors along content alone, by the factors' role: the paths of
         #: that label go on from there.
-        self.begun: dict[Role, dict[tuple[Operator, str], Tensor]] = {}
+        self.begun: dict[Role, dict[tuple[object, str], Tensor]] = {}
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
@@ -157,7 +157,7 @@ class _Outer:
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients at values and factors: averaged over nodes, times the shares."""
         shares, found = FAMILY[self.rule], Gradients()
-        stack = (gradient / len(_NODES)).expand(len(_NODES), *gradient.shape)
+        stack = (gradient / len(NODES)).expand(len(NODES), *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
 
         def shared(of: Tensor, role: Role) -> Tensor:
@@ -171,8 +171,8 @@ class _Outer:
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
-        first, last = _NODES
-        both = torch.linspace(first, last, len(_NODES), dtype=x.dtype, device=x.device)
+        first, last = NODES
+        both = torch.linspace(first, last, len(NODES), dtype=x.dtype, device=x.device)
         nodes = both.view(-1, *(1,) * x.dim())
         _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
         if self.labels.several:
@@ -221,15 +221,20 @@ class _Averaged(torch.autograd.Function):
         if outer.labels.label is not None:  # the account is of all paths
             return None, of_values, *of_sources
         batch = len(out)
-        rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
+        rest = by_example(gradient * out, batch) - by_example(of_values * x, batch)
         for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
-            rest = rest - _by_example(found * leaf.live[name].detach(), batch)
+            rest = rest - by_example(found * leaf.live[name].detach(), batch)
         outer.ledger.write_rest(rest)
         return None, of_values, *of_sources
 
 
-def _by_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all but examples, or their windows, in front, (B,); spread what has none evenly."""
+def by_example(x: Tensor, batch: int) -> Tensor:
+    """Sum over all but examples, or their windows, in front, (B,); spread what has none evenly.
+
+    Args:
+        x: what is summed.
+        batch: how many examples there are, B.
+    """
     return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
 
 

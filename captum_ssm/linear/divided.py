@@ -1,0 +1,181 @@
+"""A kernel and its gate that share relevance by a rule, with the kernel's own derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..operators.base import Role
+from ..operators.kernels.arithmetic import unseen
+from .shares import FAMILY, NODES, by_example, running_mean
+
+if TYPE_CHECKING:
+    from .kernels import Reading
+
+_GATE = "gate"
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """A kernel's result, or its product with a gate, as a function of factors.
+
+    Attributes:
+        reading: the call of the mixer.
+        run: calls the kernel with its factors, by their names.
+        roles: the role of each factor, and the dimension of its tokens.
+        factors: the factors.
+        gate: the gate on a linear map of the result. Default: None.
+        at_rest: the gate's value where its input is 0. Default: 0.
+        result: what the kernel returned, if there is a gate. Default: None.
+        mapped: the linear map of it. Default: None.
+    """
+
+    reading: Reading
+    run: Callable[..., Tensor]
+    roles: Mapping[str, tuple[Role, int]]
+    factors: Mapping[str, Tensor]
+    gate: Tensor | None = None
+    at_rest: float = 0.0
+    result: Tensor | None = None
+    mapped: Tensor | None = None
+    #: What is found once, for passes back along the paths of several labels.
+    _zeros: dict[str, Tensor] = field(default_factory=dict)
+
+    def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
+        """Return the product of a gate and a linear map of the kernel's result."""
+        return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """The factors that get a share, by name."""
+        family = FAMILY[self.reading.mode.rule]
+        every = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
+        return {
+            name: x for name, x in every.items() if x.requires_grad and self.role(name) in family
+        }
+
+    def role(self, name: str) -> Role:
+        """The role of a factor."""
+        return "gate" if name == _GATE else self.roles[name][0]
+
+    def averaged(self, up: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at the live factors: averaged over nodes, times the shares."""
+        family, live = FAMILY[self.reading.mode.rule], self.live
+        found: dict[str, Tensor] = {}
+        for node in NODES:
+            for name, gradient in self._at(node, up, live).items():
+                part = gradient * (family[self.role(name)].share / len(NODES))
+                found[name] = found[name] + part if name in found else part
+        return found
+
+    def _at(self, node: float, up: Tensor, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients at factors between their references and themselves."""
+        at = {name: x.detach() for name, x in self.factors.items()}
+        names = [name for name in live if name != _GATE]
+        for name in names:
+            at[name] = self._between(name, at[name], node).detach().requires_grad_()
+        with torch.enable_grad(), unseen():
+            out = self.run(**at)
+            if self.gate is None:
+                return self._back(out, at, names, up)
+            gate = self.gate.detach()
+            gate = self.at_rest + (gate - self.at_rest) * node
+            to_result, map_back = self._map(up * gate)
+            found = self._back(out, at, names, to_result)
+            if _GATE in live:
+                found[_GATE] = up * map_back(out.detach())
+        return found
+
+    def _back(
+        self, out: Tensor, at: Mapping[str, Tensor], names: list[str], up: Tensor
+    ) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        up = up.to(out.dtype).reshape(out.shape)
+        found = torch.autograd.grad(out, [at[name] for name in names], up, allow_unused=True)
+        return {
+            name: torch.zeros_like(at[name]) if gradient is None else gradient
+            for name, gradient in zip(names, found, strict=True)
+        }
+
+    def _map(self, up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the gradient at the kernel's result, and the linear map itself as a function."""
+        result, mapped = self.result, self.mapped
+        assert result is not None and mapped is not None
+        if mapped is result:
+            return up, lambda out: out
+        up = up.to(mapped.dtype).requires_grad_()
+        with self.reading.mode.ledger.entries_to(lambda *_: None):  # constants are met elsewhere
+            (back,) = torch.autograd.grad(mapped, result, up, create_graph=True)
+
+        def forward(out: Tensor) -> Tensor:
+            # the derivative of the gradient by what it is the gradient of
+            return torch.autograd.grad(back, up, out.reshape(back.shape))[0]
+
+        return back.detach(), forward
+
+    def _between(self, name: str, factor: Tensor, node: float) -> Tensor:
+        role, dim = self.roles[name]
+        reference = FAMILY[self.reading.mode.rule][role].reference
+        if reference == "own":
+            return factor
+        if reference == "rest":
+            return factor * node
+        mean = running_mean(factor.movedim(dim, 1), self.reading.mask).movedim(1, dim)
+        return torch.lerp(mean, factor, node)
+
+    def followed(self, up: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at the live factors along the paths of the present label."""
+        labels = self.reading.mode.labels
+        found, begun = self.averaged(up), labels.begun
+        if labels.label == "content":
+            for name in found:
+                if self.role(name) != "content":
+                    begun.setdefault(self.role(name), {})[self, name] = found[name]
+                    found[name] = torch.zeros_like(found[name])
+        elif labels.label is not None:
+            for name in found:
+                before = begun[labels.label].pop((self, name), None)
+                found[name] = found[name] if before is None else found[name] + before
+        return found
+
+
+def divided(core: Core, value: Tensor | None = None) -> Tensor:
+    """Return the value of a core, whose derivative its factors share.
+
+    Args:
+        core: the core.
+        value: its value. Default: None, that of the kernel.
+    """
+    with unseen():
+        out: Tensor = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Divided(torch.autograd.Function):
+    """A kernel's result, or its product with a gate, whose derivative is averaged over nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> Tensor:
+        if value is None:
+            value = core.run(**{name: x.detach() for name, x in core.factors.items()})
+        out = value.detach()
+        ctx.core = core
+        ctx.save_for_backward(out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
+        core: Core = ctx.core
+        (out,) = ctx.saved_tensors
+        found, live = core.followed(up), core.live
+        if core.reading.mode.labels.label is None:  # the account is of all paths
+            rest = by_example(up * out, len(out))
+            for name, x in live.items():
+                rest = rest - by_example(found[name] * x.detach(), len(out))
+            core.reading.mode.ledger.write_rest(rest)
+        return None, None, *(found[name].to(x.dtype) for name, x in live.items())
