@@ -44,37 +44,47 @@ Entry = Callable[..., Any]
 Roles = Mapping[str, tuple[Role, int]]
 
 #: Classes whose own code is read: module of transformers and class, or the path of the class.
-_CLASSES = """
+_SCANS = """
 mamba.MambaMixer falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer
+mamba_ssm.modules.mamba_simple.Mamba
+"""
+_IN_CHUNKS = """
 mamba2.Mamba2Mixer bamba.BambaMixer falcon_h1.FalconH1Mixer nemotron_h.NemotronHMamba2Mixer
-granitemoehybrid.GraniteMoeHybridMambaLayer zamba2.Zamba2MambaMixer
-mamba_ssm.modules.mamba_simple.Mamba mamba_ssm.modules.mamba2.Mamba2
+granitemoehybrid.GraniteMoeHybridMambaLayer zamba2.Zamba2MambaMixer mamba_ssm.modules.mamba2.Mamba2
 qwen3_next.Qwen3NextGatedDeltaNet qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet
+"""
+_SOFTMAX = """
 jamba.JambaAttention bamba.BambaAttention falcon_h1.FalconH1Attention
 granitemoehybrid.GraniteMoeHybridAttention nemotron_h.NemotronHAttention
 qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention
-olmo_hybrid.OlmoHybridAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention
 bert.BertSelfAttention gpt_neox.GPTNeoXAttention gpt2.GPT2Attention llama.LlamaAttention
 mistral.MistralAttention vit.ViTAttention deit.DeiTAttention siglip.SiglipAttention
 siglip2.Siglip2Attention
 """
 
 
-def _path(name: str) -> str:
-    family, _, kind = name.partition(".")
-    return f"transformers.models.{family}.modeling_{name}" if "." not in kind else name
+def _paths(names: str) -> frozenset[str]:
+    parts = ((name, *name.partition(".")[::2]) for name in names.split())
+    return frozenset(
+        name if "." in kind else f"transformers.models.{family}.modeling_{name}"
+        for name, family, kind in parts
+    )
 
 
 #: The paths of these classes.
-READ = frozenset(map(_path, _CLASSES.split()))
+READ = _paths(_SCANS + _IN_CHUNKS + _SOFTMAX)
+#: Those whose gradients on a processor take longer than an operator's where rules divide.
+_SLOW = _paths(_SCANS + _IN_CHUNKS)
 
 #: Arguments of kernels that, unless they are none, make of it another function.
 _OTHERWISE = frozenset(
-    """
-    initial_states initial_state final_states_out seq_idx cu_seqlens cu_seqlens_cpu cu_seq_lens_q
-    return_last_state return_final_states return_varlen_states output_final_state state_v_first
-    b_rms_weight c_rms_weight dt_rms_weight B_proj_bias C_proj_bias head_first
-    """.split()
+    (
+        *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
+        *("return_last_state", "return_final_states", "return_varlen_states"),
+        *("final_states_out", "output_final_state", "b_rms_weight", "c_rms_weight"),
+        *("dt_rms_weight", "B_proj_bias", "C_proj_bias"),
+    )
 )
 
 _now: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)
@@ -138,7 +148,7 @@ class Reading:
         return out
 
     def selecting(self, x: Tensor) -> Tensor:
-        """Return what keys, queries and steps are made of: by some rules a number without a graph."""
+        """Return what keys and steps are made of: by some rules numbers without a graph."""
         return x if self.mode.divides else x.detach()
 
     def _shared(
@@ -180,7 +190,9 @@ class Reading:
 
     def _at_rest(self, gate: Tensor) -> float | None:
         """Return a gate's value where its input is 0; None if it is not known."""
-        return 0.0 if self.mode.is_bent(gate) else self.mode.at_rest.get(gate)
+        if self.mode.is_bent(gate):
+            return 0.0
+        return self.mode.at_rest[gate] if gate in self.mode.at_rest else None
 
     def _is_of_core(self, x: Tensor) -> bool:
         return any(node in self._cores for node in _behind(x.grad_fn, self._cores))
@@ -210,8 +222,8 @@ class Reading:
             if node in self._moved:
                 todo.append(self._moved[node])
                 continue
-            strange = isinstance(node, torch.autograd.function.BackwardCFunction)
-            if strange and not node._forward_cls.__module__.startswith(_OURS):
+            made_by = getattr(node, "_forward_cls", None)
+            if made_by is not None and not made_by.__module__.startswith(_OURS):
                 return False  # a kernel without an entry
             todo += [following for following, _ in node.next_functions]
         return True
@@ -244,16 +256,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def is_read(module: nn.Module) -> bool:
-    """Whether a mixer's own code can be read.
+def is_read(module: nn.Module, divides: bool) -> bool:
+    """Whether a mixer's own code is read.
 
     Args:
         module: the mixer.
+        divides: whether factors other than content and gates get a share.
     """
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}" in READ and not any(
-        map(is_split, module.modules())
-    )
+    path = f"{type(module).__module__}.{type(module).__qualname__}"
+    if path not in READ or any(map(is_split, module.modules())):
+        return False
+    return not (divides and path in _SLOW and next(module.parameters()).device.type == "cpu")
 
 
 def mask_of(module: nn.Module, call: Call) -> Tensor | None:
@@ -263,7 +276,7 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
         module: the mixer, of a class that :func:`is_read`.
         call: its call.
     """
-    place = _place_of_mask(type(module))
+    place = _place_of_mask(type(module).forward)
     mask = None if place is None else call.argument("attention_mask", place)
     if not isinstance(mask, Tensor):
         return None
@@ -275,8 +288,8 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
 
 
 @functools.cache
-def _place_of_mask(kind: type[nn.Module]) -> int | None:
-    names = list(inspect.signature(kind.forward).parameters)
+def _place_of_mask(forward: Callable[..., Any]) -> int | None:
+    names = list(inspect.signature(forward).parameters)
     return names.index("attention_mask") - 1 if "attention_mask" in names else None
 
 
@@ -334,11 +347,11 @@ def _selective_scan(
     **options: Any,
 ) -> Tensor:
     """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
-    A, D, bias = (None if x is None else x.detach() for x in (A, D, delta_bias))
+    rate, skip, bias = (None if x is None else x.detach() for x in (A, D, delta_bias))
     options |= {"delta_bias": bias, "delta_softplus": delta_softplus}
 
     def run(u: Tensor, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        return kernel(u, delta, A, B, C, D, z=None, **options)
+        return kernel(u, delta, rate, B, C, skip, z=None, **options)
 
     y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
     return y if z is None else y * F.silu(z)
@@ -401,7 +414,7 @@ def _mamba_inner(
     states = A.shape[1]
     t, b, c = torch.split(selected, [dt_weight.shape[1], states, states], 1)
     delta, b, c = dt_weight.to(t) @ t, b.contiguous(), c.contiguous()
-    bias = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    bias: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     scan = package.selective_scan_fn
     y = _selective_scan(reading, scan, x, delta, A, b, c, D=D, z=z, **bias)
     return F.linear(y.transpose(1, 2), out_weight, out_bias)
@@ -428,7 +441,7 @@ def _split_conv_scan(
     norm_before_gate: bool = True,
     **options: Any,
 ) -> Tensor:
-    """mamba_ssm's mamba_split_conv1d_scan_combined: a whole Mamba-2 but for its first projection."""
+    """mamba_ssm's mamba_split_conv1d_scan_combined: Mamba-2 but for its first projection."""
     package = sys.modules["mamba_ssm.modules.mamba2"]
     heads = len(dt_bias)
     width = heads * (D.shape[1] if D.dim() == 2 else headdim or 1)
@@ -441,7 +454,7 @@ def _split_conv_scan(
     x, b, c = torch.split(mixed.transpose(1, 2), [width, both, both], -1)
     x = torch.unflatten(x, -1, (heads, -1))
     b, c = (torch.unflatten(reading.selecting(y), -1, (ngroups, -1)) for y in (b, c))
-    how = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
+    how: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
     y = _chunk_scan(reading, scan, x, dt, A, b, c, chunk_size, **how).flatten(-2)
     if rmsnorm_weight is None:
         y = y * F.silu(z)
@@ -496,14 +509,11 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x.detach() * x.detach()).sum(-1, keepdim=True) + 1e-6)
 
 
-def attention(mode: Linearising, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's scaled_dot_product_attention in a mixer that is read; elsewhere it is unknown."""
-    reading = mode.reading
-    if reading is None:
-        return mode.unknown(func(*args, **kwargs), func.__name__)
+def attention(reading: Reading, kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """torch's scaled_dot_product_attention."""
     given = _ATTENTION.bind(*args, **kwargs).arguments
     factors = {name: given.pop(name) for name in _PAIRS}
-    return reading.moved(lambda **own: func(**own, **given), _PAIRS, factors)
+    return reading.moved(lambda **own: kernel(**own, **given), _PAIRS, factors)
 
 
 def _arguments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
 from ..tracing.hooks import detached
 from .constants import Ledger, share
+from .kernels import Reading, attention
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
-
-if TYPE_CHECKING:
-    from .kernels import Reading
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -274,13 +272,11 @@ class Linearising(TorchFunctionMode):
             return self._in_place(func, name, args, kwargs)
         if name in RULES:
             return RULES[name](self, func, args, kwargs)
+        if self.reading is not None and name == "scaled_dot_product_attention":
+            return attention(self.reading, func, *args, **kwargs)
         out = func(*args, **kwargs)
         if not self._any_live((out,)):
             return out
-        return self.unknown(out, name)
-
-    def unknown(self, out: Any, name: str) -> Any:
-        """Refuse the result ``out`` of torch's function ``name``, of which no rule is known."""
         return self._unknown(
             out,
             f"Module {self.where()!r} uses torch's {name}, for which no linear form is known, "

@@ -187,7 +187,7 @@ class Network(Watcher):
         if module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
             alone = self.mode.divides and not self.mode.follows_tangents
-            self._is_read[module] = not (by_head or alone) and is_read(module)
+            self._is_read[module] = not (by_head or alone) and is_read(module, self.mode.divides)
         return self._is_read[module]
 
     def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:

@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import NotLinearError
 from ..operators.kernels.truths import holds, may_hold_any
 from .constants import once
-from .kernels import attention
 
 if TYPE_CHECKING:
     from .mode import Linearising
@@ -100,7 +99,9 @@ FROZEN = """
 """
 
 #: Frozen functions of one number that have a tangent; of limits, those that 0 is not between.
-TANGENT = frozenset("sigmoid log_sigmoid softplus exp exp2 clamp clamp_min clamp_max".split())
+TANGENT = frozenset(
+    ("sigmoid", "log_sigmoid", "softplus", "exp", "exp2", "clamp", "clamp_min", "clamp_max")
+)
 
 
 @functools.cache
@@ -272,8 +273,10 @@ def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     with torch.no_grad():
         # one number needs no device, which would be waited for
         zero = torch.zeros_like(x) if has_tensors else torch.zeros((), dtype=x.dtype, device="cpu")
-        if not holds(~func(zero, *rest, **kwargs).any()):
-            return frozen(mode, func, args, kwargs)
+        is_bent = holds(~func(zero, *rest, **kwargs).any())
+    if not is_bent:
+        return frozen(mode, func, args, kwargs)
+    with torch.no_grad():
         ratio, in_place = _frozen_ratio(x.detach(), lambda start: func(start, *rest, **kwargs))
     out = x * ratio
     mode.mark_bent(out)
@@ -509,7 +512,6 @@ def _table() -> dict[str, Rule]:
         "div": quotient,
         "pow": power,
         "glu": gated,
-        "scaled_dot_product_attention": attention,
         "log_softmax": log_softmax,
         "addmm": with_summand(torch.matmul, "mat1", "mat2"),
         "baddbmm": with_summand(torch.matmul, "batch1", "batch2"),

@@ -1,4 +1,4 @@
-"""Mixers that are read as they run, held to their operators."""
+"""Mixers that are read as they run, held to their operators in float64."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.padding import both_sides
+from helpers.marks import slow_but
+from helpers.widened import InFloat64
 from oracles import relative_error
 from torch import Tensor
 from zoo import attention, delta, mamba2, mamba_ssm_cpu
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
-from captum_ssm.linear import Network
-from captum_ssm.linear.kernels import READ, Reading
+from captum_ssm.linear import kernels
+from captum_ssm.linear.kernels import Reading
+from captum_ssm.linear.network import Network
 
 Make = Callable[[pytest.MonkeyPatch], Any]
+RULES = ("frozen", "half", "equal", "centered")
 
 
 def of_mamba_ssm(fused: bool, **options: Any) -> Make:
@@ -28,14 +31,14 @@ def of_mamba_ssm(fused: bool, **options: Any) -> Make:
     return make
 
 
-#: Models whose mixers are read, all of them.
-MODELS: dict[str, Make] = {
+def mamba2_of_package(fused: bool, **options: Any) -> Make:
+    return of_mamba_ssm(fused, ssm_cfg={"layer": "Mamba2", **options})
+
+
+#: Models whose mixers are read: of transformers, and of mamba_ssm.
+TRANSFORMERS: dict[str, Make] = {
     **{name: lambda _, n=name: transformers_model(n) for name in ("mamba", "falcon_mamba")},
-    **{
-        name: lambda _, n=name: mamba2.make_model(n)
-        for name in ("mamba2", "bamba", "falcon_h1", "nemotron_h", "granite", "zamba2")
-        if name in mamba2.FAMILIES
-    },
+    **{name: lambda _, n=name: mamba2.make_model(n) for name in mamba2.FAMILIES},
     **{
         name: lambda patch, n=name: delta.Family(n, patch).model()
         for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -44,8 +47,183 @@ MODELS: dict[str, Make] = {
         name: lambda _, n=name: attention.attention_model(n)
         for name in ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit", "jamba")
     },
-    "mamba_ssm Mamba": of_mamba_ssm(False),
-    "mamba_ssm Mamba, fused": of_mamba_ssm(True),
-    "mamba_ssm Mamba-2": of_mamba_ssm(False, ssm_cfg={"layer": "Mamba2"}),
-    "mamba_ssm Mamba-2, fused": of_mamba_ssm(True, ssm_cfg={"layer": "Mamba2"}),
 }
+PACKAGE: dict[str, Make] = {
+    "Mamba": of_mamba_ssm(False),
+    "Mamba, fused": of_mamba_ssm(True),
+    "Mamba-2": mamba2_of_package(False),
+    "Mamba-2, fused": mamba2_of_package(True, ngroups=2),
+    "norm before gate": mamba2_of_package(True, norm_before_gate=True),
+    "without a norm": mamba2_of_package(True, rmsnorm=False, D_has_hdim=True),
+    "beside an MLP": mamba2_of_package(False, d_ssm=16),
+}
+#: A mask of 2 examples, the first of which is padded.
+MASK = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+
+
+class Explained:
+    """A model in float64, explained with its mixers read, and by their operators.
+
+    Args:
+        model: the model.
+        patch: for the time of the test.
+    """
+
+    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
+        self._model, self._patch = model.double().eval().requires_grad_(False), patch
+        self.read: list[bool] = []
+        own = Reading.explains
+
+        def explains(reading: Reading, call: Any) -> bool:
+            self.read.append(own(reading, call))
+            return self.read[-1]
+
+        patch.setattr(Reading, "explains", explains)
+        patch.setattr(kernels, "_SLOW", frozenset())
+
+    def __call__(self, rule: str, mask: Tensor | None = None) -> Tensor:
+        images = "pixel_values" in getattr(self._model, "main_input_name", "")
+        torch.manual_seed(1)
+        inputs = torch.randn(2, 3, 12, 12).double() if images else torch.randint(13, (2, 9))
+        of_class = images or "SequenceClassification" in type(self._model).__name__
+        target = 1 if of_class else (-1, 3)
+
+        def logits(x: Tensor) -> Tensor:
+            out = self._model(x) if mask is None else self._model(x, attention_mask=mask)
+            return out.logits
+
+        with InFloat64(), torch.enable_grad():
+            found = LatimFlow(logits, self._model, rule=rule).attribute(inputs, target=target)
+        assert isinstance(found, Tensor)
+        return found
+
+    def by_operators(self, rule: str, mask: Tensor | None = None) -> Tensor:
+        with self._patch.context() as patch:
+            patch.setattr(Network, "reads", lambda *_: False)
+            return self(rule, mask)
+
+
+def masks(name: str) -> list[Tensor | None]:
+    return [None] if name in (*attention.IMAGES, *PACKAGE) else [None, MASK]
+
+
+@pytest.mark.parametrize("name", slow_but(("mamba", "mamba2", "gpt_neox"), TRANSFORMERS))
+def test_read_as_by_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = Explained(TRANSFORMERS[name](monkeypatch), monkeypatch)
+    for rule in RULES:
+        for mask in masks(name):
+            found = explained(rule, mask)
+            assert explained.read and all(explained.read), "an adapter was asked"
+            assert relative_error(found, explained.by_operators(rule, mask)) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGE)
+def test_read_in_mamba_ssm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = Explained(PACKAGE[name](monkeypatch), monkeypatch)
+    for rule in RULES:
+        found = explained(rule)
+        assert explained.read and all(explained.read), "an adapter was asked"
+        assert relative_error(found, explained.by_operators(rule)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "changed"),
+    [
+        ("mamba", "_SCAN", {"u": ("content", -1), "B": ("step", -1)}),
+        ("mamba", "_SCAN", {"delta": ("query", -1)}),
+        ("mamba2", "_CHUNKS", {"C": ("step", 1)}),
+        ("mamba2", "_CHUNKS", {"dt": ("key", 1)}),
+        ("qwen3_next", "_DELTA", {"beta": ("key", 1)}),
+        ("qwen3_next", "_DELTA", {"query": ("step", 1)}),
+        ("llama", "_PAIRS", {"key": ("step", 2)}),
+    ],
+)
+def test_wrong_roles_are_seen(
+    name: str, roles: str, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained = Explained(TRANSFORMERS[name](monkeypatch), monkeypatch)
+    monkeypatch.setattr(kernels, roles, {**getattr(kernels, roles), **changed})
+    found = explained("centered", MASK)
+    assert all(explained.read)
+    assert relative_error(found, explained.by_operators("centered", MASK)) > 1e-5
+
+
+def test_weights_that_ask_for_gradients_are_coefficients(monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = Explained(transformers_model("mamba"), monkeypatch)
+    before = explained("centered")
+    explained._model.requires_grad_(True)
+    assert torch.equal(explained("centered"), before)
+
+
+@pytest.mark.parametrize("attend", ["eager", "sdpa"])
+def test_eager_attention_is_left_to_the_adapter(
+    attend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained = Explained(attention.attention_model("llama", attend), monkeypatch)
+    found = explained("centered", MASK)
+    assert set(explained.read) == {attend == "sdpa"}
+    assert relative_error(found, explained.by_operators("centered", MASK)) < 1e-12
+
+
+class Foreign(torch.autograd.Function):
+    """A kernel without an entry: the identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_a_kernel_without_an_entry_is_left_to_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers_model("mamba")
+    explained = Explained(model, monkeypatch)
+    before = explained.by_operators("frozen")
+    change_forward(monkeypatch, model, lambda own, *args: Foreign.apply(own(*args)))
+    assert relative_error(explained("frozen"), before) < 1e-12
+    assert explained.read == [False, False]
+
+
+def change_forward(patch: pytest.MonkeyPatch, model: Any, change: Callable[..., Tensor]) -> None:
+    """Let the model's mixers run ``change(their own forward, mixer, hidden states)``."""
+    kind = type(model.backbone.layers[0].mixer)
+    own = kind.forward
+
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return change(lambda self, x: own(self, x, *args, **kwargs), self, hidden)
+
+    patch.setattr(kind, "forward", forward)
+
+
+def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers_model("mamba")
+    explained = Explained(model, monkeypatch)
+    before = explained.by_operators("half")
+
+    def change(own: Any, mixer: Any, hidden: Tensor) -> Tensor:
+        _ = mixer.in_proj(hidden) * mixer.in_proj(hidden)
+        out: Tensor = own(mixer, hidden)
+        return out
+
+    change_forward(monkeypatch, model, change)
+    assert relative_error(explained("half"), before) < 1e-12
+    assert explained.read == [False, False]
+
+
+def test_roles_follow_paths_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers_model("mamba").double()
+    monkeypatch.setattr(kernels, "_SLOW", frozenset())
+    ids = torch.randint(13, (2, 9))
+    asked = {"target": (-1, 3), "rule": "centered", "roles": True}
+    with InFloat64():
+        found = LatimFlow(model).decompose(ids, **asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(Network, "reads", lambda *_: False)
+            wanted = LatimFlow(model).decompose(ids, **asked)
+    assert found.roles is not None and wanted.roles is not None
+    assert {"key", "query", "gate", "step", "content"} == set(found.roles)
+    for role, relevance in wanted.roles.items():
+        assert relative_error(found.roles[role], relevance) < 1e-10, role
