@@ -192,7 +192,8 @@ class Reading:
         """Return a gate's value where its input is 0; None if it is not known."""
         if self.mode.is_bent(gate):
             return 0.0
-        return self.mode.at_rest[gate] if gate in self.mode.at_rest else None
+        known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
+        return known
 
     def _is_of_core(self, x: Tensor) -> bool:
         return any(node in self._cores for node in _behind(x.grad_fn, self._cores))

@@ -61,17 +61,6 @@ def _kinds() -> dict[Any, object]:
 _KINDS = _kinds()
 
 
-def _is_simple(kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether a function's result follows from one tensor of the graph, and no constant."""
-    x = args[0] if args else None
-    if type(x) is not Tensor or x.grad_fn is None:
-        return False
-    if kind is _VIEW:
-        return len(args) < 2 or not isinstance(args[1], Tensor | list)
-    weight, *bias = args[1:]
-    return not (kwargs or weight.requires_grad or any(y is not None for y in bias))
-
-
 class _Refused(torch.autograd.Function):
     """A value whose dependence on the input is not known: it raises once a gradient reaches it."""
 
@@ -242,7 +231,7 @@ class Linearising(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kind = _KINDS.get(func)
-        if kind is _ATTRIBUTE or (kind is not None and _is_simple(kind, args, kwargs)):
+        if kind is _ATTRIBUTE or (kind is not None and self._is_simple(kind, args, kwargs)):
             out = func(*args, **(kwargs or {}))
             if kind is _VIEW and args[0] in self._bent:
                 for view in out if isinstance(out, tuple | list) else (out,):
@@ -334,6 +323,23 @@ class Linearising(TorchFunctionMode):
         last = 1 if weighed else len(args)
         args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])
         return args, {k: v if k == "out" else self.known(v) for k, v in kwargs.items()}
+
+    def _is_simple(
+        self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> bool:
+        """Whether a result follows from one tensor alone, of the graph or a coefficient."""
+        x: Any = args[0] if args else None
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return False
+        if x.requires_grad:
+            if x.grad_fn is None:
+                return False
+        elif not x.is_floating_point() or self._unwritten:  # ids, perhaps, which are followed
+            return False
+        if kind is _VIEW:
+            return len(args) < 2 or not isinstance(args[1], Tensor | list)
+        weight, *bias = args[1:]
+        return not (kwargs or weight.requires_grad or any(y is not None for y in bias))
 
     def is_live(self, x: Any) -> bool:
         """Whether ``x`` depends on the input."""
