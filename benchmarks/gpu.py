@@ -482,6 +482,7 @@ _SSM, _FLA = ("mamba_ssm", "triton"), ("fla", "triton")
 #: What is timed of other packages, too, beside the large model.
 _BESIDE = "Mamba", torch.bfloat16
 _OF_FLOW = ("LatimFlow", "LatimFlow, centered", "ImplicitAttentionRollout")
+_MOST = (*_OF_FLOW, "MambaAttribution", "MambaLRP", "ImplicitAttention", "LatimNorm")
 _LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
 _NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
 CASES: dict[str, Case] = {
@@ -490,7 +491,7 @@ CASES: dict[str, Case] = {
     "trained models agree": Case(trained, 90, ("transformers",), together=1, beside=True),
     **{
         f"{kind} 130M {short(dtype)}": Case(
-            timed(f"mamba-ssm {kind}", SIZE_130M, dtype),
+            timed(f"mamba-ssm {kind}", SIZE_130M, dtype, _MOST),
             150 if kind == "Mamba-2" else 90,
             _SSM,
             beside=(kind, dtype) == _BESIDE,

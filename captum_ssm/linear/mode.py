@@ -42,7 +42,7 @@ _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 def _kinds() -> dict[Any, object]:
     """Return the kinds of the functions that models call most, to tell them at once."""
-    attributes = "shape dtype device layout ndim requires_grad is_cuda is_leaf grad_fn"
+    attributes = "shape dtype device layout ndim is_cuda"
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
     views = """
         view reshape permute transpose t contiguous to float double half bfloat16 clone chunk split
@@ -329,7 +329,7 @@ class Linearising(TorchFunctionMode):
     ) -> bool:
         """Whether a result follows from one tensor alone, of the graph or a coefficient."""
         x: Any = args[0] if args else None
-        if type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) is not Tensor:
             return False
         if x.requires_grad:
             if x.grad_fn is None:

@@ -182,12 +182,14 @@ class Network(Watcher):
     def reads(self, module: nn.Module) -> bool:
         """Whether the mixer runs by its own code; see :mod:`.kernels`.
 
-        Heads that are read or cut need an operator, and so does the rule ``"half"`` by role.
+        Heads that are read or cut need an operator, and so do the rule ``"half"`` by role and a
+        network without constants, whose coefficients are those of the run with them.
         """
         if module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
-            alone = self.mode.divides and not self.mode.follows_tangents
-            self._is_read[module] = not (by_head or alone) and is_read(module, self.mode.divides)
+            half = self.mode.divides and not self.mode.follows_tangents
+            other = by_head or half or not self.mode.ledger.kept
+            self._is_read[module] = not other and is_read(module, self.mode.divides)
         return self._is_read[module]
 
     def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
