@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from ..mixers.base import Call
 from ..mixers.parts.common import heeded_mask, padding_mask
+from ..mixers.registry import class_path, is_own
+from ..operators import SelectiveScan
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
@@ -76,6 +78,8 @@ def _paths(names: str) -> frozenset[str]:
 READ = _paths(_SCANS + _IN_CHUNKS + _SOFTMAX)
 #: Those whose gradients on a processor take longer than an operator's where rules divide.
 _SLOW = _paths(_SCANS + _IN_CHUNKS)
+#: Those that without a kernel loop over tokens.
+_LOOPING = _paths(_SCANS)
 
 #: Arguments of kernels that, unless they are none, make of it another function.
 _OTHERWISE = frozenset(
@@ -210,8 +214,10 @@ class Reading:
         Args:
             call: the call, which has ended.
         """
-        out = call.output_tensor
+        out, entering = call.output_tensor, call.hidden_states
         if self.given_up or not self._mixes or not out.requires_grad:
+            return False
+        if len(out) != len(entering):  # a mask of more examples, say
             return False
         entered = {x.grad_fn for x in _tensors((call.args, call.kwargs)) if x.grad_fn is not None}
         todo, seen = [out.grad_fn], set(entered)
@@ -264,10 +270,35 @@ def is_read(module: nn.Module, divides: bool) -> bool:
         module: the mixer.
         divides: whether factors other than content and gates get a share.
     """
-    path = f"{type(module).__module__}.{type(module).__qualname__}"
-    if path not in READ or any(map(is_split, module.modules())):
+    path = class_path(type(module))
+    if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
-    return not (divides and path in _SLOW and next(module.parameters()).device.type == "cpu")
+    device = next(module.parameters()).device
+    if device.type == "cpu":
+        return not (divides and path in _SLOW)
+    return path not in _LOOPING or not _loops(module, device)
+
+
+def _loops(module: nn.Module, device: torch.device) -> bool:
+    """Whether a mixer's scan is a loop over tokens, whose graph takes much time and memory.
+
+    It is called once on each kind of device, with two tokens: kernels have a backward of their own.
+    """
+    code = vars(sys.modules[type(module).__module__])
+    kernel = next(
+        code[name] for name in ("mamba_selective_scan", "selective_scan_fn") if name in code
+    )
+    key = inspect.unwrap(kernel), device.type
+    if key not in _known_loops:
+        with unseen(), torch.enable_grad():
+            u, delta = (torch.zeros(1, 8, 2, device=device) for _ in range(2))
+            rate, b, c = (torch.zeros(size, device=device) for size in ((8, 4), *2 * [(1, 4, 2)]))
+            out = kernel(u.requires_grad_(), delta, rate, b, c)
+        _known_loops[key] = not hasattr(out.grad_fn, "_forward_cls")
+    return _known_loops[key]
+
+
+_known_loops: dict[tuple[Any, str], bool] = {}
 
 
 def mask_of(module: nn.Module, call: Call) -> Tensor | None:
@@ -324,13 +355,34 @@ def _conv(
 ) -> Tensor:
     """causal_conv1d_fn: x (B, D, L)."""
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    how = {"activation": None, **options}
-    out = reading.moved(lambda x: kernel(x, weight, bias, **how), _CONTENT, {"x": x})
+
+    def convolve(x: Tensor, bias: Tensor | None = bias) -> Tensor:
+        return kernel(x, weight, bias, activation=None, **options)
+
+    def moved(x: Tensor) -> Tensor:
+        out: Tensor = _Convolved.apply(x, convolve)  # type: ignore[no-untyped-call]
+        return out
+
+    out = reading.moved(moved, _CONTENT, {"x": x})
     if bias is not None:
         out = reading.mode.ledger.included(out, bias[:, None])
     if activation not in ("silu", "swish", None):
         reading.given_up = True
     return out if activation is None else F.silu(out)
+
+
+class _Convolved(torch.autograd.Function):
+    """A causal convolution (B, D, L), which keeps nothing: its adjoint runs backward in time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor]) -> Tensor:
+        ctx.convolve = convolve
+        return convolve(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        found: Tensor = ctx.convolve(gradient.flip(-1).contiguous(), None)
+        return found.flip(-1), None
 
 
 def _selective_scan(
@@ -350,12 +402,37 @@ def _selective_scan(
     """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
     rate, skip, bias = (None if x is None else x.detach() for x in (A, D, delta_bias))
     options |= {"delta_bias": bias, "delta_softplus": delta_softplus}
+    on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
     def run(u: Tensor, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        if on_processor and not reading.mode.divides:
+            return _by_operator(u, delta, rate, B, C, skip, bias, delta_softplus)
         return kernel(u, delta, rate, B, C, skip, z=None, **options)
 
     y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
     return y if z is None else y * F.silu(z)
+
+
+def _by_operator(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor | None,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+) -> Tensor:
+    """A selective scan whose gradient is that of the content alone: half of a kernel's work."""
+    assert A is not None
+    wide = torch.promote_types(u.dtype, torch.float32)
+    dt, values = delta.to(wide).mT, u.to(wide).mT
+    dt = dt if bias is None else dt + bias
+    scan = SelectiveScan(
+        F.softplus(dt) if softplus else dt, A.to(wide), B.to(wide).mT, C.to(wide).mT
+    )
+    y = scan.apply(values[..., None])[..., 0]
+    return (y if D is None else y + D * values).mT.to(u.dtype)
 
 
 def _chunk_scan(

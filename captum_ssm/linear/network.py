@@ -24,6 +24,7 @@ from ..mixers.base import Call, LinearMixer, joined_end_to_end
 from ..mixers.parts.heard import forget
 from ..operators import Chain, Diagonal, Operator, Sum
 from ..operators.kernels.arithmetic import full_precision, unseen
+from ..operators.kernels.truths import all_finite
 from ..operators.readings.coefficients import follow_mask, live_coefficients
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
@@ -205,7 +206,7 @@ class Network(Watcher):
         self.mode.known(call.hidden_states)
         if self.reads(mixer.module):
             reading = self._readings.pop()
-            if reading.explains(call):
+            if reading.explains(call) and all_finite(real):  # else an adapter knows where it began
                 self._limit(real, mixer)
                 reading.mask = mask_of(mixer.module, call)
                 self._found(mixer, call, real, reading.mask)

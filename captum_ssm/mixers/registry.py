@@ -200,6 +200,11 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     return None
 
 
+def is_own(cls: type) -> bool:
+    """Whether a class has an adapter of this package, and none of the user's."""
+    return isinstance(_adapters.get(class_path(cls)), str)
+
+
 #: Where transformers keeps the code that models of the hub bring along.
 _OF_THE_HUB = "transformers_modules."
 

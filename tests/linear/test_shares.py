@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.adapters import cut_from_their_graphs
 from helpers.versions import transformers5
+from helpers.widened import InFloat64
 from oracles import shares as by_hand
 from torch import Tensor, nn
 from zoo import architectures, delta, fla_cpu
@@ -134,7 +135,8 @@ def test_relevance_is_that_of_the_averaged_function(
     model = make(monkeypatch)
     hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
     for rule in RULES:
-        found = explained(model, hidden, seed, rule)
+        with InFloat64():
+            found = explained(model, hidden, seed, rule)
         entering = hidden.clone().requires_grad_()
         options = {"tangents": rule in DIVIDING} if name in OF_SIGMOIDS else {}
         factors = factors_of(model.mixer, entering, **options)

@@ -157,7 +157,7 @@ def test_on_a_device_what_a_kernel_wrote_to_is_computed_again(
     model = transformers_model("mamba", num_hidden_layers=1)
     expected = explain(model)
     found, runs = on_device(model, explain)
-    assert runs == 1 and torch.allclose(found, expected, rtol=1e-9)
+    assert runs == 1 and torch.allclose(found, expected, rtol=1e-5)
     code = sys.modules[type(model).__module__]
     convolve = code.causal_conv1d_fn
 
@@ -168,7 +168,7 @@ def test_on_a_device_what_a_kernel_wrote_to_is_computed_again(
 
     monkeypatch.setattr(code, "causal_conv1d_fn", writing)
     found, runs = on_device(model, explain)
-    assert runs > 2 and torch.allclose(found, expected, rtol=1e-9)
+    assert runs > 2 and torch.allclose(found, expected, rtol=1e-5)
 
 
 def test_on_a_device_nothing_is_told_to_those_who_do_not_verify() -> None:
