@@ -263,17 +263,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def is_read(module: nn.Module, divides: bool) -> bool:
+def is_read(module: nn.Module, device: torch.device, divides: bool) -> bool:
     """Whether a mixer's own code is read.
 
     Args:
         module: the mixer.
+        device: where it runs.
         divides: whether factors other than content and gates get a share.
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
-    device = next(module.parameters()).device
     if device.type == "cpu":
         return not (divides and path in _SLOW)
     return path not in _LOOPING or not _loops(module, device)
@@ -545,18 +545,37 @@ def _split_conv_scan(
 
 
 def _gated_norm(
-    x: Tensor, weight: Tensor, z: Tensor, eps: float, group_size: int, norm_before_gate: bool
+    x: Tensor, weight: Tensor, z: Tensor | None, eps: float, group_size: int | None, first: bool
 ) -> Tensor:
-    """An RMSNorm of groups of channels and a gate SiLU(z), in either order, in float32 at least."""
+    """An RMSNorm of groups of channels, ``first`` or behind a gate SiLU(z), in float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y, gate = x.to(wide), F.silu(z.to(wide))
-    if not norm_before_gate:
+    y, gate = x.to(wide), None if z is None else F.silu(z.to(wide))
+    if gate is not None and not first:
         y = y * gate
-    grouped = torch.unflatten(y, -1, (-1, group_size))
-    y = F.rms_norm(grouped, (group_size,), eps=eps).flatten(-2) * weight.to(wide)
-    if norm_before_gate:
+    size = group_size or y.shape[-1]
+    y = F.rms_norm(torch.unflatten(y, -1, (-1, size)), (size,), eps=eps).flatten(-2)
+    y = y * weight.to(wide)
+    if gate is not None and first:
         y = y * gate
     return y.to(x.dtype)
+
+
+def _norm(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    upcast: bool = True,
+) -> Tensor:
+    """mamba_ssm's rmsnorm_fn."""
+    if bias is not None:
+        reading.given_up = True
+    return _gated_norm(x, weight, z, eps, group_size, norm_before_gate)
 
 
 def _delta_rule(
@@ -619,6 +638,7 @@ ENTRIES: dict[str, Entry] = {
     "mamba_chunk_scan_combined": _chunk_scan,
     "mamba2_chunk_scan": _chunk_scan,
     "mamba_split_conv1d_scan_combined": _split_conv_scan,
+    "rmsnorm_fn": _norm,
     "chunk_gated_delta_rule": _delta_rule,
     "torch_chunk_gated_delta_rule": _delta_rule,
 }
@@ -658,7 +678,8 @@ def _is_given(value: Any) -> bool:
 
 
 def _repairs() -> Iterable[Repair]:
-    for holder in {path.rpartition(".")[0] for path in READ}:
+    holders = {path.rpartition(".")[0] for path in READ}
+    for holder in (*holders, "mamba_ssm.ops.triton.layernorm_gated"):
         for name, entry in ENTRIES.items():
             yield holder, name, _entered(entry)
 

@@ -180,21 +180,23 @@ class Network(Watcher):
             values = (*given[0], *given[1].values())
             self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
 
-    def reads(self, module: nn.Module) -> bool:
+    def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Whether the mixer runs by its own code; see :mod:`.kernels`.
 
         Heads that are read or cut need an operator, and so do the rule ``"half"`` by role and a
         network without constants, whose coefficients are those of the run with them.
         """
-        if module not in self._is_read:
+        if sequence is not None and module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
             half = self.mode.divides and not self.mode.follows_tangents
             other = by_head or half or not self.mode.ledger.kept
-            self._is_read[module] = not other and is_read(module, self.mode.divides)
-        return self._is_read[module]
+            self._is_read[module] = not other and is_read(
+                module, sequence.device, self.mode.divides
+            )
+        return self._is_read.get(module, False)
 
     def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
-        if self.reads(module):
+        if self._is_read.get(module, False):
             self._readings.append(Reading(self.mode))
             return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
@@ -204,7 +206,7 @@ class Network(Watcher):
         real = call.output_tensor
         self.calls[mixer] += 1
         self.mode.known(call.hidden_states)
-        if self.reads(mixer.module):
+        if self._is_read.get(mixer.module, False):
             reading = self._readings.pop()
             if reading.explains(call) and all_finite(real):  # else an adapter knows where it began
                 self._limit(real, mixer)

@@ -51,11 +51,12 @@ class Watcher:
             Other arguments to enter it with, or None.
         """
 
-    def reads(self, module: nn.Module) -> bool:
+    def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Whether a mixer's own run tells what it is there for, so that no adapter need be asked.
 
         Args:
-            module: the mixer.
+            module: the mixer, which is about to run.
+            sequence: the first floating tensor that it is given.
         """
         return False
 
@@ -176,7 +177,8 @@ class _Calls:
         if all(watcher.looks_away for watcher in self.watchers):
             return
         _, sequence = swap_first((args, kwargs), lambda x: x)
-        if sequence is not None and not all(watcher.reads(module) for watcher in self.watchers):
+        read = [watcher.reads(module, sequence) for watcher in self.watchers]
+        if sequence is not None and not all(read):
             verified = any(watcher.verifies for watcher in self.watchers)
             _listen(module, sequence.shape, heard, contexts, verified)
         for watcher in self.watchers:
