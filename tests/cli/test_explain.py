@@ -51,6 +51,7 @@ Run = Callable[..., str]
 RECALL = ("recall-mamba", "--text")
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
     out, texts = tmp_path / "new" / "numbers.json", [PROMPT, "bob owns the kite"]
     decomposing: list[Any] = [LatimFlow, MambaLRP, LatimLogit]

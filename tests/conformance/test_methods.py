@@ -35,12 +35,12 @@ class CentredFlow(LatimFlow):
     default_rule = "centered"
 
 
-@named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout, LatimNorm))
+@named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout))
 def test_promises_of_captum(method: Any) -> None:
     check_method(method, clauses=QUICK)
 
 
-@named([LatimFlow, ImplicitAttention, LatimNorm])
+@named([LatimFlow, ImplicitAttention, LatimNorm], quick=(LatimFlow, LatimNorm))
 def test_options_on_padded_batches(method: Any) -> None:
     check_method(method, clauses=["padding"], kinds=["ids"])
 

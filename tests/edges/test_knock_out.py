@@ -156,6 +156,7 @@ def test_an_edge_named_twice_is_cut_once() -> None:
         assert close(inner, logits(expected)) <= 2e-6
 
 
+@pytest.mark.slow
 def test_what_the_mean_or_another_run_would_have_sent() -> None:
     model, ids, other = mamba_lm(), torch.randint(15, (2, 9)), torch.randint(15, (2, 9))
     edges = Edges(1, [1, 4], [6, 8])

@@ -107,7 +107,7 @@ def masks(name: str) -> list[Tensor | None]:
     return [None] if name in (*attention.IMAGES, *PACKAGE) else [None, MASK]
 
 
-@pytest.mark.parametrize("name", slow_but(("mamba", "mamba2", "gpt_neox"), TRANSFORMERS))
+@pytest.mark.parametrize("name", slow_but(("mamba", "gpt_neox"), TRANSFORMERS))
 def test_read_as_by_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     explained = Explained(TRANSFORMERS[name](monkeypatch), monkeypatch)
     for rule in RULES:
@@ -134,8 +134,8 @@ def test_read_in_mamba_ssm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mamba", "_SCAN", {"delta": ("query", -1)}),
         ("mamba2", "_CHUNKS", {"C": ("step", 1)}),
         ("mamba2", "_CHUNKS", {"dt": ("key", 1)}),
-        ("qwen3_next", "_DELTA", {"beta": ("key", 1)}),
-        ("qwen3_next", "_DELTA", {"query": ("step", 1)}),
+        pytest.param("qwen3_next", "_DELTA", {"beta": ("key", 1)}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "_DELTA", {"query": ("step", 1)}, marks=pytest.mark.slow),
         ("llama", "_PAIRS", {"key": ("step", 2)}),
     ],
 )

@@ -29,6 +29,7 @@ def test_undefined_numbers_do_not_count():
     assert low[1].isnan() and high[1].isnan()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=5))
 def test_merged_parts_are_the_whole(sizes):
     sizes[0] += 1

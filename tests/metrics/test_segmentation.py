@@ -49,6 +49,7 @@ def published(maps: Tensor, gold: Tensor) -> list[float]:
     return [accuracy, ious.mean(), *(sum(x) / len(x) for x in (precisions, scores))]
 
 
+@pytest.mark.slow
 def test_like_the_published_recipe():
     maps, gold = scene(9)
     scores = SegmentationScores()

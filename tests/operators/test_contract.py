@@ -20,7 +20,7 @@ from captum_ssm.operators import Operator, Shape
 QUICK = [
     *("diagonal", "conv both ways", "long conv", "permute", "given", "softmax", "running sum"),
     *("scalar decay of groups", "delta rule, decay of channels", "scan", "elementwise", "wkv"),
-    *("sum", "windows", "long conv in gates", "heads in another order"),
+    *("sum", "windows", "long conv in gates"),
 ]
 #: Chunks and tiles end at powers of two; the first length crosses the border of a chunk.
 LENGTHS = st.sampled_from([66, 1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 97, 130])

@@ -112,11 +112,11 @@ def one_of_another(x: Tensor) -> Tensor:
     return x.index_add(1, torch.tensor([3]), x[:, [2]])
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("before", "sizes"),
     [
-        (lambda x: x + x[:, :1], range(4, 40)),
+        pytest.param(lambda x: x + x[:, :1], range(4, 40), marks=pytest.mark.slow),
         (lambda x: x + x[:, -1:], range(4, 40)),
         (one_of_another, range(4, 33)),
     ],
@@ -307,6 +307,7 @@ def test_modules_are_left_as_they_were() -> None:
     assert net.a.forward is own and "forward" not in vars(net.b)
 
 
+@pytest.mark.slow
 def test_another_thread_runs_the_model_meanwhile() -> None:
     model, ids = transformers_model("mamba"), torch.randint(19, (1, 9))
     with torch.no_grad():
@@ -369,6 +370,7 @@ def test_a_finding_is_not_kept_of_a_users_function() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_finding_keeps_no_model() -> None:
     model = transformers_model("mamba")
     ImplicitAttentionRollout(model).attribute(torch.randint(19, (1, 9)))

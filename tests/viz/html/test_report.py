@@ -126,6 +126,7 @@ def test_the_identity_is_told_from_sources(path: Path) -> None:
             assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
 
 
+@pytest.mark.slow
 def test_images_have_patches(path: Path) -> None:
     methods, labels = [MambaAttribution, ImplicitAttentionRollout], [*"abcde"]
     for cls in ("middle", None):
