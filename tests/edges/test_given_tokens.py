@@ -18,6 +18,8 @@ from zoo.wrapped import Residual, mixer
 from captum_ssm import Edges, knock_out
 from captum_ssm.errors import InputError, QueryError, TrainingModeError
 
+pytestmark = pytest.mark.slow
+
 
 def block(kind: str = "mamba") -> Any:
     return Residual(kind, "rms", False, "one", "none", "behind")

@@ -19,6 +19,8 @@ from torch import Tensor
 from captum_ssm.errors import CheckpointError, OptionError
 from captum_ssm.models import VisionMamba, load_vim, vim, vim_small, vim_tiny
 
+pytestmark = pytest.mark.slow
+
 RELEASED = [("tiny", 7_148_008), ("small", 25_796_584)]
 PUBLISHED = "vim_{}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
 TYPES = [("none", True), ("v1", True), ("v2", True), ("v2", False)]

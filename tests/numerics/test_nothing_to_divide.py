@@ -23,6 +23,8 @@ from captum_ssm import (
     report,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS = [("mamba", torch.float64), ("mamba2", torch.float32), ("mamba2", torch.bfloat16)]
 
 

@@ -18,6 +18,8 @@ from zoo.mamba2 import make_model
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers.parts import common
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 TARGET = (-1, 2)
 
