@@ -205,9 +205,10 @@ class LatimFlow(FlowMethod):
             return_convergence_delta: also return output - relevance - biases per example, (B,),
                 which rounding alone keeps from 0. Default: False.
             verify: check that every operator reproduces its module's output, which the delta does
-                not tell: it is that of the network made of the operators. A number is the
-                tolerance. Default: None, which is True, or with ``zero_bias`` False: what is
-                compared is there already, but without biases it takes a third of the time more.
+                not tell: it is that of the network made of the operators. Mixers that run by
+                their own code have none. A number is the tolerance. Default: None, which is True,
+                or with ``zero_bias`` False: what is compared is there already, but without biases
+                it takes a third of the time more.
 
         Returns:
             The relevance in the inputs' shape, in a tuple where they are, with the delta if asked

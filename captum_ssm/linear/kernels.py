@@ -31,7 +31,7 @@ from ..mixers.parts.common import heeded_mask, padding_mask
 from ..mixers.registry import class_path, is_own
 from ..operators import SelectiveScan
 from ..operators.base import Role
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import autocast_dtype, unseen
 from ..tracing.changes import Shared, lasting
 from ..tracing.repair.loops import Repair, replacing
 from ..tracing.split import is_split
@@ -263,20 +263,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def is_read(module: nn.Module, device: torch.device, divides: bool) -> bool:
+def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
     """Whether a mixer's own code is read.
 
     Args:
         module: the mixer.
-        device: where it runs.
+        sequence: what it is given.
         divides: whether factors other than content and gates get a share.
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
-    if device.type == "cpu":
-        return not (divides and path in _SLOW)
-    return path not in _LOOPING or not _loops(module, device)
+    if sequence.device.type == "cpu":  # where operators compute half precision in float32
+        wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
+            sequence.device
+        )
+        return wide and not (divides and path in _SLOW)
+    return path not in _LOOPING or not _loops(module, sequence.device)
 
 
 def _loops(module: nn.Module, device: torch.device) -> bool:

@@ -1,9 +1,10 @@
 """A whole network, linear at its input for the time of a ``with``.
 
-No block of any model is written again: the model's own code runs, its mixers replaced by their
-frozen operators through hooks, and every other function of torch read by the rules of
-:mod:`.rules`.  What the model computes stays what it was; the graph it leaves is that of a linear
-network, so one ordinary backward pass is the exact decomposition of its output.
+No block of any model is written again: the model's own code runs, and every function of torch is
+read by the rules of :mod:`.rules`.  So are known mixers, whose kernels are functions with roles
+(:mod:`.kernels`); the others are replaced by their frozen operators, through hooks.  What the model
+computes stays what it was; the graph it leaves is that of a linear network, so one ordinary
+backward pass is the exact decomposition of its output.
 """
 
 from __future__ import annotations
@@ -190,9 +191,7 @@ class Network(Watcher):
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
             half = self.mode.divides and not self.mode.follows_tangents
             other = by_head or half or not self.mode.ledger.kept
-            self._is_read[module] = not other and is_read(
-                module, sequence.device, self.mode.divides
-            )
+            self._is_read[module] = not other and is_read(module, sequence, self.mode.divides)
         return self._is_read.get(module, False)
 
     def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
@@ -347,9 +346,9 @@ def linearised(
             live copies to run the model on. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether the inputs and outputs of mixers are kept. Default: True.
-        verify: check that every operator reproduces its module's output; a number is the
-            tolerance. Without constants it costs that the mixers are linearised again. Default:
-            False.
+        verify: check that every operator reproduces its module's output, where a mixer needs one;
+            a number is the tolerance. Without constants it costs that the mixers are linearised
+            again. Default: False.
         begins: the activation from which the network is explained; the stream past it is separate.
             Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
