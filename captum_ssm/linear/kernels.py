@@ -47,15 +47,21 @@ Roles = Mapping[str, tuple[Role, int]]
 
 #: Classes whose own code is read: module of transformers and class, or the path of the class.
 _SCANS = """
-mamba.MambaMixer falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer
+mamba.MambaMixer falcon_mamba.FalconMambaMixer jamba.JambaMambaMixer zamba.ZambaMambaMixer
 mamba_ssm.modules.mamba_simple.Mamba
 """
 _IN_CHUNKS = """
 mamba2.Mamba2Mixer bamba.BambaMixer falcon_h1.FalconH1Mixer nemotron_h.NemotronHMamba2Mixer
 granitemoehybrid.GraniteMoeHybridMambaLayer zamba2.Zamba2MambaMixer mamba_ssm.modules.mamba2.Mamba2
 qwen3_next.Qwen3NextGatedDeltaNet qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet
+olmo_hybrid.OlmoHybridGatedDeltaNet qwen4_exp.Qwen4ExpTextGatedDeltaNet
+kimi_linear.KimiLinearDeltaAttention bailing_hybrid.BailingHybridDeltaAttention
+glm5_next.Glm5NextTextLinearAttention
 """
 _SOFTMAX = """
+olmo_hybrid.OlmoHybridAttention kimi_linear.KimiLinearAttention
+bailing_hybrid.BailingHybridAttention
+zamba.ZambaAttention zamba2.Zamba2Attention lfm3.Lfm3Attention minimax.MiniMaxAttention
 jamba.JambaAttention bamba.BambaAttention falcon_h1.FalconH1Attention
 granitemoehybrid.GraniteMoeHybridAttention nemotron_h.NemotronHAttention
 qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention
@@ -644,6 +650,7 @@ ENTRIES: dict[str, Entry] = {
     "rmsnorm_fn": _norm,
     "chunk_gated_delta_rule": _delta_rule,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
 }
 
 

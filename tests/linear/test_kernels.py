@@ -11,7 +11,7 @@ from helpers.marks import slow_but
 from helpers.widened import InFloat64
 from oracles import relative_error
 from torch import Tensor
-from zoo import attention, delta, mamba2, mamba_ssm_cpu
+from zoo import attention, delta, mamba2, mamba_ssm_cpu, short_conv
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
@@ -39,15 +39,16 @@ def mamba2_of_package(fused: bool, **options: Any) -> Make:
 TRANSFORMERS: dict[str, Make] = {
     **{name: lambda _, n=name: transformers_model(n) for name in ("mamba", "falcon_mamba")},
     **{name: lambda _, n=name: mamba2.make_model(n) for name in mamba2.FAMILIES},
-    **{
-        name: lambda patch, n=name: delta.Family(n, patch).model()
-        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-    },
+    **{name: lambda patch, n=name: delta.Family(n, patch).model() for name in delta.FAMILIES},
     **{
         name: lambda _, n=name: attention.attention_model(n)
-        for name in ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit", "jamba")
+        for name in attention.FAMILIES
+        if name not in (*mamba2.FAMILIES, *delta.FAMILIES)
     },
+    **{name: lambda _, n=name: short_conv.make_model(n) for name in short_conv.FAMILIES},
 }
+#: Mixers that pick tokens, and attention with more than a gate behind it: adapters are asked.
+ASKED = ("glm5_next", "qwen4_exp", "bailing_hybrid", "lfm3")
 PACKAGE: dict[str, Make] = {
     "Mamba": of_mamba_ssm(False),
     "Mamba, fused": of_mamba_ssm(True),
@@ -113,7 +114,8 @@ def test_read_as_by_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for rule in RULES:
         for mask in masks(name):
             found = explained(rule, mask)
-            assert explained.read and all(explained.read), "an adapter was asked"
+            assert any(explained.read)
+            assert all(explained.read) or name in ASKED, "an adapter was asked"
             assert relative_error(found, explained.by_operators(rule, mask)) < 1e-12
 
 
