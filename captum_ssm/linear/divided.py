@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +42,6 @@ class Core:
     at_rest: float = 0.0
     result: Tensor | None = None
     mapped: Tensor | None = None
-    #: What is found once, for passes back along the paths of several labels.
-    _zeros: dict[str, Tensor] = field(default_factory=dict)
 
     def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
         """Return the product of a gate and a linear map of the kernel's result."""

@@ -218,9 +218,10 @@ class Reading:
         """Whether the call's output has a graph that is linear, through one kernel at least.
 
         Args:
-            call: the call, which has ended.
+            call: the call, which has ended: what is known of its graph is let go of.
         """
-        out, entering = call.output_tensor, call.hidden_states
+        out, entering, moved = call.output_tensor, call.hidden_states, self._moved
+        self._moved, self._cores = {}, {}
         if self.given_up or not self._mixes or not out.requires_grad:
             return False
         if len(out) != len(entering):  # a mask of more examples, say
@@ -232,8 +233,8 @@ class Reading:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in self._moved:
-                todo.append(self._moved[node])
+            if node in moved:
+                todo.append(moved[node])
                 continue
             made_by = getattr(node, "_forward_cls", None)
             if made_by is not None and not made_by.__module__.startswith(_OURS):

@@ -295,6 +295,36 @@ LINEAR = (
         "return constant",
         ("linear/test_network.py", "linear/test_mode.py", "attr/test_flow.py"),
     ),
+    Fault(
+        "a kernel's keys and steps pass gradients",
+        "fixed = factors[first], {name: factors[name].detach() for name in others}",
+        "fixed = factors[first], {name: factors[name] for name in others}",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "the adjoint of a convolution not turned back",
+        "return found.flip(-1), None",
+        "return found, None",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "a kernel's mean of keys counts padding",
+        "running_mean(factor.movedim(dim, 1), self.reading.mask)",
+        "running_mean(factor.movedim(dim, 1), None)",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "a kernel with an unknown backward is trusted",
+        "return False  # a kernel without an entry",
+        "continue",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "a gate on a kernel rests at one",
+        "        if self.mode.is_bent(gate):\n            return 0.0",
+        "        if self.mode.is_bent(gate):\n            return 1.0",
+        ("linear/test_kernels.py",),
+    ),
 )
 
 METHODS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
 from captum_ssm.linear import kernels
+from captum_ssm.linear.divided import Core
 from captum_ssm.linear.kernels import Reading
 from captum_ssm.linear.network import Network
 
@@ -229,3 +231,14 @@ def test_roles_follow_paths_through_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"key", "query", "gate", "step", "content"} == set(found.roles)
     for role, relevance in wanted.roles.items():
         assert relative_error(found.roles[role], relevance) < 1e-10, role
+
+
+def test_nothing_is_left_of_a_call() -> None:
+    model = attention.attention_model("gpt_neox")
+    gc.collect()
+    gc.disable()
+    try:
+        LatimFlow(model, rule="centered").attribute(torch.randint(13, (1, 9)), target=(-1, 3))
+        assert not any(isinstance(x, Core | Reading) for x in gc.get_objects())
+    finally:
+        gc.enable()
