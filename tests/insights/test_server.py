@@ -15,6 +15,8 @@ from helpers.pages import addresses, digest, read_page
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import FilterConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def visualizer():

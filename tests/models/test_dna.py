@@ -17,6 +17,8 @@ from captum_ssm.errors import CheckpointError, InputError, OptionError
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
 from captum_ssm.models.dna import COMPLEMENTS
 
+pytestmark = pytest.mark.slow
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"fused": False},

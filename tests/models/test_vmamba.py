@@ -14,6 +14,8 @@ from torch import Tensor
 from captum_ssm.errors import CheckpointError, OptionError
 from captum_ssm.models import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 
+pytestmark = pytest.mark.slow
+
 #: What makes them, width, depths, channels of mixers as a multiple of the width, and millions of
 #: parameters as published.
 RELEASED: list[Any] = [

@@ -26,6 +26,8 @@ from zoo.recurrent import griffin_config
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing import repaired_scans
 
+pytestmark = pytest.mark.slow
+
 #: In version 4 of transformers the loop is no function of its own, and is left as it is.
 reference = getattr(modeling_mamba, "mamba_selective_scan", None)
 
