@@ -138,7 +138,9 @@ class DirectPaths(Watcher):
         self.locals, self.entries = placed[:count], placed[count : count + len(self.entries)]
         self._placed_root = None if self.root is None else placed[-1]
 
-    def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
+    def while_mixing(
+        self, module: nn.Module, sequence: Tensor | None
+    ) -> Sequence[AbstractContextManager[Any]]:
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:

@@ -107,10 +107,15 @@ class Reading:
         mode: the rules.
         given_up: whether an adapter has to explain the call.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
+
+    Args:
+        mode: the rules.
+        sequence: the first floating tensor that the mixer is given: graphs are searched up to it.
     """
 
-    def __init__(self, mode: Linearising) -> None:
+    def __init__(self, mode: Linearising, sequence: Tensor | None = None) -> None:
         self.mode = mode
+        self._entered = None if sequence is None else sequence.grad_fn
         self.given_up = False
         self.mask: Tensor | None = None
         self._mixes = False
@@ -185,18 +190,20 @@ class Reading:
         if not self.mode.divides:
             self.given_up |= (len(live), len(straight)) != (2, 1)
             return None
-        found = [x for x in live if self._is_of_core(x)]
+        behind = [self._behind(x) for x in live]
+        found = [(x, *each) for x, each in zip(live, behind, strict=True) if each[0]]
         if not found:
             self.given_up |= (len(live), len(straight)) != (2, 1)
             return None
-        gates = [x for x in live if x is not found[0]]
-        at_rest = self._at_rest(gates[0]) if len(gates) == 1 == len(found) else None
-        behind = self._core_behind(found[0])
-        if at_rest is None or behind is None or not found[0].shape == gates[0].shape == out.shape:
+        (mapped, cores, of_others), *more = found
+        gates = [x for x in live if x is not mapped]
+        at_rest = self._at_rest(gates[0]) if len(gates) == 1 and not more else None
+        alone = len(cores) == 1 and not of_others
+        if at_rest is None or not alone or not mapped.shape == gates[0].shape == out.shape:
             self.given_up = True
             return None
-        core, result = behind
-        return divided(core.gated(result, found[0], gates[0], at_rest), out)
+        core, result = cores[0]
+        return divided(core.gated(result, mapped, gates[0], at_rest), out)
 
     def _at_rest(self, gate: Tensor) -> float | None:
         """Return a gate's value where its input is 0; None if it is not known."""
@@ -205,14 +212,21 @@ class Reading:
         known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
         return known
 
-    def _is_of_core(self, x: Tensor) -> bool:
-        return any(node in self._cores for node in _behind(x.grad_fn, self._cores))
-
-    def _core_behind(self, x: Tensor) -> tuple[Core, Tensor] | None:
-        """Return the kernel, and its result, that ``x`` is a linear map of, if of nothing else."""
-        ends = [node for node in _behind(x.grad_fn, self._cores) if not node.next_functions]
-        cores = [node for node in _behind(x.grad_fn, self._cores) if node in self._cores]
-        return self._cores[cores[0]] if len(cores) == 1 and not ends else None
+    def _behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
+        """Return the kernels that ``x`` is computed from, and whether from anything else."""
+        todo, seen, cores, of_others = [x.grad_fn], set[Any](), list[tuple[Core, Tensor]](), False
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._cores:
+                cores.append(self._cores[node])
+            elif node is self._entered or not node.next_functions:
+                of_others = True
+            else:
+                todo += [following for following, _ in node.next_functions]
+        return cores, of_others
 
     def explains(self, call: Call) -> bool:
         """Whether the call's output has a graph that is linear, through one kernel at least.
@@ -245,19 +259,6 @@ class Reading:
 
 #: Where the package's own functions are.
 _OURS = f"{__name__.split('.', 1)[0]}."
-
-
-def _behind(start: Any, cores: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph from a node on; those behind kernels are left out."""
-    todo, seen = [start], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node not in cores:
-            todo += [following for following, _ in node.next_functions]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -616,28 +617,22 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x.detach() * x.detach()).sum(-1, keepdim=True) + 1e-6)
 
 
-def attention(reading: Reading, kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """torch's scaled_dot_product_attention."""
-    given = _ATTENTION.bind(*args, **kwargs).arguments
-    factors = {name: given.pop(name) for name in _PAIRS}
-    return reading.moved(lambda **own: kernel(**own, **given), _PAIRS, factors)
-
-
-def _arguments(
+def attention(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Those of torch's scaled_dot_product_attention."""
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """torch's scaled_dot_product_attention."""
 
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return kernel(query, key, value, *args, **kwargs)
 
-_ATTENTION = inspect.signature(_arguments)
+    return reading.moved(run, _PAIRS, {"query": query, "key": key, "value": value})
+
 
 #: The entry of each kernel, by the name that modules give it.
 ENTRIES: dict[str, Entry] = {

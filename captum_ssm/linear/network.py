@@ -194,9 +194,11 @@ class Network(Watcher):
             self._is_read[module] = not other and is_read(module, sequence, self.mode.divides)
         return self._is_read.get(module, False)
 
-    def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
+    def while_mixing(
+        self, module: nn.Module, sequence: Tensor | None
+    ) -> Sequence[AbstractContextManager[Any]]:
         if self._is_read.get(module, False):
-            self._readings.append(Reading(self.mode))
+            self._readings.append(Reading(self.mode, sequence))
             return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
 

@@ -60,11 +60,13 @@ class Watcher:
         """
         return False
 
-    def while_mixing(self, module: nn.Module) -> Sequence[AbstractContextManager[Any]]:
+    def while_mixing(
+        self, module: nn.Module, sequence: Tensor | None
+    ) -> Sequence[AbstractContextManager[Any]]:
         """What to be in while a mixer runs.
 
         Args:
-            module: the mixer.
+            module, sequence: as in :meth:`reads`.
         """
         return ()
 
@@ -182,7 +184,7 @@ class _Calls:
             verified = any(watcher.verifies for watcher in self.watchers)
             _listen(module, sequence.shape, heard, contexts, verified)
         for watcher in self.watchers:
-            for context in watcher.while_mixing(module):
+            for context in watcher.while_mixing(module, sequence):
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
