@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .base import Operator, Shape
 from .chain import Chain
-from .kernels import fused_taps
 from .kernels.arithmetic import linear_map
 from .kernels.bands import Band, convolve_band, overlap
 from .kernels.portions import LARGE, Stream
@@ -85,8 +84,6 @@ class ShortConv(Operator):
 
     def _forward(self, v: Tensor) -> Tensor:
         """Sum weight[lag] v[t - lag] over lags, for all tokens t at a time."""
-        if self._is_fused(v):
-            return self._run_fused(v, transposed=False)
         out, others = self._without_delay(v)
         read, written = self._laid_out(v), self._laid_out(out)
         for lag, weight in others.items():
@@ -95,21 +92,12 @@ class ShortConv(Operator):
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        if self._is_fused(u):
-            return self._run_fused(u, transposed=True)
         out, others = self._without_delay(u)
         read, written = self._laid_out(u), self._laid_out(out)
         for lag, weight in others.items():
             earlier, later = self._overlap(lag)
             written[earlier].addcmul_(weight, read[later])
         return out
-
-    def _is_fused(self, x: Tensor) -> bool:
-        return x.is_cuda and self.width is None and fused_taps.serves(self.lags)
-
-    def _run_fused(self, x: Tensor, transposed: bool) -> Tensor:
-        rows, weight = x.flatten(-2).flatten(0, -3), self.weight.flatten(0, 1)
-        return fused_taps.run(weight, rows, transposed=transposed).view(x.shape)
 
     def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
         """Apply the tap of lag 0 to ``x``, in new memory (zeros without one); return other taps."""

@@ -22,22 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from captum_ssm.operators import DeltaRule, ScalarDecayHeads
 from captum_ssm.operators.kernels import (
-    fused_delta,
-    fused_fading,
-    fused_heads,
     fused_scan,
-    fused_taps,
-    gpu,
     wide_products,
 )
-from captum_ssm.operators.kernels.chunks import CHUNK, ChunkSteps
-from captum_ssm.operators.kernels.odd_even import FadingSteps
-from captum_ssm.operators.kernels.portions import parts
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
-from captum_ssm.operators.kernels.ut_transform import CorrectedSteps
 from helpers import mps
 from helpers.counts import Counts, arithmetic, kind_of, place, tensors_in
 
@@ -54,9 +44,6 @@ _MAKING_METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 _READING = ("as_tensor", "asarray", "new_tensor", "tensor")
 #: What may copy from one device to the other, or is told places by the host.
 _BETWEEN = ("copy_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
-
-#: Tokens of a chunk with which a delta rule takes about the arithmetic that it takes by token.
-_CORRECTED = 16
 
 aten = torch.ops.aten
 _built_in = torch._C.TensorBase
@@ -315,14 +302,10 @@ class StandIn(TorchDispatchMode):
             self._undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             return
         self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, self.name))
-        self._set(gpu, "has_triton", lambda: True)
+        self._set(fused_scan, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(fused_scan, "kept", self.kernel(_kept))
         self._set(fused_scan, "pulled", self.kernel(_pulled))
-        self._set(fused_fading, "run", self.kernel(_faded))
-        self._set(fused_taps, "run", self.kernel(_convolved))
-        self._set(fused_heads, "run", self.kernel(_attended))
-        self._set(fused_delta, "run", self.kernel(_corrected))
         self._set(wide_products, "multiply", self.kernel(lambda x, y: x.float() @ y.float()))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -493,55 +476,6 @@ def _pulled(
     found = dt.new_zeros(2, blocks, *b.shape)
     found[:, 0] = torch.stack(of_shared)
     return of_x, of_dt, found
-
-
-def _faded(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """What :func:`fused_fading.run` returns, on a processor."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with torch.no_grad():
-        FadingSteps(lambda part: decay[:, part], decay, transposed)(x, slice(0, x.shape[2]), out)
-    return out
-
-
-def _convolved(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """What :func:`fused_taps.run` returns, on a processor."""
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    tokens = x.shape[1]
-    with torch.no_grad():
-        for tap, factor in enumerate(weight.T[:tokens]):
-            early, late = slice(tokens - tap), slice(tap, None)
-            read, written = (late, early) if transposed else (early, late)
-            out[:, written].addcmul_(factor, x[:, read])
-    return out
-
-
-def _attended(
-    query: Tensor, key: Tensor, log_decay: Tensor, scale: Tensor | None, v: Tensor, *,
-    transposed: bool,
-) -> Tensor:  # fmt: skip
-    """What :func:`fused_heads.run` returns, on a processor: of one chunk after the other."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    heads = ScalarDecayHeads(query, key, log_decay, scale, v.shape[-1])
-    with torch.no_grad():
-        steps = ChunkSteps(heads.chunk, CHUNK, transposed)
-        for part in parts(v.shape[2], CHUNK, transposed):
-            steps(v[:, :, part], part, out[:, :, part])
-    return out
-
-
-def _corrected(
-    query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor | None, erase: Tensor | None,
-    erase_step: Tensor | None, v: Tensor, *, transposed: bool,
-) -> Tensor:  # fmt: skip
-    """What :func:`fused_delta.run` returns, on a processor: of one chunk after the other."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    erasing = {"erase": erase, "erase_step": erase_step}
-    rule = DeltaRule(query, key, beta, log_decay, v.shape[-1], **erasing)
-    with torch.no_grad():
-        steps = CorrectedSteps(rule._corrected, _CORRECTED, transposed)
-        for part in parts(v.shape[2], _CORRECTED, transposed):
-            steps(v[:, :, part], part, out[:, :, part])
-    return out
 
 
 class _Property(property):

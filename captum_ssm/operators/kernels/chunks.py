@@ -25,7 +25,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import fused_fading
 from .arithmetic import matmul
 from .portions import evenly
 
@@ -229,8 +228,6 @@ def _states(
         state: the state before the first (B, G, N, S, H / G, P); None if that is zero.
         backwards: whether the last chunk comes first.
     """
-    if written.is_cuda and written.shape[2] > 1 and fused_fading.serves():
-        return _states_together(written, carry, state, backwards)
     steps = list(zip(carry.unbind(2), written.unbind(2), strict=True))
     order = range(len(steps))[:: -1 if backwards else 1]
     before: list[Tensor] = [written] * len(steps)
@@ -240,23 +237,3 @@ def _states(
         state = gained if state is None else gained.addcmul_(kept, state)
     assert state is not None
     return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state
-
-
-def _states_together(
-    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
-) -> tuple[Tensor, Tensor]:
-    """:func:`_states` where a launch for each chunk would cost more than copies of the carries."""
-    first, last = (-1, 0) if backwards else (0, -1)
-    if state is not None:
-        written[:, :, first].addcmul_(carry[:, :, first], state)
-    # the adjoint of a recurrence takes each decay a step later than its map does
-    lead = written.new_empty(*written.shape[:2], written.shape[2] + 1, *written.shape[3:])
-    lead[:, :, 1:] = carry
-    decays = (lead[:, :, :-1] if backwards else lead[:, :, 1:]).flatten(0, 1).flatten(2)
-    after = fused_fading.run(decays, written.flatten(0, 1).flatten(2)[None], transposed=backwards)
-    after = after.view(written.shape)
-    before = torch.empty_like(after)
-    before[:, :, first] = 0 if state is None else state
-    here, there = slice(1, None), slice(-1)
-    before[:, :, there if backwards else here] = after[:, :, here if backwards else there]
-    return before, after[:, :, last]

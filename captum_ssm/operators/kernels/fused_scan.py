@@ -25,14 +25,16 @@ back the states of some tokens are made again from the one before them, which is
 from __future__ import annotations
 
 import functools
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import gpu
 from .arithmetic import BINARY
-from .gpu import composed, device_of, jitted, power_of_two
 from .token_loop import ScanCoefficients
 
 #: Tokens, and channels times states, that a program holds at a time.
@@ -40,13 +42,19 @@ _TOKENS, _COLUMNS = 32, 64
 #: The same for gradients: the more channels, the fewer sums over some of them are written.
 _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
-#: Triton's language, set by :func:`.gpu.jitted` before a kernel is compiled.
+#: Triton's language, set before a kernel is compiled.
 tl: Any = None
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def serves(scan: ScanCoefficients) -> bool:
     """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states."""
-    return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
+    return has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
@@ -165,13 +173,41 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
 @functools.cache
 def compiled() -> Any:
     """The kernel as Triton runs it."""
-    return jitted(_scan, composed)
+    return _jitted(_scan)
 
 
 @functools.cache
 def compiled_gradients() -> Any:
     """The kernel of gradients as Triton runs it."""
-    return jitted(_pull, composed)
+    return _jitted(_pull)
+
+
+def _jitted(kernel: Any) -> Any:
+    """Wrap a kernel for Triton, which looks its names up in this module."""
+    triton, names = import_module("triton"), globals()
+    names["tl"] = import_module("triton.language")
+    if inspect.isfunction(composed):  # and not wrapped for the other kernel
+        names["composed"] = triton.jit(composed)
+    return triton.jit(kernel)
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which a tensor's GPU is the current one, on which Triton launches.
+
+    A model may be on several GPUs.  On a processor, where Triton's interpreter runs, nothing
+    changes.
+    """
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
+    """Compose two steps h -> decay h + state of a recurrence; a helper that Triton compiles."""
+    return decay * next_decay, next_decay * state + next_state
 
 
 def _scan(  # type: ignore[no-untyped-def]

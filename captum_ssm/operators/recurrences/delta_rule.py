@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..base import Operator, Role, Shape
-from ..kernels import fused_delta
 from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
 from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
@@ -242,13 +241,6 @@ class DeltaRule(ChunkedHeads):
         return corrected(query, beta * key, erase, taken, logs, late)
 
     # --- the map and its adjoint -----------------------------------------------------------
-
-    def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        if not (x.is_cuda and fused_delta.serves(self)):
-            return super()._run(x, transposed)
-        rule = self.query, self.key, self.beta, self.log_decay, self.erase, self.erase_step
-        stacked = x.reshape(-1, *x.shape[-4:])
-        return fused_delta.run(*rule, stacked, transposed=transposed).view(x.shape)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
         """The steps by corrected values: chunks' own matrices would cost more."""

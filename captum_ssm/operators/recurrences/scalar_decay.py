@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Operator, Role, Shape
-from ..kernels import fused_heads
 from ..kernels.arithmetic import doubled, exponential, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
@@ -167,15 +166,6 @@ class ScalarDecayHeads(ChunkedHeads):
             scale = in_chunks(self.scale[:, part, :, None], length)
             within, until = within.mul_(scale.mT), until * scale
         return Chunk(part, within, q, k, decay.total, (decay.since, until))
-
-    # --- the map and its adjoint -----------------------------------------------------------
-
-    def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        if not (x.is_cuda and fused_heads.serves(self)):
-            return super()._run(x, transposed)
-        coefficients = self.query, self.key, self.log_decay, self.scale
-        stacked = x.reshape(-1, *x.shape[-4:])
-        return fused_heads.run(*coefficients, stacked, transposed=transposed).view(x.shape)
 
     # --- its matrices ----------------------------------------------------------------------
 
