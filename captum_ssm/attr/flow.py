@@ -39,8 +39,11 @@ class FlowMethod(LinearMethod):
         layers: Sequence[str | nn.Module] | None = None,
         *,
         rule: Rule | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__(forward_func, model, layers)
+        checks.flags(recompute=recompute)
+        self.recompute = recompute
         if rule is not None:
             self.default_rule = checks.choice("rule", rule, FAMILY)
 
@@ -62,7 +65,8 @@ class FlowMethod(LinearMethod):
                 "references is one. Use rule='frozen' or 'half', or keep the constants."
             )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
-        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify, **more)
+        options = {**more, "recompute": self.recompute}
+        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify, **options)
 
     def _relevance(
         self,
@@ -133,6 +137,9 @@ class LatimFlow(FlowMethod):
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"frozen"``.
+        recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
+            backward passes. Memory grows with depth by one residual stream a block; calls take up
+            to twice as long. Default: False.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -413,6 +420,9 @@ class MambaLRP(LatimFlow):
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.
+        recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
+            backward passes. Memory grows with depth by one residual stream a block; calls take up
+            to twice as long. Default: False.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.

@@ -136,7 +136,7 @@ class Parts:
         From the last place to the first: paths pass later places through the nodes read there.
         """
         leaves = [self.met[site].leaf for site in self.sites]
-        gradients, _ = account(self.network.mode.ledger, self.number, self.constant, leaves)  # type: ignore[arg-type]
+        gradients, _ = account(self.network.mode, self.number, self.constant, leaves)  # type: ignore[arg-type]
         total = dict(zip(self.sites, gradients, strict=True))
         effects = {}
         for place in reversed(range(len(self.sites))):
@@ -198,7 +198,7 @@ class Parts:
         if not number.requires_grad:  # no node comes before its place
             number = number + 0 * roots[0].sum()
         gradients, biases = account(
-            self.network.mode.ledger,
+            self.network.mode,
             number,
             constant,
             [*roots, *leaves],  # type: ignore[list-item]

@@ -1,7 +1,9 @@
 """The whole network, frozen into a linear map of its input."""
 
+from .blocks import along_all_paths, outside
 from .constants import Ledger, contribution
 from .direct import DirectPaths, Local, direct_paths
+from .mode import Linearising
 from .network import Network, Step, linearised
 from .shares import FAMILY, Rule
 from .sites import Site, find_site
@@ -10,13 +12,16 @@ __all__ = [
     "FAMILY",
     "DirectPaths",
     "Ledger",
+    "Linearising",
     "Local",
     "Network",
     "Rule",
     "Site",
     "Step",
+    "along_all_paths",
     "contribution",
     "direct_paths",
     "find_site",
     "linearised",
+    "outside",
 ]

@@ -101,7 +101,7 @@ class Ledger:
             return
         where, shape = self._where(), out.shape
         _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: self._write(gradient.reshape(shape), constant, where)
+            lambda gradient: self.write(gradient.reshape(shape), constant, where)
         )
 
     @contextmanager
@@ -123,7 +123,8 @@ class Ledger:
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 
-    def _write(self, gradient: Tensor, constant: Tensor, where: str) -> None:
+    def write(self, gradient: Tensor, constant: Tensor, where: str) -> None:
+        """Hand a constant, and its gradient, to the present entry."""
         if self._entry is not None:
             self._entry(gradient.detach(), constant, where)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ class Core:
         at_rest: the gate's value where its input is 0. Default: 0.
         result: what the kernel returned, if there is a gate. Default: None.
         mapped: the linear map of it. Default: None.
+        place: its name among all that divide relevance.
     """
 
     reading: Reading
@@ -42,6 +43,10 @@ class Core:
     at_rest: float = 0.0
     result: Tensor | None = None
     mapped: Tensor | None = None
+    place: object = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", self.reading.mode.labels.place())
 
     def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
         """Return the product of a gate and a linear map of the kernel's result."""
@@ -133,11 +138,11 @@ class Core:
         if labels.label == "content":
             for name in found:
                 if self.role(name) != "content":
-                    begun.setdefault(self.role(name), {})[self, name] = found[name]
+                    begun.setdefault(self.role(name), {})[self.place, name] = found[name]
                     found[name] = torch.zeros_like(found[name])
         elif labels.label is not None:
             for name in found:
-                before = begun[labels.label].pop((self, name), None)
+                before = begun[labels.label].pop((self.place, name), None)
                 found[name] = found[name] if before is None else found[name] + before
         return found
 

@@ -33,6 +33,7 @@ from ..operators import SelectiveScan
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import autocast_dtype, unseen
 from ..tracing.changes import Shared, lasting
+from ..tracing.hooks import tensors_in
 from ..tracing.repair.loops import Repair, replacing
 from ..tracing.split import is_split
 from .divided import Core, divided
@@ -240,7 +241,7 @@ class Reading:
             return False
         if len(out) != len(entering):  # a mask of more examples, say
             return False
-        entered = {x.grad_fn for x in _tensors((call.args, call.kwargs)) if x.grad_fn is not None}
+        entered = {x.grad_fn for x in tensors_in((call.args, call.kwargs)) if x.grad_fn is not None}
         todo, seen = [out.grad_fn], set(entered)
         while todo:
             node = todo.pop()
@@ -259,16 +260,6 @@ class Reading:
 
 #: Where the package's own functions are.
 _OURS = f"{__name__.split('.', 1)[0]}."
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:

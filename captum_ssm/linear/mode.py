@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
-from ..tracing.hooks import detached
+from ..tracing.hooks import detached, tensors_in
 from .constants import Ledger, share
 from .kernels import Reading, attention
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
+
+if TYPE_CHECKING:
+    from .blocks import Blocks
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -107,7 +110,7 @@ class Linearising(TorchFunctionMode):
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
         labels: the paths that a backward pass follows.
-        where: returns the name of the module that is running.
+        blocks: the blocks whose graph is made again. Default: None, each keeps its graph.
         tell: functions that are called with name and arguments of a torch function before it, by
             its name; empty at first.
 
@@ -117,7 +120,8 @@ class Linearising(TorchFunctionMode):
         rule: how relevance is divided; see :mod:`.shares`. ``"frozen"`` gives all of a product
             outside of mixers to the factor that no activation has bent, the others give equal
             shares. A product of factors that are alike is shared either way.
-        where: returns the name of the module that is running.
+        where: returns the name of the module that is running; it takes another name, which it
+            returns where none is.
         constants: whether biases and other constants are kept. Default: True.
         by_role: whether backward passes are to tell roles apart. Default: False.
     """
@@ -126,7 +130,7 @@ class Linearising(TorchFunctionMode):
         self,
         ids: Tensor | None,
         rule: Rule,
-        where: Callable[[], str],
+        where: Callable[[str], str],
         constants: bool = True,
         by_role: bool = False,
     ) -> None:
@@ -138,11 +142,14 @@ class Linearising(TorchFunctionMode):
         self.start: Tensor | None = None
         self.again: list[LookUp] = []
         self.others: tuple[Tensor, ...] = ()
-        self.ledger = Ledger(where, constants)
+        self.blocks: Blocks | None = None
+        #: The block that runs again, whose hooks and call are passed by.
+        self.within: str = ""
+        self._where = where
+        self.ledger = Ledger(self.where, constants)
         self.bends = 0
         self.reading: Reading | None = None
         self.defers = False
-        self.where = where
         self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self.given: Tensor | None = None
         self._ids = ids
@@ -157,6 +164,10 @@ class Linearising(TorchFunctionMode):
         self.at_rest = WeakIdKeyDictionary()
         #: Memory in which no function of torch has written, and its version.
         self._unwritten = WeakIdKeyDictionary()
+
+    def where(self) -> str:
+        """Return the name of the module that is running."""
+        return self._where(self.within)
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """Return contexts in which torch's functions are left as they are."""
@@ -390,6 +401,28 @@ class Linearising(TorchFunctionMode):
         if self.is_live(x):
             self._bent[x] = True
 
+    def resembles(self, x: Tensor, other: Tensor) -> None:
+        """Note of ``x`` all that is noted of a tensor that it is a copy of."""
+        if self.is_bent(other):
+            self.mark_bent(x)
+        if other in self.at_rest:
+            self.at_rest[x] = self.at_rest[other]
+
+    def gradients(
+        self, output: Tensor, wanted: Sequence[Tensor], seed: Tensor | None = None
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of a number (B,) at tensors of the graph, None where none arrives.
+
+        Args:
+            output: the number.
+            wanted: the tensors.
+            seed: its gradient (B,). Default: None, 1 for each example.
+        """
+        if self.blocks is not None:
+            return self.blocks.gradients(output, wanted, seed)
+        seed = torch.ones_like(output) if seed is None else seed
+        return torch.autograd.grad(output, wanted, seed, retain_graph=True, allow_unused=True)
+
     def overwrite(self, x: Tensor, new: Tensor) -> Tensor:
         """Write ``new`` with its graph into ``x``; without a graph it is a constant."""
         self._bent.pop(x, None)  # type: ignore[no-untyped-call]
@@ -415,7 +448,7 @@ class Linearising(TorchFunctionMode):
 
         By the rule ``"frozen"`` all goes to those that do not come straight from an activation.
         """
-        live = list(self._tensors((*args, *kwargs.values())))
+        live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         straight = [a for a in live if not self.is_bent(a)]
         if self.rule == "frozen" and 0 < len(straight) < len(live):
             args = self._straight(args)
@@ -447,14 +480,6 @@ class Linearising(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._straight(item) for item in value)
         return value.detach() if self.is_bent(value) else value
-
-    def _tensors(self, values: Iterable[Any]) -> Iterable[Tensor]:
-        """Yield the live tensors among ``values``, however nested."""
-        for value in values:
-            if isinstance(value, tuple | list):
-                yield from self._tensors(value)
-            elif self.is_live(value):
-                yield value
 
     def _in_place(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

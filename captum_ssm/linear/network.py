@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, OptionError
 from ..mixers.base import Call, LinearMixer, joined_end_to_end
 from ..mixers.parts.heard import forget
 from ..operators import Chain, Diagonal, Operator, Sum
@@ -30,7 +30,7 @@ from ..operators.readings.coefficients import follow_mask, live_coefficients
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import name_of_running
+from ..tracing.hooks import hooked, name_of_running, swapped, tensors_in
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
@@ -42,6 +42,7 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
+from .blocks import Blocks, lists_of_blocks
 from .kernels import Reading, entries, is_read, mask_of
 from .mode import Linearising
 from .shares import FAMILY, Rule, is_shared, shared
@@ -56,6 +57,8 @@ class Step:
         name: the mixer's qualified name in the model.
         entering: the live tensors that entered its block, whose sum is the residual stream.
         output: what the mixer returned, (B, L, E).
+        again: for each entering tensor that other blocks may be given as well, a name of it; None
+            for others. Default: empty, for all.
 
     Example:
         >>> import torch
@@ -67,6 +70,7 @@ class Step:
     name: str
     entering: tuple[Tensor, ...]
     output: Tensor
+    again: tuple[int | None, ...] = ()
 
 
 @dataclass(eq=False)
@@ -87,6 +91,7 @@ class Network(Watcher):
         steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
         content_only: names of the mixers that have run and whose adapters give no factor but
             content that a rule could share relevance with, one for each call. Default: empty.
+        blocks: the blocks whose graph is made again. Default: None, each keeps its graph.
 
     Example:
         >>> import torch
@@ -111,7 +116,10 @@ class Network(Watcher):
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
+    blocks: Blocks | None = None
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
+    _entered: dict[int, Tensor] = field(default_factory=dict)
+    _first: dict[int, int] = field(default_factory=dict)
     _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
     _reads_root: dict[Any, bool] = field(default_factory=dict)
     _is_read: dict[nn.Module, bool] = field(default_factory=dict)
@@ -176,10 +184,37 @@ class Network(Watcher):
     def verifies(self) -> bool:
         return self.verify is not False
 
-    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> None:
-        if is_block and self.keeps_steps:
-            values = (*given[0], *given[1].values())
-            self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
+    @property
+    def looks_away(self) -> bool:
+        return self.blocks is not None and self.blocks.passing is not None
+
+    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        passing = self.blocks is not None and not self.blocks.again  # it runs again
+        if passing or not (is_block and self.keeps_steps):
+            return None
+        live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
+        # several tensors, of which one may be made of another, or one that has entered a block
+        # before: this block is given views, whose gradients are those of this block
+        several = len({id(x) for x in live}) > 1
+        again = {id(x): x.view_as(x) for x in live if several or id(x) in self._entered}
+        self._first |= {id(view): self._first.get(key, key) for key, view in again.items()}
+        self._entered |= {id(x): x for x in (*live, *again.values())}
+        self._entering[module] = tuple(again.get(id(x), x) for x in live)
+        return swapped(given, again) if again else None
+
+    def let_go(self) -> None:
+        """Leave the blocks, which refer to the network, and all that has entered them."""
+        self.blocks = self.mode.blocks = None
+
+    def begin_again(self) -> None:
+        """Forget what has entered blocks."""
+        self._entered.clear()
+        self._first.clear()
+
+    def leaves(self, module: nn.Module, output: Any) -> Any:
+        """A block has returned: later blocks are given views, apart from its own use of them."""
+        live = {id(x): x for x in tensors_in(output) if self.mode.is_live(x)}
+        return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Whether the mixer runs by its own code; see :mod:`.kernels`.
@@ -205,7 +240,11 @@ class Network(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output anew, by its operator, with a graph that is linear."""
         real = call.output_tensor
-        self.calls[mixer] += 1
+        if self.blocks is None or not self.blocks.again:
+            self.calls[mixer] += 1
+        if self.looks_away:
+            self._passed(mixer, call)
+            return None
         self.mode.known(call.hidden_states)
         if self._is_read.get(mixer.module, False):
             reading = self._readings.pop()
@@ -231,7 +270,18 @@ class Network(Watcher):
             self.mask = mask
         if self.keeps_steps and self.mode.is_live(out):
             block = () if call.block is None else self._entering[call.block]
-            self.steps.append(Step(mixer.name, block, out))
+            again = tuple(self._first.get(id(x)) for x in block)
+            self.steps.append(Step(mixer.name, block, out, again))
+
+    def _passed(self, mixer: Mixer, call: Call) -> None:
+        """Note the mask of a call in a block that runs for its output alone."""
+        named = [x for name, x in call.kwargs.items() if "mask" in name]
+        if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named)):
+            mask = linearize(mixer, call, running=True).mask
+            forget()
+            require_real_tokens(mask)
+            if mask is not None and self._is_of_input(call):
+                self.mask = mask
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         """Replace outputs that later mixers read beside the stream by live ones."""
@@ -249,12 +299,14 @@ class Network(Watcher):
         The mixers of an image tower read further inputs alone.  The graph is searched from the
         mixer's input, each node once in a run.
         """
+        passing = None if self.blocks is None else self.blocks.passing
+        read = [call.hidden_states] if passing is None else passing
         if not self.mode.others:
-            return self.mode.is_live(call.hidden_states)
+            return any(map(self.mode.is_live, read))
         start, known = self.mode.root, self._reads_root
         if start is None:
             return False
-        todo = [call.hidden_states.grad_fn]
+        todo = [x.grad_fn for x in read]
         while todo:
             node = todo[-1]
             if node is None or node in known:
@@ -267,7 +319,7 @@ class Network(Watcher):
                 continue
             is_start = getattr(node, "variable", None) is start
             known[todo.pop()] = is_start or any(known[each] for each in before)
-        return known.get(call.hidden_states.grad_fn, False)
+        return any(known.get(x.grad_fn, False) for x in read)
 
     def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
         """Return the linear mixer, and record what later mixers read of it.
@@ -329,6 +381,7 @@ def linearised(
     begins: Site | None = None,
     cuts: Sequence[Site] = (),
     reads: Sequence[Site] = (),
+    recompute: bool = False,
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
@@ -355,6 +408,8 @@ def linearised(
             Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
         reads: activations that are only read. Default: none.
+        recompute: whether blocks run again in backward passes, one at a time, instead of keeping
+            their graph; see :mod:`.blocks`. Default: False.
 
     Yields:
         The :class:`Network`, complete when the forward run is.
@@ -388,10 +443,27 @@ def linearised(
         network = Network(mode, mixers, sites, steps, verify, begins)
         vouched = layers is not None
         # under_rules has let autograd record the runs
-        observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
+        enter = observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
         stack.enter_context(entries())
+        if steps and not recompute:
+            for block in {block for mixer in mixers for block in mixer.blocks}:
+                hook = functools.partial(_left, network)
+                stack.enter_context(hooked(block.register_forward_hook, hook))
         sites.watch(stack)
+        if recompute:
+            if cut or begins is not None:
+                raise OptionError(
+                    "recompute=True keeps no graph inside blocks, so no activation can be read or "
+                    "cut there. Leave recompute out."
+                )
+            blocks = network.blocks = mode.blocks = Blocks(network, enter)
+            stack.callback(network.let_go)
+            stack.enter_context(blocks.watch(lists_of_blocks(model, mixers)))
         yield network
+
+
+def _left(network: Network, module: nn.Module, args: Any, output: Any) -> Any:
+    return network.leaves(module, output)
 
 
 @contextmanager
@@ -408,7 +480,10 @@ def under_rules(
     Mixers are left to a watcher of the run, :class:`Network` or :class:`.DirectPaths`.
     """
     names = {module: name for name, module in model.named_modules()}
-    where = functools.partial(name_of_running, names, type(model).__name__)
+
+    def where(otherwise: str) -> str:
+        return name_of_running(names, otherwise or type(model).__name__)
+
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearising(ids, rule, where, constants, by_role)
     mode.tell.update(refusals(model))

@@ -83,7 +83,21 @@ class Labels:
         self.label: Role | None = None
         #: Gradients that came to factors along content alone, by the factors' role: the paths of
         #: that label go on from there.
-        self.begun: dict[Role, dict[tuple[object, str], Tensor]] = {}
+        self.begun: dict[Role, dict[tuple[object, object], Tensor]] = {}
+        #: The block that runs again, and how many parts of it divide relevance so far.
+        self._again: tuple[int, int] | None = None
+
+    def again(self, block: int | None) -> None:
+        """Note that a block, by its number, runs again from now on; None for no block."""
+        self._again = None if block is None else (block, 0)
+
+    def place(self) -> object:
+        """Return a name for a part that divides relevance: the same when its block runs again."""
+        if self._again is None:
+            return object()
+        block, part = self._again
+        self._again = block, part + 1
+        return self._again
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
@@ -114,7 +128,7 @@ def shared(
     """Apply an operator to ``x`` (B, L, H, P), with a derivative shared among factors by a rule."""
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
-    outer = _Outer(operator, rule, chosen, ledger, labels, mask)
+    outer = _Outer(operator, rule, chosen, ledger, labels, mask, labels.place())
     out: Tensor = _Averaged.apply(outer, x, *sources)  # type: ignore[no-untyped-call]
     return out
 
@@ -130,6 +144,7 @@ class _Outer:
         ledger: records the part of the references.
         labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
+        place: its name among all that divide relevance.
     """
 
     operator: Operator
@@ -138,6 +153,7 @@ class _Outer:
     ledger: Ledger
     labels: Labels
     mask: Tensor | None
+    place: object
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -145,13 +161,13 @@ class _Outer:
         label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
         if label == "content":
-            for (leaf, name), of_factor in zip(self.chosen, found, strict=True):
-                begun.setdefault(leaf.roles[name], {})[leaf, name] = of_factor
+            for i, (leaf, name) in enumerate(self.chosen):
+                begun.setdefault(leaf.roles[name], {})[self.place, i] = found[i]
             return of_values, [torch.zeros_like(of_factor) for of_factor in found]
         if label is not None:
-            for i, key in enumerate(self.chosen):
-                if key in begun[label]:
-                    found[i] = found[i] + begun[label].pop(key)
+            for i, of_factor in enumerate(found):
+                before = begun[label].pop((self.place, i), None)
+                found[i] = of_factor if before is None else of_factor + before
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:

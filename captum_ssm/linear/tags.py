@@ -12,13 +12,14 @@ after which a GPU would do no more work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..operators.kernels.arithmetic import unseen
+from ..tracing.hooks import swapped, tensors_in
 from ..tracing.layer import same_memory
 from ..tracing.replays import begins_with
 
@@ -116,7 +117,7 @@ class Tags:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; if an argument is followed, follow its results."""
-        tensors = {id(x): x for x in _tensors((args, kwargs))}
+        tensors = {id(x): x for x in tensors_in((args, kwargs))}
         if not any(map(self.follow, tensors.values())):
             return func(*args, **kwargs)
         ids = {key: x for key, x in tensors.items() if _where(x) is not None}  # whole numbers
@@ -124,13 +125,13 @@ class Tags:
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
-        results = list(_tensors(args[:1] if out is None else (out,)))
+        results = list(tensors_in(args[:1] if out is None else (out,)))
         if not results or any(_where(x) is None for x in results):  # numbers, or truths
             return out
         with unseen():
             tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
             new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
-            copies = _on_tagged(func, _swapped(args, new), _swapped(kwargs, new), len(results))
+            copies = _on_tagged(func, swapped(args, new), swapped(kwargs, new), len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
             # follow what holds tags now, or may: a copy without tags equals its tensor
             for x, copy in pairs:
@@ -176,7 +177,7 @@ def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> 
         out = func(*args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is no index
         return [None] * count
-    found = [x.cpu().long() for x in _tensors(args[:1] if out is None else (out,))]
+    found = [x.cpu().long() for x in tensors_in(args[:1] if out is None else (out,))]
     return list(found) if len(found) == count else [None] * count
 
 
@@ -203,23 +204,3 @@ def _where(x: Tensor) -> Any:
         return x.device, x.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # it has no memory of its own
         return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value, however nested."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
-
-def _swapped(value: Any, new: dict[int, Tensor]) -> Any:
-    """Replace tensors in a value by others, by the Python id of each."""
-    if isinstance(value, Tensor):
-        return new.get(id(value), value)  # the call may have put it there
-    if isinstance(value, dict):
-        return {key: _swapped(item, new) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_swapped(item, new) for item in value)
-    return value

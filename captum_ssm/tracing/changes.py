@@ -6,11 +6,12 @@ it: hooks, replaced functions, locks.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 Undo: TypeAlias = Callable[[], None]
 
@@ -63,6 +64,65 @@ class Shared:
         if not self._users and self._undo is not None:
             undo, self._undo = self._undo, None
             undo()
+
+
+class _ByThread:
+    """A function in an attribute, which others replace in some threads.
+
+    Attributes:
+        original: the function itself.
+        is_own: whether the holder had it, and not its class.
+        others: the functions that replace it, by thread, the latest last.
+    """
+
+    def __init__(self, original: Callable[..., Any], is_own: bool) -> None:
+        functools.update_wrapper(self, original, updated=())
+        self.original = original
+        self.is_own = is_own
+        self.others: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)
+
+    def current(self) -> Callable[..., Any]:
+        """Return the function of the calling thread."""
+        return self.others.get(threading.get_ident(), [self.original])[-1]
+
+
+def of_this_thread(holder: Any, name: str) -> Any:
+    """Return the attribute that an object has in the calling thread; None if it has none."""
+    held = getattr(holder, name, None)
+    return held.current() if isinstance(held, _ByThread) else held
+
+
+def instead(holder: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let the calling thread find a function in place of an object's attribute.
+
+    Args:
+        holder: the object.
+        name: the attribute, a function.
+        function: the other function.
+    """
+    thread, attributes = threading.get_ident(), vars(holder)
+
+    def replace() -> Undo:
+        if not isinstance(attributes.get(name), _ByThread):
+            attributes[name] = _ByThread(getattr(holder, name), name in attributes)
+        held = attributes[name]
+        held.others.setdefault(thread, []).append(function)
+
+        def restore() -> None:
+            held.others[thread].pop()
+            if not held.others[thread]:
+                del held.others[thread]
+            if not held.others and held.is_own:
+                attributes[name] = held.original
+            elif not held.others:
+                del attributes[name]
+
+        return restore
+
+    return lasting(replace)
 
 
 def _undo_those_of_others() -> None:

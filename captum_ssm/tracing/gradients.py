@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .changes import Undo, lasting
+from .changes import Undo, instead, lasting, of_this_thread
 from .hooks import swap_first
 
 Function = Callable[..., Any]
@@ -96,10 +95,11 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
     """Let transformers checkpoint in the form that has a graph inside layers, not "reentrant"."""
     with ExitStack() as stack:
         for module in model.modules():
-            present = _checkpointing(module)
+            present = of_this_thread(module, _CHECKPOINTING)
             if isinstance(present, functools.partial) and "use_reentrant" in present.keywords:
                 other = functools.partial(present, use_reentrant=False)
-                stack.enter_context(_checkpointed_by(module, functools.partial(_from_live, other)))
+                other = functools.partial(_from_live, other)
+                stack.enter_context(instead(module, _CHECKPOINTING, other))
         yield
 
 
@@ -119,60 +119,12 @@ def checkpoints_off(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if _CHECKPOINTING in vars(module):
-                stack.enter_context(_checkpointed_by(module, _at_once))
+                stack.enter_context(instead(module, _CHECKPOINTING, _at_once))
         yield
 
 
 def _at_once(function: Function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-class _Checkpointing:
-    """A module's checkpointing function, which other functions replace in some threads.
-
-    Attributes:
-        original: the module's own function.
-        others: the functions that replace it, by thread, the latest last.
-    """
-
-    def __init__(self, original: Function) -> None:
-        self.original = original
-        self.others: dict[int, list[Function]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.current()(*args, **kwargs)
-
-    def current(self) -> Function:
-        """Return the function of the calling thread."""
-        return self.others.get(threading.get_ident(), [self.original])[-1]
-
-
-def _checkpointing(module: nn.Module) -> Any:
-    """Return the function that the module checkpoints with in this thread; None if none."""
-    held = vars(module).get(_CHECKPOINTING)
-    return held.current() if isinstance(held, _Checkpointing) else held
-
-
-def _checkpointed_by(module: nn.Module, function: Function) -> AbstractContextManager[None]:
-    """Let the calling thread checkpoint the module with ``function``."""
-    thread, attributes = threading.get_ident(), vars(module)
-
-    def replace() -> Undo:
-        if not isinstance(attributes[_CHECKPOINTING], _Checkpointing):
-            attributes[_CHECKPOINTING] = _Checkpointing(attributes[_CHECKPOINTING])
-        held = attributes[_CHECKPOINTING]
-        held.others.setdefault(thread, []).append(function)
-
-        def restore() -> None:
-            held.others[thread].pop()
-            if not held.others[thread]:
-                del held.others[thread]
-            if not held.others:
-                attributes[_CHECKPOINTING] = held.original
-
-        return restore
-
-    return lasting(replace)
 
 
 @dataclass

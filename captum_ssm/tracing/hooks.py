@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from types import FrameType
 from typing import Any
 
@@ -95,6 +96,30 @@ def detached(value: Any) -> Any:
         return {key: detached(v) for key, v in value.items()}
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
         return type(value)(detached(v) for v in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists and mappings, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """Replace tensors in a value by others, by the Python id of each."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, dict):
+        out = copy(value)  # outputs of transformers are dictionaries with attributes
+        for key, item in value.items():
+            out[key] = swapped(item, new)
+        return out
+    if isinstance(value, tuple | list):
+        items = (swapped(item, new) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -101,7 +101,7 @@ def observe(
     *,
     gradients: bool,
     vouched: bool,
-) -> None:
+) -> Callable[..., Arguments | None]:
     """Let watchers look on at a model's runs until a stack is left.
 
     Meanwhile it keeps no cache, runs as it was written where it is compiled, its norms by torch's
@@ -115,6 +115,10 @@ def observe(
         stack: when it is left, nothing of them stays on the model.
         gradients: whether autograd is to record the runs.
         vouched: whether the user named the mixers and vouches for the rest.
+
+    Returns:
+        A function that is told of a module, and its arguments, whose forward method is called past
+        its hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
     without_caches(model, stack)
@@ -138,6 +142,11 @@ def observe(
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
+
+    def entered(module: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+        return calls.enter(module, args, kwargs, is_block=module in blocks)
+
+    return entered
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:

@@ -81,3 +81,14 @@ def test_a_span_holds_what_one_token_does() -> None:
     # a layer more adds what is kept of it, and little that has few channels
     more = sequences(lambda: LatimFlow(model(LAYERS + 2)).attribute(ids[None], (-1, 3)))
     assert more - of_one <= 2 * 7
+
+
+@pytest.mark.parametrize("rule", ["frozen", "centered"])
+def test_blocks_that_run_again_add_their_stream_alone(rule: str) -> None:
+    """A layer more is one sequence of the stream's width more, and its copy while one is made."""
+
+    def of(layers: int) -> float:
+        explain = LatimFlow(model(layers), rule=rule, recompute=True)
+        return sequences(lambda: explain.attribute(torch.randint(15, (1, TOKENS)), (-1, 3)))
+
+    assert of(LAYERS + 6) - of(LAYERS) <= 6 * 1.1

@@ -216,9 +216,33 @@ TRACING = (
     ),
     Fault(
         "a model checkpoints in another way from then on",
-        "                attributes[_CHECKPOINTING] = held.original",
+        "                attributes[name] = held.original",
         "                pass",
         ("tracing/test_gradients.py",),
+    ),
+    Fault(
+        "a block that runs again is given the last of its gradients alone",
+        "self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]",
+        "self._arrived = [plus(*pair) for pair in zip(gradients, [None] * len(before))]",
+        ("linear/test_blocks.py",),
+    ),
+    Fault(
+        "a tensor that enters several blocks counts in the first of them by that one alone",
+        "            _add(entered, dict(zip(behind, at_behind, strict=True)))\n",
+        "",
+        ("linear/test_blocks.py",),
+    ),
+    Fault(
+        "a stream counts as well what the block before made of it",
+        "if several or id(x) in self._entered}",
+        "if id(x) in self._entered}",
+        ("linear/test_blocks.py",),
+    ),
+    Fault(
+        "a block that runs again keeps the graph of its first steps",
+        "del network.steps[steps:], mode.ledger.leaves[leaves:]",
+        "del mode.ledger.leaves[leaves:]",
+        ("linear/test_blocks.py",),
     ),
     Fault(
         "a model keeps the graph of its run",

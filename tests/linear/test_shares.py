@@ -169,7 +169,7 @@ def test_padding_changes_nothing(
 
 def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> Tensor:
     """What a mixer of this operator alone returns under the rules."""
-    mode = Linearising(None, rule, where=lambda: "")
+    mode = Linearising(None, rule, where=lambda _: "")
     linear = LinearMixer(v, operator, project=lambda y: y, mask=mask)
     with mode:
         return through(linear, mode)

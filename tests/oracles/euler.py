@@ -56,7 +56,7 @@ class Watched(Linearising):
 @contextmanager
 def rules(gate: str = "frozen", constants: bool = True) -> Iterator[Watched]:
     """The rules, switched on."""
-    mode = Watched(None, gate, lambda: "here", constants)
+    mode = Watched(None, gate, lambda _: "here", constants)
     with torch.enable_grad(), mode:
         yield mode
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
-from ...linear import Ledger, Network, Step, contribution
+from ...linear import Linearising, Network, Step, along_all_paths, contribution, outside
 from ...operators.base import Role
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
 from ...operators.kernels.truths import holds
@@ -154,18 +155,27 @@ def decompose(
         apart: whether constants are assigned to examples by a pass for each example. Default:
             False, by their place in the batch.
     """
-    ledger, others = network.mode.ledger, network.mode.others
+    mode, others = network.mode, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
     of_steps = [x for step in steps for x in (*step.entering, step.output)]
-    gradients, biases = account(ledger, output, constant, [*roots, *passing, *others, *of_steps])
+    by_layer: dict[Any, tuple[Tensor | None, Tensor]] = {}
+
+    def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        by_layer[place] = _of_step(step, gradients, features)
+
+    wanted = [*roots, *passing, *others, *of_steps]
+    with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
+        gradients, biases = account(mode, output, constant, wanted)
     left = iter(gradients)
     at_roots, at_passing, at_others = ([next(left) for _ in x] for x in (roots, passing, others))
-    streams, mixers = _by_layer(steps, left, features)
+    for i, step, at_step in along_all_paths(steps, left):
+        note(outside(i), step, at_step)
+    layers = [by_layer[place] for place in sorted(by_layer)]
     by_example = [at_others]
     if len(output) > 1 and (others or apart):
         # with the roots: constants are found where gradients pass
         starts = (*others, *roots, *passing)
-        passes, biases = _example_by_example(ledger, output, constant, starts)
+        passes, biases = _example_by_example(mode, output, constant, starts)
         by_example = [gradients[: len(others)] for gradients in passes]
     if baselines:
         pairs = zip(at_roots, baselines, strict=True)
@@ -180,8 +190,8 @@ def decompose(
         virtual = virtual + each.flatten(1).sum(1).to(virtual)
     found = Decomposition(
         inputs,
-        tuple(streams),
-        tuple(mixers),
+        tuple(stream for stream, _ in layers if stream is not None),
+        tuple(mixer for _, mixer in layers),
         biases,
         output.detach(),
         virtual,
@@ -196,25 +206,26 @@ def decompose(
     return replace(found, roles=_by_role(network, output, change, found.tokens))
 
 
-def _by_layer(
-    steps: Sequence[Step], gradients: Iterator[Tensor], features: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the relevance of each mixer's stream and output, (B, L), or (B, L, E) by feature.
+def _of_step(
+    step: Step, gradients: Sequence[Tensor | None], features: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the relevance of a mixer's stream, None without one, and of its output.
 
-    ``gradients`` yields, for each step, those at the tensors entering the block and at the output.
+    Each is (B, L), or (B, L, E) by feature.
+
+    Args:
+        step: the mixer's call.
+        gradients: those at the tensors entering its block, and at its output.
+        features: whether relevance is kept by feature.
     """
 
-    def relevance(x: Tensor, output: Tensor) -> Tensor:
-        found = _in_a_row(next(gradients) * x.detach(), output)
+    def relevance(x: Tensor, gradient: Tensor | None) -> Tensor:
+        product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
+        found = _in_a_row(product, step.output)
         return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
-    streams, mixers = [], []
-    for step in steps:
-        entering = [relevance(x, step.output) for x in step.entering]
-        if entering:
-            streams.append(sum_tensors(entering))
-        mixers.append(relevance(step.output, step.output))
-    return streams, mixers
+    *entering, mixer = map(relevance, (*step.entering, step.output), gradients)
+    return sum_tensors(entering) if entering else None, mixer
 
 
 def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
@@ -224,7 +235,7 @@ def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _example_by_example(
-    ledger: Ledger, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
+    mode: Linearising, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """Take one backward pass for each example.
 
@@ -233,7 +244,7 @@ def _example_by_example(
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
-        passes.append(account(ledger, output[i : i + 1], summand, starts))
+        passes.append(account(mode, output[i : i + 1], summand, starts))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
     biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
@@ -338,9 +349,7 @@ def _by_role(
         """Return the relevance of tokens (B, L) along the paths of one role."""
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
-            gradients = torch.autograd.grad(
-                output, network.roots, seed, retain_graph=True, allow_unused=True
-            )
+            gradients = network.mode.gradients(output, network.roots, seed)
         relevance = [
             torch.zeros_like(x) if gradient is None else gradient * x
             for gradient, x in zip(gradients, change, strict=True)
@@ -359,7 +368,7 @@ def _by_role(
 
 
 def account(
-    ledger: Ledger,
+    mode: Linearising,
     output: Tensor,
     constant: Tensor | None,
     wanted: Sequence[Tensor],
@@ -367,7 +376,7 @@ def account(
     """Take one backward pass, in which all constants of the graph are met.
 
     Args:
-        ledger: the constants of the graph.
+        mode: the rules of the run, and the constants of its graph.
         output: the number to explain per example (B,).
         constant: a summand of the output that no module added (B,), or None.
         wanted: tensors of the graph.
@@ -382,10 +391,10 @@ def account(
         entry = _per_example(contribution(gradient, value), len(output))
         biases[where] = biases.get(where, 0) + entry.to(output)
 
-    live = [x for x in (*wanted, *ledger.leaves) if x.requires_grad]
-    with ledger.entries_to(write):
+    live = [x for x in (*wanted, *mode.ledger.leaves) if x.requires_grad]
+    with mode.ledger.entries_to(write):
         try:
-            found = torch.autograd.grad(output.sum(), live, retain_graph=True, allow_unused=True)
+            found = mode.gradients(output, live)
         except RuntimeError as error:
             if "checkpoint" in str(error):  # its layers run again, out of the rules' sight
                 raise not_linear(output) from error

@@ -137,6 +137,7 @@ class Rules:
         by_role: whether relevance is found by role. Default: False.
         features: whether relevance of streams and outputs is kept by feature. Default: False, the
             sum over features.
+        recompute: whether blocks run again in backward passes. Default: False.
     """
 
     rule: Rule
@@ -145,6 +146,7 @@ class Rules:
     verify: bool | float
     by_role: bool = False
     features: bool = False
+    recompute: bool = False
 
 
 def decompositions(
@@ -346,6 +348,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         begins=request.begins,
         cuts=request.cuts,
         reads=() if request.ends is None else (request.ends.site,),
+        recompute=rules.recompute,
     ) as network:
         mode = network.mode
         output = request.output(mode.begun(request.inputs), [x.clone() for x in mode.others])
@@ -362,7 +365,7 @@ def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> lis
     mode, outputs = network.mode, [step.output for step in network.steps]
     # later look-ups are tokens as well, in whichever order
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
-    gradients, biases = account(mode.ledger, number, constant, [*roots, *outputs])
+    gradients, biases = account(mode, number, constant, [*roots, *outputs])
     parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
     if parts:
         inputs, output = torch.stack(parts, 1), number.detach()

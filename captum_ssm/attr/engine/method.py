@@ -103,6 +103,7 @@ class Explainer:
             said.append(f"layer={_name_of(self.layer)}")
         rule = vars(self).get("default_rule", vars(self).get("rule"))
         said += [] if rule is None else [f"rule={rule!r}"]
+        said += ["recompute=True"] if getattr(self, "recompute", False) else []
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -208,7 +208,7 @@ def _direct(run: Run, question: Question) -> _Direct:
         )
     parts = [*paths.locals, *paths.beginnings]
     gradients, biases = account(
-        paths.mode.ledger,
+        paths.mode,
         question.selected,
         question.constant,
         [*paths.outputs, *(part.output for part in parts)],

@@ -1,0 +1,328 @@
+"""Blocks whose graph is made again, one at a time, when a gradient passes them.
+
+A forward run keeps what enters and leaves each block, and no graph inside.  A backward pass goes
+from the last block to the first: each runs once more, under the rules, and its graph is dropped
+before the next one's is made.  Memory then grows with depth by one stream a block, and blocks take
+twice the forward time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import NotLinearError, OptionError
+from ..operators.kernels.arithmetic import unseen
+from ..tracing import Mixer
+from ..tracing.changes import instead
+from ..tracing.hooks import swapped, tensors_in
+
+if TYPE_CHECKING:
+    from .mode import Linearising
+    from .network import Network, Step
+
+#: The place of a mixer's call in the run, to sort by.
+Place = tuple[float, ...]
+#: Receives a step's place, the step, and the gradients at what entered its block and at its output.
+Read = Callable[[Place, "Step", Sequence[Tensor | None]], None]
+
+
+def outside(number: int) -> Place:
+    """Return the place of a network's step outside blocks that run again, by its number."""
+    return number, math.inf
+
+
+def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module, str]:
+    """Return the members of the innermost module lists that hold mixers' blocks, and their names.
+
+    Raises:
+        OptionError: if no list does.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, str] = {}
+    for name in (name for mixer in mixers for name in mixer.names):
+        around = name.split(".")[:-1]
+        while around and not isinstance(modules[".".join(around[:-1])], nn.ModuleList):
+            around.pop()
+        if around:
+            outer = ".".join(around[:-1])
+            found |= {m: f"{outer}.{name}" for name, m in modules[outer].named_children()}
+    if not found:
+        raise OptionError(
+            f"recompute=True runs blocks twice, but no nn.ModuleList of {type(model).__name__} "
+            "holds blocks with mixers. Leave recompute out."
+        )
+    return found
+
+
+def along_all_paths(
+    steps: Sequence[Step],
+    gradients: Iterator[Tensor | None],
+    behind: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Iterator[tuple[int, Step, list[Tensor | None]]]:
+    """Yield the steps, and the gradients at their tensors along all paths from each step on.
+
+    A tensor that enters several blocks counts in each by its paths through this and later ones.
+
+    Args:
+        steps: the steps.
+        gradients: yields those at each step's tensors; of one that enters again along the paths of
+            its block alone.
+        behind: gradients along paths that no step tells of, by the ids of tensors. Default: none.
+
+    Yields:
+        The number of a step, from the last to the first, the step, and the gradients.
+    """
+    found = [[next(gradients) for _ in (*step.entering, step.output)] for step in steps]
+    later: dict[int, Tensor | None] = {}
+    for i in reversed(range(len(steps))):
+        for k, (x, name) in enumerate(zip(steps[i].entering, steps[i].again, strict=True)):
+            if name is not None:
+                found[i][k] = later[name] = plus(found[i][k], later.get(name))
+            found[i][k] = plus(found[i][k], behind.get(id(x) if name is None else name))
+        yield i, steps[i], found[i]
+
+
+class Blocks:
+    """The calls of a network's blocks, whose graphs are made again.
+
+    Args:
+        network: the network.
+        enter: is told that a module is entered, as its hook is: the module and its arguments, of
+            which it may return others.
+
+    Attributes:
+        passing: the live tensors that entered a block that runs for its output alone; else None.
+        again: whether a block runs again.
+    """
+
+    def __init__(self, network: Network, enter: Callable[..., Any]) -> None:
+        self.network = network
+        self.enter = enter
+        self.passing: Sequence[Tensor] | None = None
+        self.again = False
+        self._read: Read | None = None
+        self._names: Mapping[nn.Module, str] = {}
+        self._calls: list[_Call] = []
+
+    @contextmanager
+    def watch(self, blocks: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Run blocks, given with their names, without their graph inside the ``with``."""
+        self._names = blocks
+        with ExitStack() as stack:
+            for block in blocks:
+                run = functools.partial(self._run, block, block.forward)
+                stack.enter_context(instead(block, "forward", run))
+            yield
+
+    def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block as it is, and return outputs of which a backward pass runs it again."""
+        live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
+        if self.again or self.passing is not None or not live:
+            return forward(*args, **kwargs)
+        call = _Call(self._names[block], block, forward, args, kwargs, list(live.values()))
+        versions = [x._version for x in call.entering]
+        self.passing = call.entering
+        try:
+            with torch.no_grad(), ExitStack() as stack:
+                for context in self.network.mode.looking_away():
+                    stack.enter_context(context)
+                returned = forward(*args, **kwargs)
+        finally:
+            self.passing = None
+        if versions != [x._version for x in call.entering]:
+            raise NotLinearError(
+                f"Module {call.name!r} changes its input in place, so that it cannot "
+                "run again. Leave recompute=True out."
+            )
+        given = {id(x) for x in tensors_in((args, kwargs))}
+        new = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
+        left = [x for key, x in new.items() if key not in given]
+        call.sizes, call.steps = [x.shape for x in left], len(self.network.steps)
+        self._calls.append(call)
+        with unseen():
+            anew = _Returned.apply(call, left, call.anchor)  # type: ignore[no-untyped-call]
+        return swapped(returned, dict(zip(map(id, left), anew, strict=True)))
+
+    @contextmanager
+    def reading(self, read: Read) -> Iterator[None]:
+        """Let ``read`` receive the gradients of steps inside blocks, of passes in the ``with``."""
+        self._read = read
+        try:
+            yield
+        finally:
+            self._read = None
+
+    def gradients(
+        self, outputs: Tensor, wanted: Sequence[Tensor], seed: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """Return the gradients at ``wanted``, None where none arrives.
+
+        Args:
+            outputs: what they are gradients of.
+            wanted: tensors of the graph outside blocks.
+            seed: the gradient at ``outputs``. Default: None, 1.
+        """
+        total: list[Tensor | None] = [None] * len(wanted)
+        behind: Sequence[Tensor] = [outputs]
+        at_behind: Sequence[Tensor] = [torch.ones_like(outputs) if seed is None else seed]
+        #: Gradients at tensors that enter blocks, by id: along all paths from some block on, and
+        #: along those that enter this block or later ones.
+        later: dict[int, Tensor] = {}
+        entered: dict[int, Tensor] = {}
+        for number in reversed(range(-1, len(self._calls))):
+            earlier = self._calls[: number + 1]
+            entering = [] if self._read is None else [x for each in earlier for x in each.entering]
+            if behind:
+                ends = [*wanted, *(each.anchor for each in earlier), *entering]
+                found = torch.autograd.grad(
+                    behind, ends, at_behind, retain_graph=True, allow_unused=True
+                )
+                total = [plus(*pair) for pair in zip(total, found, strict=False)]
+                _add(later, dict(zip(entering, found[len(ends) - len(entering) :], strict=True)))
+            if number < 0:
+                return total
+            # of several tensors one may be made of another
+            alone = len(self._calls[number].entering) == 1
+            behind, at_behind = self._again(number, later if alone else entered)
+            _add(entered, dict(zip(behind, at_behind, strict=True)))
+        return total
+
+    def _again(self, number: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a block again; return the tensors that entered it, and their gradients.
+
+        Args:
+            number: that of its call.
+            later: the gradients at tensors along paths that do not enter the block, by id.
+        """
+        call, network, mode = self._calls[number], self.network, self.network.mode
+        arrived = call.taken()
+        if all(gradient is None for gradient in arrived):
+            return [], []
+        leaves, steps = len(mode.ledger.leaves), len(network.steps)
+        mode.labels.again(number)
+        before, network.verify = network.verify, network.verify if call.is_first else False
+        mode.within, self.again, call.is_first = call.name, True, False
+        try:
+            with torch.enable_grad(), torch._C._EnableTorchFunction():
+                inner = [mode.leaf(x) for x in call.entering]
+                with unseen():
+                    starts = [x.clone() for x in inner]
+                for x, start in zip(call.entering, starts, strict=True):
+                    mode.resembles(start, x)
+                by_id = dict(zip(map(id, call.entering), starts, strict=True))
+                args, kwargs = swapped(call.args, by_id), swapped(call.kwargs, by_id)
+                args, kwargs = self.enter(call.block, args, kwargs) or (args, kwargs)
+                given = {id(x) for x in tensors_in((args, kwargs))}
+                new = {id(x): x for x in tensors_in(call.forward(*args, **kwargs))}
+            left = [x for k, x in new.items() if x.is_floating_point() and k not in given]
+            call.check_same(left, mode)
+            of_steps = [x for step in network.steps[steps:] for x in (*step.entering, step.output)]
+            pairs = [(x, g) for x, g in zip(left, arrived, strict=True) if g is not None]
+            for x, gradient in pairs:
+                if not x.requires_grad:  # it does not depend on the input
+                    mode.ledger.write(gradient, x, mode.within)
+            pairs = [(x, g) for x, g in pairs if x.requires_grad]
+            wanted = [*inner, *of_steps, *mode.ledger.leaves[leaves:]]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if pairs:
+                outs, seeds = zip(*pairs, strict=True)
+                found = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
+        finally:
+            network.verify, mode.within, self.again = before, "", False
+            mode.labels.again(None)
+        of_inner, rest = found[: len(inner)], iter(found[len(inner) :])
+        entered = zip(starts, call.entering, strict=True)
+        behind = {id(start): later[id(x)] for start, x in entered if id(x) in later}
+        for i, step, at_step in along_all_paths(network.steps[steps:], rest, behind):
+            if self._read is not None:
+                self._read((call.steps, number, i), step, at_step)
+        network.begin_again()
+        del network.steps[steps:], mode.ledger.leaves[leaves:]
+        both = [(x, g) for x, g in zip(call.entering, of_inner, strict=True) if g is not None]
+        return [x for x, _ in both], [g for _, g in both]
+
+
+class _Call:
+    """One call of a block.
+
+    Attributes:
+        name: the block's name in the model.
+        block: the block.
+        forward: its forward method.
+        args, kwargs: what it was given.
+        entering: the live tensors among these.
+        sizes: those of the new floating tensors that it returned.
+        anchor: a leaf of the graph that a backward pass reaches past what the block returned.
+        is_first: whether it has not run again yet.
+        steps: how many steps outside of blocks came before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entering: list[Tensor],
+    ) -> None:
+        self.name, self.block, self.forward = name, block, forward
+        self.args, self.kwargs, self.entering = args, kwargs, entering
+        self.sizes: list[torch.Size] = []
+        with unseen():
+            self.anchor = torch.zeros((), requires_grad=True)
+        self.is_first, self.steps = True, 0
+        self._arrived: list[Tensor | None] = []
+
+    def arrives(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients of what the block returned."""
+        before = self._arrived or [None] * len(gradients)
+        self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
+
+    def taken(self) -> list[Tensor | None]:
+        """Return the sum of the gradients that have arrived, and begin anew."""
+        found, self._arrived = self._arrived or [None] * len(self.sizes), []
+        return found
+
+    def check_same(self, left: Sequence[Tensor], mode: Linearising) -> None:
+        """Raise NotLinearError if the block returned other things when it ran again."""
+        if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
+            raise NotLinearError(
+                f"Module {self.name!r} returns other tensors when it runs again, or ends "
+                "in an activation. Leave recompute=True out."
+            )
+
+
+class _Returned(torch.autograd.Function):
+    """A block's outputs, as part of the graph; gradients are kept for the block to run again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, left: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(left)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Tensor]:
+        ctx.call.arrives(gradients)
+        return None, None, torch.zeros_like(ctx.call.anchor)
+
+
+def _add(total: dict[int, Tensor], found: Mapping[Tensor, Tensor | None]) -> None:
+    """Add gradients to those known at the same tensors, by id."""
+    for x, gradient in found.items():
+        if gradient is not None:
+            total[id(x)] = gradient + total[id(x)] if id(x) in total else gradient
+
+
+def plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """Add gradients, of which None is zero."""
+    return x if y is None else y if x is None else x + y

@@ -1,0 +1,202 @@
+"""Blocks that run again in backward passes give what a whole graph gives, in the memory of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.marks import slow_but
+from oracles import relative_error
+from torch import Tensor, nn
+from zoo import architectures, networks
+from zoo.architectures import Case
+from zoo.mamba import transformers_model
+
+from captum_ssm import LatimFlow, MambaLRP, SSMLLMAttribution
+from captum_ssm.attr.engine.decompose import Decomposition
+from captum_ssm.errors import NotLinearError, OptionError
+from captum_ssm.linear import linearised
+from captum_ssm.models import load_bundled
+from captum_ssm.tracing import find_mixers
+
+RULES = ("frozen", "half", "centered")
+QUICK = ("mamba_ssm", "zamba with attention", "rwkv7")
+
+
+def make(name: str, monkeypatch: pytest.MonkeyPatch) -> Case:
+    in_zoo = name in architectures.ZOO
+    return architectures.ZOO[name](monkeypatch) if in_zoo else networks.make(name, monkeypatch)
+
+
+def target_of(case: Case) -> Any:
+    return 1 if networks.own_output(case).dim() == 2 else (-1, 3)
+
+
+def parts_of(found: Decomposition) -> dict[str, Tensor]:
+    assert found.roles is not None
+    layers = {f"stream {i}": x for i, x in enumerate(found.streams)}
+    layers |= {f"mixer {i}": x for i, x in enumerate(found.mixers)}
+    return {"inputs": found.inputs, **layers, **found.roles, **found.biases}
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, networks.NETWORKS))
+def test_it_equals_the_whole_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token, layer, role and constant, for each example of a batch."""
+    case = make(name, monkeypatch)
+    for rule in RULES:
+        whole, found = (
+            LatimFlow(case.model, rule=rule, recompute=again).decompose(
+                case.inputs, target_of(case)
+            )
+            for again in (False, True)
+        )
+        expected, parts = parts_of(whole), parts_of(found)
+        size = max(float(x.abs().max()) for x in expected.values())
+        assert parts.keys() == expected.keys()
+        for part, value in parts.items():
+            assert (value - expected[part]).abs().max() <= 1e-5 * size, (rule, part)
+    assert not any("forward" in vars(module) for module in case.model.modules())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["mamba_ssm", "mamba2_ssm", "rwkv7", "zamba with attention"])
+def test_each_stream_sums_to_the_output(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the constants behind it, where tensors enter several blocks, or are read before."""
+    case = make(name, monkeypatch)
+    with linearised(case.model, case.inputs) as network:
+        case.model(case.inputs)
+    mixers = [step.name for step in network.steps]
+    found = LatimFlow(case.model, recompute=again).decompose(case.inputs, (-1, 3))
+    blocks = [".".join(name.split(".")[: 3 if name.count(".") > 2 else 2]) for name in mixers]
+    left = dict(found.biases)
+    for place, (block, stream) in enumerate(zip(blocks, found.streams, strict=True)):
+        if block not in blocks[:place]:
+            behind = sum(left.values(), torch.zeros_like(found.output))
+            assert (stream.sum(1) + behind - found.output).abs().max() <= 1e-5
+        for name in [name for name in left if f"{name}.".startswith(f"{block}.")]:
+            if place + 1 == len(blocks) or blocks[place + 1] != block:
+                del left[name]
+
+
+def test_padding_and_several_targets() -> None:
+    model = transformers_model("mamba")
+    ids = torch.randint(15, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    whole, again = (MambaLRP(model, recompute=recompute) for recompute in (False, True))
+
+    def forward(ids: Tensor, mask: Tensor) -> Any:
+        return model(ids, attention_mask=mask)
+
+    targets = [(-1, 3), (-2, 5)]
+    found, expected = (
+        type(method)(forward, model, recompute=method.recompute).attribute_each(ids, targets, mask)
+        for method in (again, whole)
+    )
+    assert relative_error(found, expected) <= 1e-6 and not found[:, 1, :3].any()
+
+
+def test_answers() -> None:
+    model, vocabulary = load_bundled()
+    prompt = "anna owns the lamp . bob owns the kite . ? anna owns"
+    found = [
+        SSMLLMAttribution(LatimFlow(model, recompute=again), vocabulary).attribute(
+            prompt, " the lamp", spans="all"
+        )
+        for again in (False, True)
+    ]
+    assert relative_error(found[1].token_attr, found[0].token_attr) <= 1e-6
+
+
+def test_a_hook_of_the_users_changes_an_output_once() -> None:
+    model = transformers_model("mamba")
+    ids = torch.randint(15, (1, 7))
+    hook = model.backbone.layers[0].register_forward_hook(lambda m, args, out: 2 * out)
+    found = [LatimFlow(model, recompute=again).attribute(ids, (-1, 3)) for again in (False, True)]
+    hook.remove()
+    assert relative_error(found[1], found[0]) <= 1e-6
+    assert relative_error(LatimFlow(model).attribute(ids, (-1, 3)), found[0]) > 1e-3
+
+
+class Block(nn.Module):
+    """A mixer in a residual stream, with something after it."""
+
+    def __init__(self, mixer: nn.Module, after: Any) -> None:
+        super().__init__()
+        self.mixer, self.after = mixer, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.after(x, self.mixer(x))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, after: Any, mixers: int = 2) -> None:
+        super().__init__()
+        whole = transformers_model("mamba", num_hidden_layers=mixers).backbone
+        self.embed = whole.embeddings
+        self.layers = nn.ModuleList(Block(layer.mixer, after) for layer in whole.layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum(-1)
+
+
+def in_place(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x + 0
+
+
+IDS = torch.tensor([[1, 5, 3, 2]])
+
+
+def test_an_output_that_two_later_blocks_read() -> None:
+    model = Model(torch.add, mixers=3)
+    first, second, third = model.layers
+
+    def forward(ids: Tensor) -> Tensor:
+        x = first(model.embed(ids))
+        found: Tensor = third(second(x) + 2 * x)
+        return found.sum(-1)
+
+    model.forward = forward  # type: ignore[method-assign]
+    found = [LatimFlow(model, recompute=again).attribute(IDS, -1) for again in (False, True)]
+    assert relative_error(found[1], found[0]) <= 1e-6
+
+
+@pytest.mark.parametrize(("after", "complaint"), [
+    (in_place, "changes its input in place"),
+    (lambda x, y: torch.relu(x + y), "ends in an activation"),
+])  # fmt: skip
+def test_blocks_that_cannot_run_again(after: Any, complaint: str) -> None:
+    model = Model(after)
+    assert LatimFlow(model).attribute(IDS, -1).shape == IDS.shape
+    with pytest.raises(NotLinearError, match=f"Module 'layers.*{complaint}"):
+        LatimFlow(model, recompute=True).attribute(IDS, -1)
+
+
+def test_models_without_a_list_of_blocks() -> None:
+    model = Model(torch.add)
+    model.layers = nn.Sequential(*model.layers)
+    model.forward = lambda ids: model.layers(model.embed(ids)).sum(-1)  # type: ignore[method-assign]
+    with pytest.raises(OptionError, match=r"no nn\.ModuleList of Model"):
+        LatimFlow(model, recompute=True).attribute(IDS, -1)
+    with pytest.raises(OptionError, match="recompute"):
+        LatimFlow(model, recompute=3)  # type: ignore[arg-type]
+
+
+def test_mixers_run_without_rules_and_again_with_them() -> None:
+    """Twice each, the second time from the last to the first."""
+    model, called = transformers_model("mamba"), []
+    for mixer in find_mixers(model):
+        mixer.module.register_forward_pre_hook(
+            lambda module, args, name=mixer.name: called.append((name, torch.is_grad_enabled()))
+        )
+    LatimFlow(model, recompute=True).attribute(torch.randint(15, (1, 7)), (-1, 3), verify=False)
+    names = [mixer.name for mixer in find_mixers(model)]
+    assert called == [(name, False) for name in names] + [(name, True) for name in names[::-1]]
