@@ -92,10 +92,10 @@ class Cost(NamedTuple):
     """The work of a method beside the model's forward run.
 
     Attributes:
-        makes: what it computes from the mixers' operators; empty for nothing.
+        makes: the results computed from the mixers' operators; may be empty.
         backward: how many backward runs it takes. Default: 0.
-        linear: whether time and memory grow with the number of tokens alone. Default: False, with
-            its square.
+        linear: whether time and memory are linear in the number of tokens. Default: False,
+            quadratic.
 
     Example:
         >>> from captum_ssm.attr.catalogue import Cost
@@ -120,8 +120,8 @@ class Entry(NamedTuple):
         cost: its cost.
         says: the meaning of its numbers.
         needs: arguments that it needs beside the inputs.
-        holds_identity: whether it multiplies matrices to which the identity is added, so that the
-            query's own entry is no relevance. Default: False.
+        holds_identity: whether it multiplies matrices I + M, whose identity adds to the query's own
+            entry. Default: False.
     """
 
     method: type[SSMAttribution]
@@ -250,7 +250,7 @@ OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), 
 
 
 def holds_identity(method: Any) -> bool:
-    """Whether the query's own entry of a method includes the identity, which is no relevance.
+    """Return True if the query's own entry of a method includes the identity.
 
     Args:
         method: the method, its class, or its name as Captum shows it.
@@ -294,8 +294,8 @@ def method_named(name: str, argument: str) -> type[Attribution]:
     """Return a method of this package or of Captum by its name.
 
     Args:
-        name: of the class, or as Captum shows it; upper and lower case, and what is neither letter
-            nor digit, make no difference.
+        name: of the class, or as Captum shows it. Case, and signs other than letters and digits,
+            are ignored.
         argument: where the user named it, for the error.
 
     Example:
@@ -307,7 +307,7 @@ def method_named(name: str, argument: str) -> type[Attribution]:
     found = known_as(name, known)
     if found is None:
         raise OptionError(
-            f"{argument} names {name!r}, which is no method.{meant(name, known)} Known are "
+            f"{argument} names {name!r}, which is not a method.{meant(name, known)} Known are "
             f"{', '.join(known)}."
         )
     return known[found]

@@ -104,48 +104,44 @@ def compare(
 ) -> Comparison:
     """Explain the same input and target by several methods.
 
-    The model runs once for all methods that read one traced forward run, and each gradient is taken
-    once; nothing of it is left when the call returns.  Methods that run the model under rules of
-    their own (:class:`LatimFlow`, :class:`MambaLRP`, :class:`LatimLogit`, Captum's) run it
-    themselves.  The results equal the results of single calls.
+    The methods share one traced forward run and its gradients; :class:`LatimFlow`,
+    :class:`MambaLRP`, :class:`LatimLogit` and Captum's methods run the model themselves. The
+    results equal the results of single calls.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; a tokenizer's result; or with a tokenizer a text.
-        methods: classes of this package or their names, made as
-            ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
-            forward_func or the model, or their names, made on one that returns the logits, and of
-            token ids called on their embeddings where they take gradients at the inputs; or
-            instances, for methods with arguments of their own; one of these, or a list of them.
-            A mapping gives them names of your choice, under which one method may stand several
-            times, with ``options`` of its own under each. Default: None, LatimFlow by two rules:
-            what mattered (centered), and which token the answer was copied from (frozen).
-        target: what is explained, in Captum's forms, or with a tokenizer a token's text; see
+        methods: a method, a list of methods, or a mapping of your names to methods, in which one
+            method may occur several times with different ``options``. A method is a class or its
+            name, of this package or of Captum, or an instance if it takes further arguments.
+            Captum's gradient methods explain token ids at their embeddings. Default: None,
+            LatimFlow with ``rule="centered"`` (which tokens mattered) and ``rule="frozen"`` (which
+            token was copied).
+        target: the explained output, in Captum's forms, or with a tokenizer a token's text; see
             :meth:`MambaAttribution.attribute`. Default: None.
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that classes are to use. Default: None, all of them.
         options: further arguments of ``attribute`` for each method, by the method's name in the
             result. Default: None.
         tokenizer: for texts. Default: None.
-        per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-            there is one; else the inputs' shape. Default: True.
+        per_token: one number per token, (B, L), or for images per patch of the grid (B, h, w), if
+            any; else the inputs' shape. Default: True.
         internal_batch_size: run at most so many examples at a time. Default: None, all.
         show_progress: show a progress bar over the parts of a batch and the methods.
             Default: False.
 
     Returns:
-        The relevance by method, in the order given, as a dict that shows and saves itself.
-        Without names of your choice a method is called what its ``get_name()`` says, the second of
-        that name ``"... (2)"``.
+        The relevance by method, in the order given, as a dict that can be shown and saved. The
+        default names are ``get_name()``; a second method of that name is ``"... (2)"``.
 
     Raises:
         OptionError: for methods that are none, options of methods that are not compared, or a
             method that returns something else than one tensor.
-        CaptumSSMError: what the methods raise.
+        CaptumSSMError: from the methods.
 
     Example:
         >>> import torch
@@ -237,14 +233,14 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Attribution) or not hasattr(kind, "attribute"):
         raise OptionError(
-            f"methods holds {method!r}, which is no Captum attribution. Use methods of "
+            f"methods holds {method!r}, which is not a Captum attribution. Use methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
     known = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
     if isinstance(method, type) and not known:
         raise OptionError(
-            f"methods holds the class {method.__name__}. Make an instance of it: what its "
-            "arguments are, only you know."
+            f"methods holds the class {method.__name__}, which takes further arguments. Pass an "
+            "instance of it."
         )
     return method
 
@@ -296,7 +292,7 @@ def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -
 
 
 def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
-    """Whether a method of Captum's takes gradients at inputs that are token ids."""
+    """Return True if a method of Captum takes gradients at inputs that are token ids."""
     at_inputs = isinstance(method, GradientAttribution) and not isinstance(
         method, InternalAttribution | SSMAttribution
     )

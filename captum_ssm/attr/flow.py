@@ -61,8 +61,8 @@ class FlowMethod(LinearMethod):
         checks.flags(zero_bias=zero_bias, **more)
         if zero_bias and chosen not in ("frozen", "half"):
             raise OptionError(
-                f"zero_bias=True leaves constants out, and by rule={chosen!r} what belongs to the "
-                "references is one. Use rule='frozen' or 'half', or keep the constants."
+                f"zero_bias=True leaves constants out, but with rule={chosen!r} the references' "
+                "part is a constant. Use rule='frozen' or 'half', or keep the constants."
             )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
         options = {**more, "recompute": self.recompute}
@@ -125,16 +125,15 @@ class FlowMethod(LinearMethod):
 class LatimFlow(FlowMethod):
     """The exact decomposition of an output over the tokens and features of the input.
 
-    At a given input every part of the network is frozen into a linear map: mixers into their
-    operators, activations and norms into their ratios, attention and routing into their weights.
-    The network is then linear in its input, and one backward pass says what each feature of each
-    token adds to the output, through all layers and at a cost linear in the length.  Relevance and
-    what the biases add sum to the output exactly.
+    At a given input every part of the network is frozen into a linear map. Mixers become their
+    operators, activations and norms their ratios, attention and routing their weights. One backward
+    pass through this linear network finds the contribution of each feature of each token, at a cost
+    linear in the length. Relevance and the contributions of biases sum to the output exactly.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"frozen"``.
         recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
@@ -178,56 +177,50 @@ class LatimFlow(FlowMethod):
         """Attribute the target to each input token, feature or pixel.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor, or of ids or embeddings and further floating inputs, such as the
-                images of a text, with which forward_func is called next.
-            target: in Captum's forms: an int or a list of ints for outputs (B, classes), a tuple
-                (position, token) for outputs (B, L, V), a list or tensor of them per example.
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
+                such tensor. The tuple may hold further floating inputs, such as the images of a
+                text: ``forward_func(*inputs, *additional_forward_args)``.
+            target: an int for outputs (B, classes), a tuple (position, token) for outputs (B, L,
+                V), or a list or tensor of them per example, as in Captum.
                 Default: None, for models that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            contrast: what the target is compared with: None, nothing; a second target, whose output
-                is subtracted, or the token alone where the target is a position and a token;
-                ``"mean"``, the mean of all entries; ``"others"``, the log-odds
-                against all other entries; ``"all"``, the log-probability; ``"runner-up"``, the
-                greatest of all others. Default: None.
-            rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
-                content it moves alone; ``"half"``, in equal parts to content and gates, the rule
-                of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
-                ``"centered"``, to steps and, by what they are more than the average so far, to keys
-                and queries: what mattered, not only whose content was moved. Default: None, the
-                rule of the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
-            baselines: the input in comparison with which there is relevance, whose own part counts
-                as a constant: a tensor of the shape of the embeddings, or broadcastable to them; a
-                number; or ``"mean"``, the mean over the real tokens of each example, for images
-                over its pixels; with several inputs a tuple of one for each. Default: None, 0 by
-                the rules ``"frozen"`` and ``"half"`` and ``"mean"`` by the others, and of further
-                inputs 0.
-            zero_bias: explain the network without biases and all else that does not depend on the
-                input, class tokens included; relevance alone sums to its output. Default: False.
+            contrast: the alternative to subtract: a second target (for a (position, token) target,
+                a token), ``"mean"``, the mean of all entries, or ``"runner-up"``, the greatest
+                other entry. ``"others"`` gives the log-odds against all other entries, ``"all"``
+                the log-probability. Default: None.
+            rule: how a mixer's output is divided among its factors. ``"frozen"``: all to the
+                content it moves. ``"half"``: equally to content and gates, as in layer-wise
+                relevance propagation. ``"equal"``: to keys and queries as well. ``"centered"``:
+                also to steps, and to keys and queries by their excess over the average so far.
+                Default: None, ``"frozen"`` for LatimFlow and ``"half"`` for MambaLRP.
+            baselines: the reference input, whose contribution counts as a constant. A tensor
+                broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
+                real tokens or pixels. Several inputs take a tuple. Default: None, 0 with
+                ``"frozen"`` and ``"half"``, ``"mean"`` with other rules, and 0 for further inputs.
+            zero_bias: explain the network without biases, class tokens and other constants;
+                relevance alone then sums to its output. Default: False.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w).
                 Default: False.
-            internal_batch_size: run at most so many examples at a time, which several inputs do
-                not allow. Default: None, all.
+            internal_batch_size: run at most so many examples at a time; not with several inputs.
+                Default: None, all.
             return_convergence_delta: also return output - relevance - biases per example, (B,),
-                which rounding alone keeps from 0. Default: False.
-            verify: check that every operator reproduces its module's output, which the delta does
-                not tell: it is that of the network made of the operators. Mixers that run by
-                their own code have none. A number is the tolerance. Default: None, which is True,
-                or with ``zero_bias`` False: what is compared is there already, but without biases
-                it takes a third of the time more.
+                which is 0 but for rounding. Default: False.
+            verify: check that every operator reproduces its module's output; a number is the
+                tolerance. The delta cannot show this, since it compares the operators' own output.
+                Default: None, True, or with ``zero_bias`` False, as the check then takes a third
+                more time.
 
         Returns:
-            The relevance in the inputs' shape, in a tuple where they are, with the delta if asked
-            for.
+            The relevance in the inputs' shape, with the delta if asked for.
 
         Raises:
-            OptionError: for a rule or a contrast that is not known.
+            OptionError: for an unknown rule or contrast.
             InputError, TargetError: for inputs or a target that do not fit.
             GradientModeError: under ``torch.inference_mode()``, or when the output does not depend
                 on the inputs.
-            NotLinearError: when the model uses a function of which no linear form is known, or the
-                parts do not sum to the output.
+            NotLinearError: when the model uses a function without a known linear form, or the parts
+                do not sum to the output.
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
             UnsupportedMixerError: when a mixer without an adapter runs.
@@ -263,10 +256,10 @@ class LatimFlow(FlowMethod):
         Args:
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
-            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
-                takes up to four more passes back. Default: True.
-            features: whether the relevance of what enters and leaves the mixers is kept by feature,
-                (B, L, E) each, so that directions can be read of it. Default: False, (B, L).
+            roles: whether relevance is divided by role, which takes up to four more backward passes
+                if ``rule`` is not ``"frozen"``. Default: True.
+            features: whether relevance of streams and mixers is kept by feature, (B, L, E) each,
+                for directions. Default: False, (B, L).
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
@@ -382,12 +375,12 @@ class LatimFlow(FlowMethod):
         """Return output - attributions - biases per example (B,).
 
         Args:
-            attributions: what :meth:`attribute` returned.
+            attributions: the output of :meth:`attribute`.
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias, verify:
-                what it was given, with the same defaults.
+                its arguments, with the same defaults.
 
         Returns:
-            (B,), which rounding alone keeps from 0.
+            (B,), 0 but for rounding.
         """
         found = self.decompose(
             inputs,
@@ -404,20 +397,20 @@ class LatimFlow(FlowMethod):
 
 
 class MambaLRP(LatimFlow):
-    """Layer-wise relevance propagation as gradient times input of the linearised network.
+    """Layer-wise relevance propagation as gradient times input of the linearized network.
 
-    Activations pass relevance on by their frozen ratio, norms by their frozen scale; the step
-    sizes, input and output vectors of the recurrences and the probabilities of attention are
-    coefficients; a gated product gives half to each factor.  It is :class:`LatimFlow` with
-    ``rule="half"``: one engine, other rules.  With ``zero_bias=True`` relevance is conserved, as
-    in the paper: it sums to the output of the network without biases.
+    It is :class:`LatimFlow` with ``rule="half"``. Activations pass relevance on by their frozen
+    ratio, norms by their frozen scale. Step sizes, input and output vectors of recurrences and
+    attention probabilities are coefficients, and a gated product gives half to each factor. With
+    ``zero_bias=True`` relevance is conserved, as in the paper: it sums to the output of the network
+    without biases.
 
-    LRP is patented for commercial use in some countries; whether that concerns you, you decide.
+    LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.
         recompute: keep no graph inside the model's blocks, and run each again, one at a time, in

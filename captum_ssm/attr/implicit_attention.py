@@ -75,33 +75,32 @@ class ImplicitAttention(ImplicitMethod):
                 (position, token). Default: None.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            query: the token whose row is asked for: None (the target's position; else the cls or
-                pooled tokens that the head reads; else the last unpadded token), ``"cls"``,
-                ``"last"``, ``"mean"``, a position, a list of positions (their mean), or a tensor
-                of positions per example. Default: None.
+            query: the token whose row is returned: ``"cls"``, ``"last"``, ``"mean"``, a position,
+                positions (their mean), or a tensor of one per example. Default: None, the target's
+                position; else the cls or pooled tokens that the head reads; else the last unpadded
+                token.
             components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
                 (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
-            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``,
-                ``"product"``, or a function over the last dimension such as
-                ``discard_smallest(0.4)``. Default: ``"mean"``.
+            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``, ``"product"``,
+                or a function over the last dimension. Default: ``"mean"``.
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             start_layer: leave out the layers before this one. Default: 0.
-            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute: the
-                mean of the min-max normalised rows; see
-                :meth:`MambaAttribution.attribute`. Default: ``"paper"``.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
+            recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts: the mean of the
+                min-max normalized rows; see :meth:`MambaAttribution.attribute`. Default:
+                ``"paper"``.
+            per_token: one number per token, (B, L), or for images per patch (B, h, w), if there is
+                a grid. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            verify: check every operator against its module's output; a number is the tolerance.
+                Default: True.
 
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
             over E, for images it is bilinear in the patch grid.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
+            OptionError: for an unknown option, or options that exclude each other.
             InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
@@ -153,7 +152,7 @@ class ImplicitAttention(ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the implicit attention matrices; row i is what token i takes from each token.
+        """Return the implicit attention matrices; row i holds the weights of all tokens in token i.
 
         Args:
             inputs: as in :meth:`attribute`.
@@ -169,8 +168,8 @@ class ImplicitAttention(ImplicitMethod):
 
         Returns:
             One tensor per layer: (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L)
-            with ``"heads"``.  Where a mixer works in windows of a map of tokens, L counts the map's
-            tokens, row by row, and the matrices are zero between windows.
+            with ``"heads"``. For a mixer that works in windows of a map, L counts the map's tokens,
+            row by row, and the matrices are zero between windows.
         """
         chosen = options(
             components, reduce, heads, 0, "paper", show_progress, verify, keep_channels=True

@@ -25,23 +25,22 @@ AGGREGATES = ("rollout", "mean")
 class LatimALTI(LatimMethod, ImplicitMethod):
     """LATIM (ALTI): C[i, j] proportional to relu(||y_i||_1 - ||y_i - T_i(x_j)||_1).
 
-    T_i(x_j) is the share of token j in what a mixer returns at token i, y_i the sum of all shares
-    (LATIM, eqs. 6 and 16-25; Ferrando et al. 2022 for transformers).  Rows sum to 1.  A stage of
-    several mixers that write to the stream together has one map.  :meth:`maps` gives the maps and
+    T_i(x_j) is the share of token j in a mixer's output at token i, y_i the sum of all shares
+    (LATIM, eqs. 6 and 16-25; Ferrando et al. 2022 for transformers). Rows sum to 1. A stage of
+    several mixers that write to the stream together has one map. :meth:`maps` gives the maps and
     :meth:`attribute` the query's row of their product, or of their mean.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        residual: whether the residual stream counts that the mixer's output is added to, x_i being
-            added to y_i and to T_i(x_i), so that the map tells what the token is made of after the
-            mixer; without it, what the mixer alone brought (the paper's maps of Mamba). Default:
-            True.
-        activation: how an activation behind a short convolution is divided among its taps:
-            ``"linearized"``, ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"`` or
-            ``"identity"``; the first is exact, the second the paper's. Default: ``"linearized"``.
+        residual: whether the residual stream x_i is added to y_i and to T_i(x_i), so the map
+            describes the token after the mixer. False maps the mixer alone, as in the paper's maps
+            of Mamba. Default: True.
+        activation: how an activation behind a short convolution is divided among its taps.
+            ``"linearized"`` (exact), ``"silu"`` (the paper's), ``"taylor1"``, ``"taylor2"``,
+            ``"relu"`` or ``"identity"``. Default: ``"linearized"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -88,38 +87,22 @@ class LatimALTI(LatimMethod, ImplicitMethod):
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the query's row over all layers, whose relevances sum to 1.
 
-        The rollout needs every row of the maps of earlier layers, and therefore time, but no
-        memory, quadratic in L.
+        The rollout takes time quadratic in L, since it needs every row of the earlier layers' maps,
+        but no quadratic memory.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
-            target: in Captum's forms; used only to find the query: for outputs (B, L, V) a tuple
-                (position, token). Default: None.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
-                Default: None, found from the target and the model.
-            aggregate: ``"rollout"``, the product of the maps, later ones on the left, which needs
-                ``residual=True``: without the stream a token would forget itself at every layer;
-                or ``"mean"``. Default: ``"rollout"``.
-            start_layer: leave out the layers before this one. Default: 0.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            inputs, target, additional_forward_args, query, start_layer, per_token, show_progress,
+                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
+                same defaults.
+            aggregate: ``"rollout"``, the product of the maps, later ones on the left; or
+                ``"mean"``. The rollout needs ``residual=True``, or a token would forget itself at
+                every layer. Default: ``"rollout"``.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
         """
         chosen = read_options(start_layer, show_progress, verify)
         checks.choice("aggregate", aggregate, AGGREGATES)
@@ -168,9 +151,9 @@ class LatimALTI(LatimMethod, ImplicitMethod):
 
         Args:
             inputs: as in :meth:`attribute`.
-            layers: indices of the maps wanted, in the order in which the layers ran, parallel
-                mixers of a block counting as one, and one that feeds another as one with it;
-                negative ones count from the end. Default: None, all.
+            layers: indices of the maps wanted, in the order in which the layers ran; negative ones
+                count from the end. Parallel mixers of a block count as one, and so do a mixer and
+                the one that it feeds. Default: None, all.
             positions: the tokens whose rows are wanted: Q positions common to all examples, or a
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.

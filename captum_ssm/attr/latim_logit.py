@@ -46,19 +46,18 @@ class LatimLogit(LatimMethod, LinearMethod):
         C[w <- k] = sum over layers and j of (T_i(x_j) . U_w) R[j, k],    R = P ... P of the layers
                                                                           before
 
-    What a mixer writes to the stream at the token that the head reads is taken apart by its
-    source tokens, along the direct path through the final norm, frozen, and the unembedding; the
-    source tokens of a layer are traced back by the mixings of the layers before.  What acts within
-    tokens, such as an MLP, is credited to its own token, the embeddings to theirs.  Rows of a
-    mixing sum to 1, so that contributions and biases add up to the output.
+    A mixer's output at the token that the head reads is divided by source tokens, along the direct
+    path through the frozen final norm and the unembedding. The mixings of the earlier layers trace
+    these sources back to the input. MLPs and embeddings are credited to their own token. Rows of a
+    mixing sum to 1, so contributions and biases sum to the output.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         activation: how an activation behind a short convolution is divided among its taps; see
-            :class:`LatimALTI`. Default: ``"linearized"``, the one with which the delta is 0.
+            :class:`LatimALTI`. Default: ``"linearized"``, for which the delta is 0.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -96,40 +95,29 @@ class LatimLogit(LatimMethod, LinearMethod):
         """Attribute the target to each input token.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
+            inputs, additional_forward_args, per_token, show_progress, internal_batch_size, verify:
+                as in :meth:`ImplicitAttention.attribute`, with the same defaults.
             target: in Captum's forms; for outputs (B, L, V) a tuple (position, token). Default:
                 None, for models that return one number per example.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            contrast: what the target is held against: None, nothing; a second target; ``"mean"``;
-                ``"others"``, for log-odds; ``"all"``, for the log-probability; ``"runner-up"``; see
-                :meth:`LatimFlow.attribute`. Default: None.
-            mixing: how tokens are traced back: ``"alti"``, the paper's, which needs every row of
-                the maps of all layers but the last, and so time quadratic in L, whatever the
-                number of targets: a layer of Mamba-1 at 1024 tokens takes as long as 48 forward
-                and backward passes through it; or ``"projection"``, the cheap choice, linear in
-                L, of signed shares; see :mod:`.vectors.shares`. Default: ``"alti"``.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            contrast: the alternative to the target: a second target, ``"mean"``, ``"others"``,
+                ``"all"`` or ``"runner-up"``; see :meth:`LatimFlow.attribute`. Default: None.
+            mixing: how tokens are traced back: ``"alti"``, the paper's, or ``"projection"``, signed
+                shares (:mod:`.vectors.shares`) in time linear in L. ``"alti"`` needs every row of
+                all maps but the last: a layer of Mamba-1 at 1024 tokens takes as long as 48 forward
+                and backward passes through it, for any number of targets. Default: ``"alti"``.
             return_convergence_delta: also return output - relevance - biases per example, (B,).
                 Default: False.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
 
         Returns:
-            The relevance, in the inputs' shape, with the delta if asked for; for embeddings it
-            sums to the token's relevance over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`, with the delta if asked for.
 
         Raises:
-            OptionError: for an option that is not known.
+            OptionError: for an unknown option.
             InputError, TargetError: for inputs or a target that do not fit.
-            GradientModeError: when the output does not depend on what the mixers write.
-            NotLinearError: when the model uses a function of which no linear form is known.
+            GradientModeError: when the output does not depend on the mixers' outputs.
+            NotLinearError: when the model uses a function without a known linear form.
             NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            ReconstructionError: when ``verify`` finds an operator that differs from its module.
         """
         checks.flags(per_token=per_token)
         chosen = self._options(mixing, show_progress, verify)
@@ -200,15 +188,15 @@ class LatimLogit(LatimMethod, LinearMethod):
         """Return output - attributions - biases per example (B,).
 
         Args:
-            attributions: what :meth:`attribute` returned for token ids or embeddings.
-            inputs, target, additional_forward_args, contrast, mixing: what it was given, with the
-                same defaults.
+            attributions: the output of :meth:`attribute` for token ids or embeddings.
+            inputs, target, additional_forward_args, contrast, mixing: its arguments, with the same
+                defaults.
 
         Returns:
-            (B,), which rounding alone keeps from 0 with ``activation="linearized"``.
+            (B,), 0 but for rounding with ``activation="linearized"``.
 
         Raises:
-            InputError: for images, whose relevance is spread over pixels, and has no sum to check.
+            InputError: for images, whose relevance is spread over pixels.
         """
         if single_input(inputs)[0].dim() == 4:
             raise InputError(

@@ -25,20 +25,20 @@ from .vectors.latim import LatimMethod, query_index, read_options, weighted_rows
 class LatimNorm(LatimMethod, ImplicitMethod):
     """LATIM (l_p): C[i, j] = || T_i(x_j) ||_p, one map per layer.
 
-    T_i(x_j) is the share of token j in what a mixer returns at token i (LATIM, eqs. 16-25), for
-    attention the transformed vectors of Kobayashi et al. 2020.  :meth:`maps` gives the maps and
-    :meth:`attribute` the query's row, averaged over layers: with nothing normalised in between, a
-    layer counts by how much it writes to the stream.
+    T_i(x_j) is the share of token j in a mixer's output at token i (LATIM, eqs. 16-25), for
+    attention the transformed vectors of Kobayashi et al. 2020. :meth:`maps` gives the maps and
+    :meth:`attribute` the query's row, averaged over layers without normalization: a layer counts by
+    the size of its output.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         p: the norm, 1 or 2. Default: 2.
-        activation: how an activation behind a short convolution is divided among its taps:
-            ``"linearized"``, ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"`` or
-            ``"identity"``; the first is exact, the second the paper's. Default: ``"linearized"``.
+        activation: how an activation behind a short convolution is divided among its taps.
+            ``"linearized"`` (exact), ``"silu"`` (the paper's), ``"taylor1"``, ``"taylor2"``,
+            ``"relu"`` or ``"identity"``. Default: ``"linearized"``.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -84,31 +84,16 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         """Return the query's row of the mean over layers; for one layer name it in ``layers``.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
-            target: in Captum's forms; used only to find the query: for outputs (B, L, V) a tuple
-                (position, token). Default: None.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
-                Default: None, found from the target and the model.
-            start_layer: leave out the layers before this one. Default: 0.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            inputs, target, additional_forward_args, query, start_layer, per_token, show_progress,
+                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
+                same defaults.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
-            NonFiniteError: when an operator holds NaN or infinity, or a norm overflows.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            CaptumSSMError: as :meth:`ImplicitAttention.attribute`; NonFiniteError also if a norm
+                overflows.
         """
         chosen = read_options(start_layer, show_progress, verify)
 

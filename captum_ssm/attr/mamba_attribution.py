@@ -20,7 +20,7 @@ from .engine.method import ImplicitMethod, options
 from .engine.run import Run
 from .engine.strips import Budget, MemoryBudget, in_strips
 
-#: What becomes of negative entries, in place.
+#: Treatment of negative entries, in place.
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda matrix: matrix.clamp_min_(0),
     "abs": torch.abs_,
@@ -31,23 +31,21 @@ CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
 class MambaAttribution(ImplicitMethod):
     """Mamba-Attribution: rollout of the implicit attention weighted by the target's gradient.
 
-    beta = I + (g . mean over channels of alpha)+ for every layer, where g[i] is the mean over
-    channels of the gradient of the target with respect to the mixer's output at token i
-    (hidden-attention paper, eqs. 23-24); the relevance is the query's row of the product, later
-    layers on the left.  The same class serves every architecture (the unified paper calls it
-    Griffin- or RWKV-attribution).
+    The relevance is the query's row of the product over layers, later ones on the left, of beta = I
+    + (g . mean over channels of alpha)+ (hidden-attention paper, eqs. 23-24). g[i] is the mean over
+    channels of the target's gradient at the mixer's output for token i. The same class serves every
+    architecture (the unified paper calls it Griffin- or RWKV-attribution).
 
-    Where a convolution makes the map of tokens coarser between layers (the stages of MambaVision),
-    the product passes it as in :class:`~captum_ssm.ImplicitAttentionRollout`.
+    Convolutions between the stages of MambaVision are passed as in
+    :class:`~captum_ssm.ImplicitAttentionRollout`.
 
-    Where everything that reads the residual stream is a LayerNorm (ViT, GPT-2, GPT-NeoX, RWKV), a
-    shift of all channels changes nothing, so that g is zero but for rounding and the relevance is
-    the query's own entry alone.  Use the rollout there.
+    If only LayerNorms read the residual stream (ViT, GPT-2, GPT-NeoX, RWKV), use the rollout
+    instead. There g is zero but for rounding, since a shift of all channels changes nothing.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
@@ -86,51 +84,31 @@ class MambaAttribution(ImplicitMethod):
         verify: bool | float = True,
         memory_budget: MemoryBudget = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Relevance of every input token to the target.
+        """Return the relevance of every input token to the target.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
-            target: what is explained, in Captum's forms: a class for outputs (B, classes), a tuple
-                (position, token) for outputs (B, L, V), a list or tensor of them per example.
-                Default: None, for models that return one number per example.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
-                Default: None, found from the target and the model.
-            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
-                (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
-            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``,
-                ``"product"``, or a function over the last dimension such as
-                ``discard_smallest(0.4)``. Default: ``"mean"``.
-            heads: use only these heads (for Mamba-1: channels). Default: None, all.
-            clamp: what becomes of negative entries of the weighted matrices: ``"relu"`` (zero),
+            inputs, additional_forward_args, query, components, reduce, heads, start_layer,
+                per_token, show_progress, internal_batch_size, verify: as in
+                :meth:`ImplicitAttention.attribute`, with the same defaults.
+            target: in Captum's forms: a class for outputs (B, classes), a tuple (position, token)
+                for outputs (B, L, V), a list or tensor of them per example. Default: None, for
+                models that return one number per example.
+            clamp: the treatment of negative entries of the weighted matrices: ``"relu"`` (zero),
                 ``"abs"`` or ``"none"`` (hidden-attention paper, table 6). Default: ``"relu"``.
             normalize_rows: divide every row of beta by its sum. Default: False.
-            start_layer: leave out the layers before this one. Default: 0.
-            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute:
-                with ``components="s6"`` that of the hidden-attention paper, else that of the
-                unified paper. Default: ``"paper"``.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
-            memory_budget: what the rows of a layer's matrix that exist at a time may take: bytes,
-                or a string such as ``"512MiB"``.  What the model takes, and the parts from which
-                rows are made, comes on top. Default: None, a share of the memory that is free.
+            recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts: with
+                ``components="s6"`` the script of the hidden-attention paper, else of the unified
+                paper. Default: ``"paper"``.
+            memory_budget: memory for the rows of a layer's matrix that exist at a time: bytes, or a
+                string such as ``"512MiB"``. The model and the parts from which rows are made come
+                on top. Default: None, a share of the free memory.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
+            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
         budget = Budget.parse(memory_budget)
@@ -138,7 +116,7 @@ class MambaAttribution(ImplicitMethod):
         checks.choice("clamp", clamp, CLAMPS)
         if recipe == "published_code" and (clamp != "relu" or normalize_rows):
             raise OptionError(
-                "recipe='published_code' fixes clamping and normalisation; leave clamp and "
+                "recipe='published_code' fixes clamping and normalization; leave clamp and "
                 "normalize_rows at their defaults."
             )
 

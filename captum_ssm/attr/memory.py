@@ -20,23 +20,23 @@ from .call import checks
 from .engine.fold import verify_layer
 from .engine.method import Explainer
 
-#: Elements of what a recurrence's tokens write that are held at a time (64 MiB in float32).
+#: Elements of a recurrence's written vectors kept at a time (64 MiB in float32).
 _ELEMENTS = 2**24
 
 
 class StateMemory(Explainer):
     """The share of each token in the states of recurrences, and in the caches of attention.
 
-    The state after token t is the sum of the shares of all tokens up to t: what a token wrote,
-    less what later steps took by decays, and by the corrections of delta rules that erase along a
-    key.  Shares are found for one token at a time, in a time linear in the length.  The cache of
-    causal attention holds each token's value unchanged as long as it is read; beside its operator,
-    which is a matrix, it takes memory linear in the length as well.
+    The state after token t is the sum of the shares of all tokens up to t. A token's share is the
+    part it wrote, less the losses by later decays and by corrections of delta rules along a key.
+    Shares are computed for one token at a time, in time linear in the length. The cache of causal
+    attention keeps each token's value unchanged until its window passes; beside the operator's
+    matrix its memory is linear in the length.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
@@ -69,16 +69,15 @@ class StateMemory(Explainer):
                 one such tensor.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            verify: check every operator against its module's output; a number is the tolerance.
+                Default: True.
 
         Returns:
             One for each recurrence or cache, in the order in which they ran; a mixer with two
             directions has two.  Tokens are those that the mixers read.
 
         Raises:
-            OptionError: when no layer has a state or a cache, as of attention that reads what
-                comes later.
+            OptionError: when no layer has a state or a cache, such as non-causal attention.
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
@@ -96,7 +95,7 @@ class StateMemory(Explainer):
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
-                "No layer has a state or a cache of which is known what each token holds: the "
+                "No layer has a state or a cache with known shares of tokens: the "
                 f"model's mixers are {', '.join(kinds)}. Recurrences of one step per token have a "
                 "state, and attention a cache where no token reads a later one."
             )
@@ -125,7 +124,7 @@ class LayerMemory:
 
     @property
     def is_cache(self) -> bool:
-        """Whether it is the cache of attention, from which only a window drops tokens."""
+        """Return True for the cache of attention, from which only a window drops tokens."""
         return isinstance(self._of_one_head(), Cache)
 
     @underflow_flushed()
@@ -192,13 +191,13 @@ class LayerMemory:
     def erased(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
         """Divide the loss of a source's share up to a token among the tokens in between.
 
-        Fading is divided in proportion to the logarithms of their decays; the corrections of a
-        delta rule, and outputs that states read, are what each of them took. A cache loses nothing;
+        Losses by decay are divided in proportion to the logarithms of the decays. A correction of a
+        delta rule, or an output that the state reads, counts for its token. A cache loses nothing;
         a token that leaves its window counts for the first token that does not read it.
 
         Args:
             source: the token that wrote.
-            token: the token after which the state is looked at.
+            token: the token after which the state is read.
             by_head: whether heads are separate. Default: False, their sum.
 
         Returns:
@@ -212,13 +211,13 @@ class LayerMemory:
     def held_without(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
         """Return the size of a source's share with one token's step undone, for each token.
 
-        Undone are the token's decay and its correction by a delta rule; all other steps stay. Less
-        :meth:`held`, it is what would come back without that token. In a text without the token,
-        later steps may change as well.
+        The token's decay and its correction by a delta rule are undone; all other steps stay.
+        Subtract :meth:`held` for the size that the token took. In a text without the token, later
+        steps may change as well.
 
         Args:
             source: the token that wrote.
-            token: the token after which the state is looked at.
+            token: the token after which the state is read.
             by_head: whether heads are separate. Default: False, the norm of all heads together.
 
         Returns:

@@ -24,19 +24,18 @@ class ImplicitAttentionRollout(ImplicitMethod):
     """Rollout: the query's row of the product over layers of I + alpha.
 
     rho = prod over layers (I + mean over channels of alpha), later layers on the left
-    (hidden-attention paper, eqs. 21-22; Abnar & Zuidema 2020 for transformers).  Class-agnostic.
-    Only the one row is carried through the layers; with the mean over channels and no entrywise
-    option, no L x L matrix is formed and the cost is linear in L.
+    (hidden-attention paper, eqs. 21-22; Abnar & Zuidema 2020 for transformers). Class-agnostic.
+    Only one row is carried through the layers. With the mean over channels and no entrywise option,
+    the cost is linear in L.
 
-    Where a convolution makes the map of tokens coarser between layers (the stages of MambaVision),
-    the finer tokens that it reads for a coarser one share that one's relevance equally: the product
-    has a matrix of these shares in that place.  The relevance is one of the first layer's tokens;
-    convolutions before that layer, which have no matrices, are taken for a patch embedding.
+    A convolution between stages of MambaVision makes the map of tokens coarser: the finer tokens
+    that it reads share the coarser token's relevance equally. The relevance is per token of the
+    first layer; convolutions before it count as a patch embedding.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
@@ -74,51 +73,27 @@ class ImplicitAttentionRollout(ImplicitMethod):
         verify: bool | float = True,
         memory_budget: MemoryBudget = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Relevance of every input token to the query, over all layers.
+        """Return the relevance of every input token to the query, over all layers.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
-            target: in Captum's forms; used only to find the query: for outputs (B, L, V) a tuple
-                (position, token). Default: None.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
-                Default: None, found from the model.
-            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
-                (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
-            reduce: how channels become one matrix (head fusion): ``"mean"``, ``"max"``,
-                ``"min"``, ``"product"``, or a function over the last dimension such as
-                ``discard_smallest(0.4)``. Default: ``"mean"``.
-            heads: use only these heads (for Mamba-1: channels). Default: None, all.
+            inputs, target, additional_forward_args, query, components, reduce, heads, start_layer,
+                per_token, show_progress, internal_batch_size, verify: as in
+                :meth:`ImplicitAttention.attribute`, with the same defaults.
             normalize_rows: divide every row of I + alpha by its sum. Default: False.
             absolute: take absolute values of the reduced matrices. Default: False.
             discard_ratio: set this fraction of each reduced matrix' smallest non-zero entries to
-                zero. To find them takes all entries at once: each layer's whole matrix is formed,
-                whatever memory_budget says. Default: 0.0.
-            start_layer: leave out the layers before this one. Default: 0.
-            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute; see
+                zero. This forms each layer's whole matrix, whatever memory_budget says. Default:
+                0.0.
+            recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts; see
                 :meth:`MambaAttribution.attribute`. Default: ``"paper"``.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
-            memory_budget: what the rows of a layer's matrix that exist at a time may take, where
-                rows are needed (another reduction than the mean, or absolute): bytes, or a string
-                such as ``"512MiB"``.  What the model takes, and the parts from which rows are made,
-                comes on top. Default: None, a share of the memory that is free.
+            memory_budget: as in :meth:`MambaAttribution.attribute`; used if rows are needed, for
+                another reduction than the mean or ``absolute``. Default: None.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
         checks.flags(normalize_rows=normalize_rows, absolute=absolute)
@@ -127,7 +102,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         entrywise = absolute or discard_ratio > 0
         if recipe == "published_code" and (entrywise or normalize_rows):
             raise OptionError(
-                "recipe='published_code' fixes the normalisation; leave normalize_rows, absolute "
+                "recipe='published_code' fixes the normalization; leave normalize_rows, absolute "
                 "and discard_ratio at their defaults."
             )
 

@@ -30,33 +30,33 @@ _MATRIX_ELEMENTS = 2**22
 class TransformerAttribution(ImplicitMethod):
     """Transformer-Attribution (Chefer et al. 2021), for attention and for every other mixer.
 
-    beta = I + mean over heads of (grad . R)+ for every layer, products entry by entry; the
-    relevance is the query's row of the product, later layers on the left.  grad is the gradient of
-    the target with respect to the matrices A of a head, R their relevance:
+    The relevance is the query's row of the product over layers, later ones on the left, of beta = I
+    + mean over heads of (grad . R)+, with products by entry. grad is the gradient of the target
+    with respect to the matrices A of a head, R their relevance:
 
     - ``form="lrp"`` ("Transformer Interpretability Beyond Attention Visualization"): by layer-wise
-      relevance propagation, R = A . the gradient in the network that LRP's rules make linear.  The
+      relevance propagation, R = A . the gradient in the network that LRP's rules make linear. The
       authors' rules are not used: theirs divide relevance by the signs of the contributions (the
-      alpha-beta rule) and between both factors of each product of attention; here they are the
-      conservative ones of :class:`MambaLRP`, by which probabilities are coefficients, so that the
-      entries of R say what each token adds to the target through each other one.
-    - ``form="gradient"`` ("Generic Attention-model Explainability"): R = A.
+      alpha-beta rule) and between both factors of each product of attention. The rules here are
+      :class:`MambaLRP`'s, with probabilities as coefficients: an entry of R is the contribution of
+      one token to the target through another one. - ``form="gradient"`` ("Generic Attention-model
+      Explainability"): R = A.
 
     With y = A v, G the gradient with respect to y, and sums over a head's channels,
 
         grad[i, j] = sum of G[i] v[j],      R[i, j] = sum of A[i, j] g[i] v[j]
 
-    where g is G of the linear network, and in ``form="gradient"`` grad . A is the sum of
-    A[i, j] G[i] v[j].  Matrices common to a head, such as attention's, are the authors' case; where
-    they differ between its channels, grad is with respect to what is added to all of them alike.
-    In Mamba-1 every channel is a head.  The matrices of a few heads are formed at a time.
+    where g is G of the linear network, and in ``form="gradient"`` grad . A is the sum of A[i, j]
+    G[i] v[j]. Matrices common to a head, such as attention's, are the authors' case; if they differ
+    between its channels, grad is with respect to a common summand. In Mamba-1 every channel is a
+    head. The matrices of a few heads are formed at a time.
 
-    LRP is patented for commercial use in some countries; whether that concerns you, you decide.
+    LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         form: ``"lrp"`` or ``"gradient"``; the former runs the model once more, under the rules.
             Default: ``"lrp"``.
@@ -104,41 +104,23 @@ class TransformerAttribution(ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Relevance of every input token to the target.
+        """Return the relevance of every input token to the target.
 
         Args:
-            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
-            target: what is explained, in Captum's forms: a class for outputs (B, classes), a tuple
-                (position, token) for outputs (B, L, V), a list or tensor of them per example.
-                Default: None, for models that return one number per example.
-            additional_forward_args: further positional arguments of forward_func, for example an
-                attention mask. Default: None.
-            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
-                Default: None, found from the target and the model.
-            components: what A includes, for mixers that are more than attention: ``"s6"``,
-                ``"unified"``, ``"exact"``, one of them without some parts (``"unified-conv"``), or
-                a set of component names. Default: ``"unified"``.
-            heads: use only these heads (for Mamba-1: channels). Default: None, all.
-            normalize_rows: divide every row of beta by its sum. Default: False.
-            start_layer: leave out the layers before this one. Default: 0.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
-                there is one. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            inputs, additional_forward_args, query, heads, start_layer, per_token, show_progress,
+                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
+                same defaults.
+            target, normalize_rows: as in :meth:`MambaAttribution.attribute`, with the same
+                defaults.
+            components: the parts of A, for mixers that are more than attention; see
+                :meth:`ImplicitAttention.attribute`. Default: ``"unified"``.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance, as :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            OptionError: for an option that is not known, or that another one excludes.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
+            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
         checks.flags(normalize_rows=normalize_rows)
@@ -186,8 +168,8 @@ def _beta(
 ) -> Tensor:
     """Return a layer's matrix beta, the mean over heads of (G . R)+, (B, L, L).
 
-    ``gradient`` and ``coefficient`` are at the layer's output (B, L, E), the gradient behind hooks
-    of others; without a coefficient R = A, the ``operator`` of the ``heads``, None for all.
+    ``gradient`` (behind hooks of others) and ``coefficient`` are at the layer's output (B, L, E).
+    Without a coefficient R = A, the ``operator`` of the ``heads``.
     """
     linear, factor = layer.linear, layer.factor
     at = range(linear.operator.shape.heads) if heads is None else heads
@@ -212,11 +194,7 @@ def _weighted(
 ) -> Tensor:
     """Return the mean over heads of (G . R)+, some heads at a time, (B, L, L).
 
-    Args:
-        operator: A.
-        values: v (B, L, H, P).
-        gradient: G (B, L, H, P).
-        coefficient: g (B, L, H, P), or None for R = A.
+    A is the operator; v, G and g are (B, L, H, P); without g, R = A.
     """
     batch, tokens, heads, per_head = operator.shape
     total = values.new_zeros(batch, tokens, tokens)

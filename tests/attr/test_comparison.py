@@ -127,7 +127,7 @@ def test_names_are_made_unique():
 
 
 MISUSE = {
-    "holds the class NoiseTunnel. Make an instance": ([NoiseTunnel], {}),
+    "holds the class NoiseTunnel, which takes further arguments": ([NoiseTunnel], {}),
     "LatimFlow returned tuple in place of one tensor": (
         [LatimFlow],
         {"options": {"LatimFlow": {"return_convergence_delta": True}}},

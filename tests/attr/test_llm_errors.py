@@ -116,7 +116,7 @@ def test_tokenizers_without_methods() -> None:
 
 
 def test_models_without_a_head() -> None:
-    said = ["MambaModel", "no language-modelling head", "ForCausalLM"]
+    said = ["MambaModel", "no language-modeling head", "ForCausalLM"]
     check(lambda: explainer(model=mamba_lm().backbone), TypeError, said)
     classes = classifier("last")
     said = ["(position, token)", "shape (1, 5)", "logits (B, L, vocabulary)"]

@@ -1,7 +1,7 @@
 """Checks of options, one function for each kind, which returns the option as a Python value.
 
-:func:`flags` and :func:`no_repeats` check several at once, and return nothing.  Integers of numpy
-and torch are integers; a bool is none, and an integer is no bool.
+:func:`flags` and :func:`no_repeats` check several at once, and return nothing. Integers of numpy
+and torch are accepted; a bool is not an integer, nor an integer a bool.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
     """Read the option ``components`` as a set of names.
 
     Args:
-        components: a preset (``"s6"``, ``"unified"``, ``"exact"``), a preset without some parts
-            (``"unified-conv"``, ``"exact-gate-skip"``), or any collection of component names.
+        components: ``"s6"``, ``"unified"``, ``"exact"``; one of them without some parts, such as
+            ``"exact-gate-skip"``; or any collection of component names.
     """
     if isinstance(components, str):
         preset, *removed = components.split("-")
@@ -153,7 +153,7 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
 
 
 def reduction(reduce: Any) -> Reduce:
-    """Read the option ``reduce``; a custom function is wrapped, to check what it returns."""
+    """Read the option ``reduce``; wrap a custom function to check its results."""
     check_reduce(reduce)
     if reduce is None or isinstance(reduce, str):
         return reduce

@@ -16,8 +16,8 @@ from .targets import logits_of
 def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tensor]:
     """Return a ``forward_func`` that gives the mean of each class's logits over some pixels.
 
-    Its output is that of a classifier, (B, K), so that a target is a class.  A single pixel needs
-    no such function: it is the target (class, row, column) of the model itself.
+    It outputs (B, K), like a classifier, and a target is a class. A single pixel needs no such
+    function: its target for the model itself is (class, row, column).
 
     Args:
         model: returns logits (B, K, H, W), or an object that holds them as ``logits``; of volumes

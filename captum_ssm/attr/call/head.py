@@ -15,7 +15,7 @@ from ...errors import TargetError
 from ...tracing import runnable
 from .targets import CONTRASTS, Against, SumTarget, second_index, target_index
 
-#: What language models of transformers call the positions at which their head is to run.
+#: The argument of language models of transformers for the positions at which their head runs.
 _ARGUMENT = "logits_to_keep"
 #: More entries than any vocabulary has, where its size is not known.
 _ANY_VOCABULARY = 2**31
@@ -41,7 +41,7 @@ class Kept:
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
 
     def fit(self, output: Tensor) -> bool:
-        """Whether the output (B, K, V) is that of these positions."""
+        """Return True if the output (B, K, V) has one row for each of these positions."""
         return output.dim() == 3 and output.shape[1] == len(self.positions)
 
     def whole(self, output: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ def kept_positions(
 def _head_can_be_limited(
     forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
-    """Whether the model has a head that acts on each position, and an argument for the positions.
+    """Return True if the head acts per position and the model takes the positions.
 
-    Not if hooks on the head's output may read any position, or if its activation is in ``read``.
+    Hooks on the head may read any position, and ``read`` may name its activation: then False.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -147,6 +147,6 @@ def _head_can_be_limited(
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether hooks, or another forward, may change the module's output."""
+    """Return True if hooks, or another forward, may change the module's output."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

@@ -118,9 +118,8 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
                 got = f"a tensor of dtype {other.dtype} and shape {tuple(other.shape)}"
             raise InputError(
                 f"{name}[{number}] is {got}. The first of several inputs is the sequence, as token "
-                "ids or embeddings, and those behind it are floating, as images or their patches "
-                "are: pass a forward_func that takes them in this order, and what is not explained "
-                "as additional_forward_args."
+                "ids or embeddings; the others are floating, such as images. Pass a forward_func "
+                "that takes them in this order, and all other arguments as additional_forward_args."
             )
     return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
 
@@ -141,7 +140,7 @@ def unpadded(value: Any) -> Any:
 
 
 def _in_place_of(value: Any) -> str:
-    """Return advice on what to pass in place of a value that is no tensor."""
+    """Return advice for a value that is not a tensor."""
     if isinstance(value, Mapping):
         return f"Pass one of its values, out of {list(value)}. Accepted are {_FORMS}."
     if isinstance(value, str):
@@ -167,7 +166,7 @@ def _check_ids(ids: Tensor, name: str) -> None:
     if ids.dim() == 4:
         raise InputError(
             f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images are "
-            "floating: pass what the model's image processor makes of them."
+            "floating: pass the output of the model's image processor."
         )
     if ids.dim() != 2:
         raise InputError(
@@ -282,7 +281,7 @@ def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return bound arguments by name, but for those of a ``*args``."""
+    """Return bound arguments by name, without ``*args``."""
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind

@@ -1,4 +1,4 @@
-"""From one number per token to the shape of the user's input."""
+"""The layout of relevance: from one number per token to the shape of the user's input."""
 
 from __future__ import annotations
 

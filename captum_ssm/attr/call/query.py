@@ -60,7 +60,7 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
 
 
 def needs_readers(query: Query) -> bool:
-    """Whether the query may have to be found from the tokens that the output reads."""
+    """Return True if the tokens that the output reads may be needed to find the query."""
     return query is None or query == "cls"
 
 
@@ -71,7 +71,7 @@ def query_weights(
 
     Args:
         query: the option.
-        output: the model's output; its graph reaches that of ``tail`` where :func:`needs_readers`.
+        output: the model's output; if :func:`needs_readers`, its graph reaches ``tail``.
         index: the target's indices, or None.
         tail: the last layer.
         mask: True for real tokens (B, L), or None.

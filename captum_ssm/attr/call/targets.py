@@ -154,7 +154,7 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
 
     Args:
         target: one of Captum's forms.
-        output: what the model returned, (B, ...).
+        output: the model's output, (B, ...).
     """
     if target is None:
         return None
@@ -244,7 +244,7 @@ def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
 
 
 def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
-    """Return the values as ints; a bool is no integer, though Python counts with it."""
+    """Return the values as ints; refuse bools."""
     found = []
     for value in values:
         try:
@@ -269,11 +269,9 @@ def contrasted(
     Args:
         output: the model's output, (B, ..., V).
         target: one of Captum's forms.
-        contrast: None for the output itself; ``"mean"``, less the mean over the last dimension;
-            ``"others"``, the log-odds against all other entries; ``"all"``, the log-probability;
-            ``"runner-up"``, less the greatest of all others; or a second target, whose output is
-            subtracted. Logarithms are linear in the output with the probabilities frozen; the
-            entropy that this leaves is the constant. Default: None.
+        contrast: None for the output itself, or one of the forms of :meth:`LatimFlow.attribute`.
+            ``"others"`` and ``"all"`` are linear with the probabilities frozen; the entropy that
+            this leaves is the constant. Default: None.
         kept: the positions that the output is of. Default: None, all.
 
     Raises:
@@ -323,13 +321,9 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
 def _against(
     entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Contrast entries with others at their positions; return numbers and constants, (B, n) each.
+    """Contrast entries (B, n, V) with others at their positions; return numbers, constants (B, n).
 
-    Args:
-        entries: all entries at the positions (B, n, V).
-        tokens: indices of the chosen entries (B, n, 1).
-        chosen: the chosen entries (B, n).
-        contrast: one of :data:`CONTRASTS`.
+    ``tokens`` (B, n, 1) are the indices of the ``chosen`` entries (B, n).
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None

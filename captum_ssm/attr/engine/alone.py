@@ -1,7 +1,7 @@
-"""The explained number, compared with the one that forward_func returns by itself.
+"""Comparison of the explained number with a plain run of forward_func.
 
-An explained run keeps no cache, attends eagerly, and calls mixers that are held to their operators.
-None of that changes what a model computes, but a function of the user's may depend on it.
+An explained run keeps no cache, attends eagerly, and checks mixers against their operators. The
+model computes the same, but a custom forward_func may depend on these settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMES, _MOST = 16, 0.25
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """A run of forward_func that nobody looks on at.
+    """A plain run of forward_func, without hooks.
 
     Attributes:
         request: what is run.
@@ -59,12 +59,10 @@ class Alone:
 
 
 def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
-    """The run that explained numbers are compared with; None where the user has no part in it.
-
-    That is where forward_func is the model itself, and no mixer ran more than once.
+    """Return the plain run to compare with; None if forward_func is the model, run once.
 
     Args:
-        request: what was run.
+        request: the run's request.
         calls: how often each mixer ran.
         granted: the largest error that was accepted of an operator.
     """

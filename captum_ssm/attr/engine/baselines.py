@@ -61,8 +61,8 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
         return network.mode.looked_up(baselines)
     if len(roots) > 1:
         raise OptionError(
-            f"The model looks up the token ids in {len(roots)} tables, such as that of an adapter, "
-            "so that no one tensor or number can stand in for their embeddings. Pass "
+            f"The model looks up the token ids in {len(roots)} tables, such as an adapter's, "
+            "so no single tensor or number can replace their embeddings. Pass "
             "baselines='mean', or token ids."
         )
     what, words, ids = "a layer", "None, 'mean'", ""
@@ -74,12 +74,7 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
     """Return a number or a tensor as a baseline in the shape of ``start``.
 
-    Args:
-        found: the number or tensor.
-        start: the input that it replaces.
-        what: name of that input, for an error.
-        words: other accepted forms, for an error.
-        ids: further accepted forms, at the end of its sentence. Default: ``""``.
+    ``what`` names the input, ``words`` and ``ids`` further accepted forms, for an error.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         baseline = torch.as_tensor(found).to(start).expand_as(start)
@@ -87,7 +82,7 @@ def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = ""
             return baseline
     got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise OptionError(
-        f"baselines={got} cannot stand in for {what} of shape {tuple(start.shape)}. Pass {words}, "
+        f"baselines={got} cannot replace {what} of shape {tuple(start.shape)}. Pass {words}, "
         f"a finite number, a tensor of that shape{ids}."
     )
 

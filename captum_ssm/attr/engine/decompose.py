@@ -27,35 +27,32 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, tor
 class Decomposition(NamedTokens):
     """Contributions of all parts of a network's input to one number of its output.
 
-    ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is what
-    rounding leaves.
+    ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is the
+    rounding error.
 
     Attributes:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
-            floating input. Of ids that are looked up in several tables, such as that of an adapter,
-            E counts the features of all.
-        streams: relevance of each token of the residual stream entering the block of each mixer,
-            (B, L) each, or with ``features`` of each of its features, (B, L, E); with the
-            constants that enter behind it, each sums to the output too.
+            floating input. If ids are looked up in several tables, such as an adapter's, E counts
+            the features of all.
+        streams: relevance of each token of the residual stream entering each mixer's block, (B, L)
+            each, or by feature, (B, L, E). Each sums to the output with the constants that enter
+            behind it.
         mixers: relevance of each token of each mixer's output, in the same shape.
         biases: contributions of biases and other constants, (B,), by the module that adds them.
         output: the explained number (B,).
-        virtual: contribution of tokens that the model reads and was not given, (B,), such as one
-            that forward_func puts in front; streams and mixers include it. For a layer explained
-            in place of the input, the contribution of all that passes the layer by.
-        roles: relevance of each token (B, L) by the role in which it counted: as content that was
-            moved, a key that was matched, a query that asked, a gate that let something through,
-            or a step by which states moved on.  Roles sum to :attr:`tokens`: every path from the
-            output to the input counts for the first factor other than content that it takes, and
-            for content if it takes none. Default: None, not found.
-        content_only: names of the mixers that moved content alone though the rule divides, since
-            their adapters give it no other factor with its graph: none by the rules ``"frozen"``
-            and ``"half"``, which ask for none.
-        sizes: sizes of the tensors that are concatenated in the last dimension of ``inputs``, for
-            a layer explained in place of the input, or ids looked up in several tables; else
-            empty.
-        past: for a layer explained in place of the input, relevance of every feature of the
-            embeddings (B, L, E) along paths past the layer, which sum to ``virtual``; else None.
+        virtual: contribution of tokens that the model adds itself, (B,), such as a class token;
+            streams and mixers include it. For an explained layer, the contribution of all paths
+            around it.
+        roles: relevance of each token (B, L) as content, key, query, gate or step. Roles sum to
+            :attr:`tokens`. Each path from output to input counts for its first factor other than
+            content, or for content if it has none. Default: None, not found.
+        content_only: names of the mixers that gave all relevance to content though the rule divides
+            it, since their adapters offer no other factor. Empty with ``rule="frozen"`` and
+            ``"half"``.
+        sizes: sizes of the tensors concatenated in the last dimension of ``inputs``, for an
+            explained layer or ids looked up in several tables. Default: empty.
+        past: for an explained layer, relevance of every feature of the embeddings (B, L, E) along
+            paths around it, which sum to ``virtual``. Default: None.
         others: relevance of every element of each further input, such as the images of a text, in
             its shape. Default: empty.
         by_others: contribution of all further inputs to the output of each example (B,); None if
@@ -140,15 +137,14 @@ def decompose(
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
 
-    With ``by_role`` each role takes one more pass.  Elements of further inputs belong to no known
-    example of a batch: each example then takes a pass of its own, which finds its contributions.
+    Each role takes one more pass. Elements of further inputs belong to no known example of a batch:
+    with them each example takes its own pass.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
-        baselines: the input that relevance is in comparison with, one for each root. Default:
-            empty, 0.
+        baselines: the baseline of each root. Default: empty, 0.
         of_others: likewise for each further input. Default: empty, as for none.
         by_role: whether relevance is found by role. Default: False.
         features: whether relevance of streams and mixers is kept by feature. Default: False.
@@ -211,12 +207,8 @@ def _of_step(
 ) -> tuple[Tensor | None, Tensor]:
     """Return the relevance of a mixer's stream, None without one, and of its output.
 
-    Each is (B, L), or (B, L, E) by feature.
-
-    Args:
-        step: the mixer's call.
-        gradients: those at the tensors entering its block, and at its output.
-        features: whether relevance is kept by feature.
+    Each is (B, L), or (B, L, E) by feature. ``gradients`` holds those at the tensors entering the
+    block and at the output.
     """
 
     def relevance(x: Tensor, gradient: Tensor | None) -> Tensor:
@@ -237,10 +229,7 @@ def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
 def _example_by_example(
     mode: Linearising, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Take one backward pass for each example.
-
-    Returns the gradients of each example's output at ``starts``, and constants as account().
-    """
+    """Take one backward pass per example; return gradients at ``starts``, and constants."""
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
@@ -260,9 +249,7 @@ def _with_others(
     """Add the relevance of further inputs to a decomposition.
 
     Args:
-        found: the decomposition.
-        others: the further inputs.
-        baselines: the values that this relevance is in comparison with; None for 0.
+        baselines: the baseline of each further input; None for 0.
         by_example: for each example the gradients at the further inputs.
     """
     values = [x.detach() for x in others]
@@ -304,10 +291,7 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return the ``sizes`` of a :class:`Decomposition`: of the tensors at ``begins``, or of roots.
-
-    One root needs no split: then they are empty.
-    """
+    """Return the ``sizes`` of a :class:`Decomposition`; empty for one root."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
@@ -404,10 +388,9 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all but examples, (B,), if these, or their tokens or windows, come first.
+    """Sum over all dimensions but examples, (B,), if these, or their tokens or windows, come first.
 
-    Other sums, such as over tokens routed to an expert, are spread evenly or given to the wrong
-    examples: :func:`exact` then sees it in the deltas.
+    Other sums, such as over tokens routed to an expert, are wrong by example; :func:`exact` checks.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -415,10 +398,9 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
 
 
 def exact(found: Decomposition, apart: bool = False) -> bool:
-    """Whether inputs and biases sum to the output for every example.
+    """Return True if inputs and biases sum to the output for every example.
 
-    In a batch a tenth of the tolerance is accepted: constants may be given to the wrong example,
-    and examples can be explained one by one.
+    In a batch a tenth of the tolerance is accepted, as constants may be given to the wrong example.
 
     Args:
         found: the decomposition.
@@ -436,7 +418,7 @@ def sums_up(
     together: bool = False,
     past: Tensor | None = None,
 ) -> bool:
-    """Whether parts sum to the output for every example.
+    """Return True if parts sum to the output for every example.
 
     Args:
         found: the parts.
@@ -444,7 +426,7 @@ def sums_up(
         share: factor on the tolerance. Default: 1.0.
         together: whether to check the sum over examples alone, as constants may be given to the
             wrong example. Default: False.
-        past: parts that pass by the explained layer, (B, ...). Default: None.
+        past: parts along paths around the explained layer, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     if found.biases:

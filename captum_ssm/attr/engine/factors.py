@@ -1,6 +1,6 @@
-"""A mixer's implicit attention taken apart: matrices per state; queries, keys and histories.
+"""Factors of a mixer's implicit attention: matrices per state; queries, keys and histories.
 
-The sums and products are those of :mod:`~captum_ssm.operators.readings.states` and
+The computation is in :mod:`~captum_ssm.operators.readings.states` and
 :mod:`~captum_ssm.operators.readings.selection`; here the user's choices meet a layer.
 """
 
@@ -74,9 +74,9 @@ def each_factor(
         if factors is None:
             raise OptionError(
                 f"Layer {layer.name!r} ({layer.architecture}) has no query, key and history "
-                "factors: these are those of a selective scan with a step size dt, as in Mamba and "
-                f"Mamba-2, and its {_kinds(operator)} has none. states() takes it apart all the "
-                "same; leave the layer out of factors() with layers=[...]."
+                "factors, which selective scans with a step size dt have, as in Mamba and Mamba-2; "
+                f"its {_kinds(operator)} has none. Use states(), or leave the layer out of "
+                "factors() with layers=[...]."
             )
         return factors.to(run.request.inputs.device)
 
@@ -88,10 +88,11 @@ def _terms(layer: Layer, operator: Operator) -> list[Term]:
     terms = terms_of(operator)
     if terms is None:
         raise OptionError(
-            f"Layer {layer.name!r} ({layer.architecture}) is no sum over states: these are those "
-            "of a recurrence with a diagonal decay (SelectiveScan, ScalarDecayHeads, "
-            f"VectorDecayHeads), and its matrices come from {_kinds(operator)}. Leave the layer "
-            "out with layers=[...]; matrices(reduce=None) has one matrix per channel of any layer."
+            f"Layer {layer.name!r} ({layer.architecture}) has no states to sum over: only "
+            "recurrences with a diagonal decay do (SelectiveScan, ScalarDecayHeads, "
+            f"VectorDecayHeads), and its matrices come from {_kinds(operator)}. Leave the "
+            "layer out with layers=[...]; matrices(reduce=None) has one matrix per channel of any "
+            "layer."
         )
     return terms
 

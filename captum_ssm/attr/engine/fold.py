@@ -128,10 +128,10 @@ def fold(
 ) -> Tensor:
     """Carry ``row`` (B, L) through I + M of the layers, from the last to ``start_layer``.
 
-    Layers are linearised one at a time; a row that stops being finite is an error that names the
-    layer.  Several mixers of one block form a stage, see :func:`stages`; :func:`carry` sees to
-    layers of other token counts.  The result is a row over the tokens of the first layer, even if
-    ``start_layer`` leaves that out.
+    Layers are linearized one at a time; an error names the layer where the row stops being finite.
+    Several mixers of one block form a stage, see :func:`stages`; :func:`carry` converts between
+    token counts. The result is a row over the tokens of the first layer, even if ``start_layer``
+    leaves that out.
     """
     at = layers[-1]
     with torch.no_grad():
@@ -188,11 +188,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Join the matrices of a stage to one.
-
-    Parallel branches add up.  A layer that feeds the next one adds to that one's input only: the
-    stage is M (I + F).
-    """
+    """Join the matrices of a stage to one: M (I + F), the sum of parallel branches, fed by F."""
     *earlier, (_, mixing) = stage
     if not earlier:
         return mixing

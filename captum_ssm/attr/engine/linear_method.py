@@ -76,11 +76,7 @@ class LinearMethod(SSMAttribution):
         internal_batch_size: int | None,
         return_convergence_delta: bool,
     ) -> Any:
-        """Return relevance in the input's shape, with the delta if asked for.
-
-        A target that is an :class:`~captum_ssm.attr.call.targets.Each` gives a result per target,
-        stacked in front.
-        """
+        """Return relevance in the input's shape, with the delta if asked for; ``Each`` stacks."""
         checks.flags(return_convergence_delta=return_convergence_delta)
         tensor, others = self._inputs(inputs)
         questions = [Against(each, contrast) for each in several(target)]
@@ -100,17 +96,14 @@ class LinearMethod(SSMAttribution):
     def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
         """Return output - attributions - biases (B,), for relevance that ``attribute`` returned.
 
-        Args:
-            found: the parts of the output.
-            explained: relevance of the input, (B, ...), and of further inputs; a difference of
-                these is spread evenly over the examples.
-            attributions: the relevance that the user passes.
+        Relevance is compared with ``explained``; a difference for further inputs is spread over
+        examples.
         """
         first, others = several_inputs(attributions, "attributions")
         if 1 + len(others) != len(explained):
             raise InputError(
                 f"attributions holds {1 + len(others)} tensors, but inputs {len(explained)}. Pass "
-                "what attribute() returned."
+                "the output of attribute()."
             )
         one, *rest = explained
         sums = one.flatten(1).sum(1) - first.flatten(1).sum(1).to(one)
@@ -250,12 +243,7 @@ def _each_decomposed(
     *,
     apart: bool = False,
 ) -> list[Decomposition]:
-    """Decompose the number that each question asks for, of an output at the positions kept.
-
-    Args:
-        network, output, kept, questions, rules, baselines: the network, and the questions.
-        apart: whether each example takes passes of its own. Default: False.
-    """
+    """Decompose the number of each question, given an output at the positions kept."""
     numbers = numbers_of(network, output, kept, questions)
     one, *rest = one_each(baselines, 1 + len(network.mode.others))
     start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
@@ -266,10 +254,10 @@ def _each_decomposed(
 def numbers_of(
     network: Network, output: Tensor, kept: Kept | None, questions: Sequence[Against]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the number that each question asks for (B,), and its constant summand.
+    """Return each question's number (B,) and its constant summand.
 
     Raises:
-        TargetError, OptionError, NonFiniteError: for what does not fit the output.
+        TargetError, OptionError, NonFiniteError: if a target or contrast does not fit the output.
         GradientModeError: when the output does not depend on the input.
     """
     whole = output if kept is None else kept.whole(output)

@@ -1,4 +1,4 @@
-"""What all methods share: Captum's arguments in, one traced run, Captum's shapes out."""
+"""Base of all methods: Captum's arguments in, one traced run, Captum's shapes out."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ RECIPES = ("paper", "published_code")
 
 
 class Explainer:
-    """What all that explains runs of a model has in common.
+    """Base of all classes that explain runs of a model.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or any function that
             runs it; called as ``forward_func(inputs, *additional_forward_args)``.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
     """
 
-    #: what it is called wherever it is shown: as it is typed, where Captum would tear it apart
+    #: the displayed name: the class's name, which Captum would split at capitals
     name = ""
     #: whether the run keeps its autograd graph, and the stream entering each mixer's block
     needs_gradient = False
@@ -107,7 +107,7 @@ class Explainer:
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered; errors say how to ask."""
+        """Refuse calls; the error says how to ask."""
         raise ArgumentError(
             f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
         )
@@ -128,16 +128,12 @@ class Explainer:
         explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
         others: tuple[Tensor, ...] = (),
     ) -> list[tuple[T, ...]]:
-        """What is found of each target in the parts of a batch.
+        """Return the results for each target, in parts of a batch.
 
         Args:
-            inputs: the one input.
-            targets: targets, each for the whole batch.
-            additional_forward_args: as the user gave them.
             internal_batch_size: the most examples of a part; None for all.
-            explain: what finds it, of the run that is requested for a part and its targets.
-            others: further inputs, which cannot be cut: they do not say which of their elements
-                belong to which example. Default: none.
+            explain: returns the results of a requested run for its targets.
+            others: further inputs, which cannot be split by example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
         if not others:
@@ -195,14 +191,12 @@ class Explainer:
         make: Callable[[Run, Any], T],
         split: Callable[[Sequence[Layer]], Sequence[Any]] = list,
     ) -> list[T]:
-        """What ``make`` returns of a run and each of its layers, or parts of them, that is wanted.
+        """Return the results of ``make`` for the wanted layers of a run, or parts of them.
 
         Args:
-            inputs, layers, additional_forward_args: as the user gave them; a layer may be named
-                twice.
-            chosen: the user's choices.
-            make: makes something of the run and a part.
-            split: the parts of the layers that indices are of. Default: each layer.
+            layers: indices as the user gave them; a layer may be named twice.
+            make: returns the result for a run and a part.
+            split: the parts of the layers that the indices count. Default: each layer.
         """
         named = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
@@ -241,7 +235,7 @@ class SSMAttribution(Explainer, Attribution):
         return cls.name
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered; Captum's remote methods alone have it."""
+        """Refuse; only Captum's remote methods are asynchronous."""
         raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
 
     def attribute_each(
@@ -251,7 +245,7 @@ class SSMAttribution(Explainer, Attribution):
         additional_forward_args: Any = None,
         **options: Any,
     ) -> Tensor:
-        """What ``attribute`` says of several targets, per token, at the cost of one forward run.
+        """Attribute several targets to tokens at the cost of one forward run.
 
         Args:
             inputs, additional_forward_args: as in ``attribute``, with the same defaults.
@@ -259,7 +253,7 @@ class SSMAttribution(Explainer, Attribution):
             **options: further arguments of ``attribute``, with the same defaults.
 
         Returns:
-            (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
+            (len(targets), B, L), or for images each target's result of ``per_token=True``.
 
         Raises:
             TargetError: when ``targets`` is empty, or one of them does not fit.
@@ -272,15 +266,15 @@ class SSMAttribution(Explainer, Attribution):
         return found
 
 
-#: Captum lists the classes that it takes; what others ask of it stays as it is.
+#: Captum accepts only listed classes.
 LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
 
 
 def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method's ``attribute``, which LLMGradientAttribution may ask as well.
+    """Return a method's ``attribute``, which LLMGradientAttribution may call as well.
 
-    Captum wraps the model in a function that puts the prompt's skipped tokens back and the text so
-    far behind it, and wants to be told of all of them, (1, L, features).
+    Captum wraps the model in a function that completes the input by skipped tokens and the text so
+    far; it expects relevance of all of them, (1, L, features).
     """
 
     @checks.in_place_of(attribute)
@@ -309,11 +303,11 @@ class ImplicitMethod(SSMAttribution):
 
     @property
     def multiplies_by_inputs(self) -> bool:
-        """The values are not multiplied in: relevance is that of the mixing, not of the inputs."""
+        """Return False: relevance describes the mixing, not the inputs."""
         return False
 
     def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered: these relevances do not sum to the output."""
+        """Refuse: these relevances do not sum to the output."""
         raise NotImplementedError(
             f"{self.name} has no convergence delta: its relevances do not sum to the output."
         )
@@ -333,8 +327,8 @@ class ImplicitMethod(SSMAttribution):
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the model, apply ``relevance`` to each sub-batch, and lay the result out.
 
-        A target that is an :class:`Each` gives a result per target, stacked in front.  ``graph`` is
-        what is kept of the run's where gradients are needed.
+        An :class:`Each` target gives a result per target, stacked in front. ``graph`` is the graph
+        to keep if gradients are needed.
         """
         checks.flags(per_token=per_token)
         verify = checks.tolerance("verify", verify)
@@ -373,7 +367,7 @@ class ImplicitMethod(SSMAttribution):
         return (out,) if in_tuple else out
 
     def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
-        """What each target asks of a run."""
+        """Return each target's question to a run."""
         tail, output, chain = run.layers[-1], run.output, run.chain
         questions = []
         for target in targets:

@@ -1,12 +1,12 @@
 """The computations of the authors' published scripts that differ from the papers' equations.
 
-Of each layer only the query's row of every channel is used; it is added to every row of the
-identity, so that a layer's matrix is I + 1 r^T with all rows divided by their common sum.
+Of each layer only the query's row r of every channel is used. It is added to every row of the
+identity, and all rows are divided by their common sum: a layer's matrix is I + 1 r^T.
 
-The row's entries up to the query are those of the forward direction alone, the entries beyond it
-those of the backward one, and neither is halved.  The script of the hidden-attention paper
-(components = s6) has a slip: the query reads the state before its own step, so that its own entry
-is missing and every other one has decayed a step too few; and it keeps rows in single precision.
+The row takes its entries up to the query from the forward direction, the entries beyond it from the
+backward direction, and neither is halved. The script of the hidden-attention paper (components =
+s6) has a slip: the query reads the state before its own step. Its own entry is missing, and every
+other one has decayed a step too few. That script also keeps rows in single precision.
 """
 
 from __future__ import annotations

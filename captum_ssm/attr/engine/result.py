@@ -65,16 +65,17 @@ class Result:
             Result._kinds[cls.__name__] = cls
 
     def save(self, path: str | Path) -> Path:
-        """Save it; :func:`captum_ssm.load` loads it again, on the CPU and to the last bit.
+        """Save the result; :func:`captum_ssm.load` restores it exactly, on the CPU.
 
         Args:
-            path: the file. What it held is replaced, once all is written; its folder is made.
+            path: the file; an old file is replaced only after a complete write. Its folder is
+                created.
 
         Returns:
             The path.
 
         Raises:
-            WriteError: when it cannot be written; it then is what it was.
+            WriteError: if it cannot be written; an old file is then unchanged.
         """
         content = {
             "captum_ssm": __version__,
@@ -94,15 +95,15 @@ class Result:
         """Write it as a page that needs nothing else, or return the page.
 
         Args:
-            path: the file. What it held is replaced, once all is written; its folder is made.
-                Default: None, the page is returned.
-            title: a heading. Default: None, what it is.
+            path: the file; an old file is replaced after a complete write. Its folder is created.
+                Default: None, return the page.
+            title: a heading. Default: None, the kind of result.
 
         Returns:
             The path, or the page's text.
 
         Raises:
-            WriteError: when it cannot be written; it then is what it was.
+            WriteError: if it cannot be written; an old file is then unchanged.
         """
         page = self._page(title)
         return page if path is None else _written(path, page)
@@ -163,7 +164,7 @@ class NamedTokens(Result, kind=False):
                 :class:`~captum_ssm.viz.Tokens` parts of words are drawn without a gap.
 
         Returns:
-            A copy; what it holds is not copied.
+            A shallow copy.
 
         Raises:
             InputError: when they are not as many as there are tokens.
@@ -229,10 +230,10 @@ def load(path: str | Path) -> Any:
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{wrong}: {error}. Pass what a result's save() wrote.") from None
+        raise DataError(f"{wrong}: {error}. Pass a file that a result's save() wrote.") from None
     names = {"captum_ssm", "form", "kind", "state"}
     if not isinstance(content, dict) or not names <= content.keys():
-        raise DataError(f"{wrong}. Pass what a result's save() wrote.")
+        raise DataError(f"{wrong}. Pass a file that a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
             f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in form "
@@ -278,7 +279,7 @@ def _in_notebook() -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """Encode a value for JSON: what JSON has no type for becomes {type: content}."""
+    """Encode a value for JSON; types that JSON lacks become {type: content}."""
     if isinstance(value, Tensor):
         return {"tensor": _encoded_tensor(value)}
     name = type(value).__name__
@@ -331,7 +332,7 @@ def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
 def _decoded_tensor(code: Mapping[str, Any]) -> Tensor:
     dtype = getattr(torch, code["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{code['dtype']} is no dtype")
+        raise ValueError(f"{code['dtype']} is not a dtype")
     values = code["values"]
     if dtype.is_floating_point:
         for value in values:

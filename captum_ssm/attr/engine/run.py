@@ -1,7 +1,7 @@
-"""One traced forward run, and what is asked of it; several methods may share one.
+"""One traced forward run and the questions to it; several methods may share one.
 
-Every method runs the model by itself.  Inside :func:`shared_forward` the first one asked does, and
-those that follow with the same call are given its record, and the gradients taken of it.
+Every method runs the model by itself. Inside :func:`shared_forward` later methods with the same
+call reuse the first one's record and gradients.
 """
 
 from __future__ import annotations
@@ -66,25 +66,24 @@ class Inner:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a run follows from, and what is wanted of it.
+    """A run's arguments, and the records to keep.
 
     Attributes:
-        forward_func: what runs the model.
+        forward_func: runs the model.
         model: the module.
         layers: names or modules of the mixers to record, or None for all.
         inputs: the one input.
         additional: further arguments of forward_func.
-        others: further inputs, which stand between the one input and those arguments. Default:
-            none.
+        others: further inputs, passed between ``inputs`` and ``additional``. Default: none.
         graph: which autograd graph is kept. Default: ``"none"``.
-        streams: whether the residual stream entering each mixer's block is. Default: False.
-        verify: whether operators are held to what their modules returned. Default: True.
+        streams: whether to keep the residual stream entering each mixer's block. Default: False.
+        verify: whether to check operators against their modules' outputs. Default: True.
         folds: whether layers have to be a chain. Default: True.
         direct: whether the run leaves the graph of its direct paths. Default: False.
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
         cuts: further activations at which the graph ends and begins anew. Default: none.
-        ends: the number that is explained in place of the output's. Default: None.
+        ends: the number that is explained in place of the output. Default: None.
     """
 
     forward_func: Callable[..., Any]
@@ -115,7 +114,7 @@ class Request:
 
     @property
     def is_model(self) -> bool:
-        """Whether forward_func is the model itself, or its method, with no code of the user's."""
+        """Return True if forward_func is the model or its method, without code of the user."""
         function: Any = runnable(self.forward_func)
         owner = getattr(function, "__self__", function)
         return owner is self.model and isinstance(owner, nn.Module)
@@ -153,7 +152,7 @@ class Request:
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
     def same_as(self, other: Request) -> bool:
-        """Whether the other's run is as good."""
+        """Return True if the other request's run can be reused."""
         return (
             self.forward_func == other.forward_func
             and self.model is other.model
@@ -165,7 +164,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked of a run.
+    """A question to a run.
 
     Attributes:
         target: in one of Captum's forms.
@@ -175,8 +174,7 @@ class Question:
         constant: a summand of ``selected`` that no module added (B,). Default: None.
         taken: the gradients of ``selected`` that methods sharing the run have taken; None if the
             run is not shared. Default: None.
-        asked: from the first to the last token of ``weights`` other than 0, where the host knows.
-            Default: None.
+        asked: from the first to the last nonzero token of ``weights``. Default: None, not known.
     """
 
     target: Any
@@ -192,16 +190,16 @@ class Run:
     """One traced forward run of a (sub-)batch.
 
     Attributes:
-        request: what it follows from.
+        request: its arguments.
         record: the record of its layers.
-        output: what the model returned.
+        output: the model's output.
         mask: True for real tokens (B, L), or None.
-        chain: how the tokens of its layers lie; None where that is not known.
+        chain: the token order of its layers; None if not known.
         shared: whether methods that follow use it too, so that it keeps its graph.
-        questions: what is asked of it, now the first; the graph is kept for those that follow.
-            Default: nothing.
+        questions: questions to it, the current one first; the graph is kept for later ones.
+            Default: none.
         paths: the direct paths, where they were kept. Default: None.
-        kept: what :meth:`once` keeps for all questions.
+        kept: cache of :meth:`once` for all questions.
     """
 
     request: Request
@@ -222,9 +220,9 @@ class Run:
 
     @property
     def given(self) -> Tensor | None:
-        """Which token of the input each of the first layer's is (B, L).
+        """Return the input token of each token of the first layer (B, L), -1 from elsewhere.
 
-        It is -1 for one that comes from elsewhere; None if they are the same.
+        It is None if they are the same.
         """
         return None if self.chain is None else self.chain.given
 
@@ -244,10 +242,7 @@ class Run:
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
-        """The same run, at one question after the other.
-
-        What is kept from one to the next is of these alone: another method asks otherwise.
-        """
+        """Yield the same run with one question after the other; its cache is for these alone."""
         kept: dict[Layer, Tensor] = {}
         for first, question in enumerate(questions):
             ask_anew(question.weights.shape[-1], question.asked)
@@ -377,7 +372,7 @@ def _replayed(
     mask: Tensor | None,
     paths: DirectPaths | None,
 ) -> TokenOrder | None:
-    """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
+    """Return the token order of a run; None if the user vouches for it, or tokens lie in maps."""
     layers, chosen, chain = record.layers, request.layers is not None, None
     if chosen and not request.folds and not request.streams:
         return None
@@ -401,7 +396,7 @@ def _replayed(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two arguments are one object, or tensors with the same numbers."""
+    """Return True if two arguments are one object, or tensors with the same numbers."""
     if a is b:
         return True
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
@@ -415,7 +410,7 @@ def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] |
 
 
 class Sharing:
-    """What methods called on the same input one after the other have in common."""
+    """State shared by methods that are called on the same input one after the other."""
 
     def __init__(self, graph: Graph, streams: bool) -> None:
         self._graph = graph
@@ -452,9 +447,9 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
     One run is held at a time, and none once the ``with`` ends.
 
     Args:
-        graph: which autograd graph of it is kept, enough for all of the methods: ``"all"`` if any
-            of them takes gradients, else ``"tail"``, by which queries are found.
-        streams: whether the residual stream entering each mixer's block is. Default: False.
+        graph: the autograd graph to keep: ``"all"`` if any method takes gradients, else ``"tail"``,
+            which is enough to find queries.
+        streams: whether to keep the residual stream entering each mixer's block. Default: False.
     """
     before = _current.set(Sharing(graph, streams))
     try:
@@ -471,7 +466,7 @@ def run_of(request: Request) -> Run:
 
 @contextmanager
 def layout_of(request: Request, per_token: bool) -> Iterator[TokenLayout]:
-    """How relevance of tokens is laid out, while the run of a request is watched for it."""
+    """Yield the layout of token relevance, while a probe watches the requested run."""
     inputs = request.inputs
     if inputs.dim() != 4 or not inputs.is_floating_point():
         yield TokenLayout(inputs, per_token, None)

@@ -109,7 +109,7 @@ def _add(out: Tensor, strip: Strip, values: Tensor) -> None:
     out[:, strip.columns.start : strip.columns.stop] += values
 
 
-#: What ``memory_budget`` accepts: bytes, a size such as ``"512MiB"``, or None.
+#: Values of ``memory_budget``: bytes, a size such as ``"512MiB"``, or None.
 MemoryBudget = int | str | None
 
 _UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
@@ -185,6 +185,6 @@ class Budget:
         return min(few, self.on(operator.device) // row)
 
     def holds_matrix(self, operator: Operator) -> bool:
-        """Whether an operator's whole reduced matrix is within it."""
+        """Return True if an operator's whole reduced matrix is within the budget."""
         batch, tokens, *_ = operator.shape
         return self.on(operator.device) >= _COPIES * batch * tokens**2 * operator.dtype.itemsize

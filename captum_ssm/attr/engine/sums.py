@@ -1,4 +1,4 @@
-"""Whether relevance adds up: the number that its sum should be, its sum, and the difference."""
+"""Convergence checks: the number that relevance should sum to, its sum, and the difference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CheckedSum(NamedTuple):
 
     @property
     def adds_up(self) -> bool:
-        """Whether the difference is at most a twentieth of the larger number."""
+        """Return True if the difference is at most a twentieth of the larger number."""
         return abs(self.delta) <= _SHARE * max(abs(self.wanted), abs(self.total))
 
     @property

@@ -86,8 +86,8 @@ class Codec:
             return text, find_spans(text, ids.tolist(), self._tokenizer.decode, self._marks)
         except InputError as error:
             raise InputError(
-                f"Which characters each token stands for cannot be told from what {self._name} "
-                f"decodes. {error} Pass ranges of tokens as spans."
+                f"The characters of each token cannot be found by decoding with {self._name}. "
+                f"{error} Pass ranges of tokens as spans."
             ) from None
 
     def text_of(self, ids: Tensor) -> str:
@@ -136,7 +136,7 @@ class Codec:
             ) from None
 
     def names(self, ids: Tensor) -> list[str]:
-        """Return the text of each token (L,), or its name in the vocabulary if it is no text."""
+        """Return the text of each token (L,), or its name in the vocabulary if it has no text."""
         read = {token: self._read(token) for token in set(ids.tolist())}
         return [read[token] for token in ids.tolist()]
 
@@ -157,7 +157,7 @@ class Codec:
 
 
 def _accepts(function: Any, keyword: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Return True if a function has a parameter of this name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a compiled function may not tell
@@ -166,8 +166,7 @@ def _accepts(function: Any, keyword: str) -> bool:
 
 
 #: Each token's piece of a text, spaces in front included: joined, they are the text.  The first of
-#: several tokens of one character has all of it, the others ""; a token that is no text, such as a
-#: mark of the tokenizer, has None.
+#: several tokens of one character has all of it, the others ""; a special token has None.
 Pieces: TypeAlias = list[str | None]
 #: First and last character of a token, half open.
 Span: TypeAlias = tuple[int, int]
@@ -188,17 +187,17 @@ _QUOTED = 20
 def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]) -> list[Span]:
     """Find the characters of each token, by reading the tokens along the text.
 
-    Tokens that are parts of one character all stand for it.  Whitespace may be the token's or not,
-    and upper and lower case are the same, as tokenizers drop them.
+    All tokens of one character get its span. Whitespace and case are ignored, as tokenizers may
+    drop them.
 
     Args:
         text: the text that was encoded.
         ids: its tokens.
         read: the tokenizer's decoding.
-        silent: ids that stand for no characters, such as a mark in front.
+        silent: ids without characters, such as special tokens.
 
     Returns:
-        Start and end for each token; silent ones have none, at the place where they stand.
+        Start and end for each token; empty at their place for silent ones.
 
     Raises:
         InputError: when the tokens do not read as the text.

@@ -1,9 +1,8 @@
-"""From the answer back to the prompt, through what was written in between.
+"""Relevance of the answer followed back to the prompt, through the generated text.
 
-Relevance r that went to a token of the text goes on along the row of that token's own explanation,
-of its logit less the mean of all: a log-probability vanishes where the model is sure.  The row is
-divided by its sum, so that r is what is passed on.  All tokens go on together, in one backward
-pass: a sum of explanations is that of the sum.
+Relevance r of a token of the text is passed on along the row of that token's own explanation. The
+row explains its logit less the mean of all, since a log-probability vanishes for a sure model. The
+row is divided by its sum, so it passes on r in total. All tokens share one backward pass.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def follow(
     hops: int,
     logits: Callable[[], Tensor],
 ) -> Generator[Against, Row, list[Hop]]:
-    """Ask for the spans of a text, and hop by hop for the text's tokens that have their relevance.
+    """Ask for the spans of a text, and hop by hop for the text's tokens with relevance.
 
-    A hop replaces the relevance of a text's token by that of its own row, scaled to the same sum.
+    A hop replaces the relevance of a text's token by its own row, scaled to the same sum.
 
     Args:
         text: token ids (n,).
@@ -135,9 +134,9 @@ def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _row_sums(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each token's row, its logit less the mean, and 1 if it is large enough.
+    """Return the sum (n,) of each token's row, and 1 if it is large enough.
 
-    (n,) each; 0 if the sum is too small to divide by, see :data:`_LEAST`.
+    Both are 0 if the sum, the logit less the mean, is too small to divide by, see :data:`_LEAST`.
     """
     logits = logits.detach().cpu().double()
     rest = logits - logits.mean(-1, keepdim=True)

@@ -47,13 +47,13 @@ class SSMLLMAttribution(Attribution):
     has; methods that take gradients then need one backward pass for each of them.
 
     Args:
-        attr_method: the method, made with the language model: any class of this package, or of
-            your own with a method ``attribute_each`` like theirs.
+        attr_method: the method, made with the language model: any class of this package, or a
+            custom class with a method ``attribute_each``.
         tokenizer: the model's tokenizer, or anything with ``encode(text)`` and ``decode(ids)``.
 
     Raises:
         OptionError: when ``attr_method`` has no ``attribute_each``.
-        OutputError: when the model has no language-modelling head.
+        OutputError: when the model has no language-modeling head.
 
     Example:
         >>> from captum_ssm import MambaAttribution, SSMLLMAttribution
@@ -88,7 +88,7 @@ class SSMLLMAttribution(Attribution):
         return "SSM LLM Attribution"
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered; Captum's remote methods alone have it."""
+        """Refuse; only Captum's remote methods are asynchronous."""
         raise NotImplementedError("SSMLLMAttribution has no asynchronous form; call attribute().")
 
     def attribute(
@@ -109,43 +109,37 @@ class SSMLLMAttribution(Attribution):
         """Attribute every token of a text to the prompt that it follows.
 
         Args:
-            inp: the prompt: a str; token ids as a list of ints or a tensor (L,) or (1, L); chat
-                messages ``{"role": ..., "content": ...}`` as a list; Captum's TextTokenInput, or
-                TextTemplateInput, whose values then are the features.
-            target: the text: a str, which joins the prompt as it is, so that it begins with a
-                space where the tokenizer wants one; token ids as for the prompt; or a list of
-                either, for several texts, each of which costs a forward run. Default: None, what
-                the model generates.
-            spans: the stretches of the text that are explained, each as a whole, by one backward
-                pass: ``"token"``, ``"word"``, ``"sentence"``, ``"paragraph"``, ``"all"``, a
-                compiled pattern of what stands between them, or ranges of the text's tokens. What
-                is explained is the sum of what the method explains of each token; with
-                ``contrast="all"`` that is the log-probability of the span. They share one forward
-                run and are explained one after another, so that any number of them takes the
-                memory of one. Default: None, each token, and no sums of constants.
-            prompt_spans: the same for what the prompt's features are, or ``"turn"`` for the
-                messages of a chat, or Captum's feature mask, integers (L,). Default: None, its
-                tokens.
-            hops: how often relevance that went to the text's own tokens goes on along their own
-                explanations, towards the prompt; each hop of a span is one backward pass. With
-                hops LatimFlow goes by ``rule="centered"`` unless another is named: by ``"frozen"``
-                nothing goes on from tokens that only ask. Default: 0, it stays on the text.
-            against: a second text, in the forms of the target and of any length: relevance is that
-                of the text less that of this one, each in a run of its own; with ``spans="all"``.
-                Default: None, of the text alone.
-            resume: a folder that takes the answer to each span and hop as soon as it is found, so
-                that a call that was ended goes on from there; with ``spans``. Default: None, no
-                folder.
-            show_progress: show a progress bar over spans and hops, or if the method has one the
-                method's own. Default: False.
+            inp: the prompt: a str; token ids as a list of ints or a tensor (L,) or (1, L); a list
+                of chat messages ``{"role": ..., "content": ...}``; or Captum's TextTokenInput or
+                TextTemplateInput (features: its values).
+            target: the text: a str, appended as it is, often with a space in front; token ids as
+                for the prompt; or a list of either, at one forward run each.
+                Default: None, the model's generation.
+            spans: the spans of the text to explain, each as a whole by one backward pass:
+                ``"token"``, ``"word"``, ``"sentence"``, ``"paragraph"``, ``"all"``, a pattern of
+                the separators, or ranges of tokens. A span's output is the sum over its tokens;
+                with ``contrast="all"`` it is the span's log-probability. Spans share one forward
+                run, and any number of them takes the memory of one. Default: None, each token,
+                without sums of constants.
+            prompt_spans: the prompt's features, in the same forms, or ``"turn"`` for the messages
+                of a chat, or Captum's feature mask, integers (L,). Default: None, its tokens.
+            hops: how often relevance of the text's own tokens is passed on along their explanations
+                towards the prompt, at one backward pass per span and hop. LatimFlow then defaults
+                to ``rule="centered"``, since ``"frozen"`` gives nothing to queries. Default: 0.
+            against: a second text, in the forms of the target and of any length, whose relevance is
+                subtracted; needs ``spans="all"`` and a second run. Default: None.
+            resume: a folder for the answer to each span and hop, from which an interrupted call
+                continues; needs ``spans``. Default: None, no folder.
+            show_progress: show a progress bar over spans and hops, or the method's own. Default:
+                False.
             skip_tokens: ids or strings of tokens whose relevance is left out of the result, such
                 as the tokenizer's own. Default: None.
             gen_args: arguments of the model's ``generate``, for a target of None. Default: None,
                 the likeliest 25 tokens, one by one.
             **options: further arguments of the method's ``attribute``, such as ``rule``,
                 ``components`` or ``contrast``, with its defaults. Positions in them, and tokens in
-                ``baselines``, are those of the sequence that the model reads, the prompt and all of
-                the text but its last token.
+                ``baselines``, count in the sequence that the model reads: the prompt and the text
+                without its last token.
 
         Returns:
             The result, on the CPU and in float32; for several targets a list of them.
@@ -153,9 +147,8 @@ class SSMLLMAttribution(Attribution):
         Raises:
             InputError: for a prompt or text without tokens, or with ids that the model does not
                 embed.
-            OptionError: for a model that reads both ways, options that are set here, spans of no
-                known form, hops with a method whose parts have no sum, or a ``generate`` that adds
-                nothing.
+            OptionError: for a bidirectional model, options that are set here, unknown spans, hops
+                with a method whose parts have no sum, or no generated text.
             TargetError: when the model's output has no logits (B, L, vocabulary).
         """
         for name in _FIXED:
@@ -180,7 +173,7 @@ class SSMLLMAttribution(Attribution):
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError("resume= is for spans, and a method whose parts add up.")
         if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
-            options.setdefault("rule", "centered")  # the frozen rule gives nothing to what asks
+            options.setdefault("rule", "centered")  # the frozen rule gives nothing to queries
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
@@ -272,13 +265,9 @@ class SSMLLMAttribution(Attribution):
         return result_of_spans(prompt, hops, spans, names, pieces)
 
     def _check_order(self, relevance: Tensor, last: list[int]) -> None:
-        """Raise if words have relevance on tokens behind them: such a model writes no texts.
+        """Raise if words (S, L) have relevance beyond their ``last`` token.
 
-        Only for methods of this package: relevance of others may have another meaning.
-
-        Args:
-            relevance: relevance to S words or spans (S, L).
-            last: the token that each of them ends at.
+        Such a model writes no texts. Relevance of other packages' methods may have another meaning.
         """
         if not isinstance(self.attr_method, SSMAttribution):
             return
@@ -290,9 +279,9 @@ class SSMLLMAttribution(Attribution):
             self._reads_ahead = False
         if self._reads_ahead:
             raise OptionError(
-                f"{type(self.model).__name__} reads both ways: what it says at a word depends on "
-                "the words that follow, so that it writes no texts word by word. Explain single "
-                "outputs of it with the method itself."
+                f"{type(self.model).__name__} reads both ways: its output at a word depends on the "
+                "words that follow, so it writes no texts word by word. Explain single outputs of "
+                "it with the method itself."
             )
 
     def _one_by_one(
@@ -397,7 +386,7 @@ class _Asked:
 
 
 def _adds_up(method: Any) -> bool:
-    """Whether a method's parts add up to the output, constants included."""
+    """Return True if a method's parts sum to the output, constants included."""
     return isinstance(method, LinearMethod) and hasattr(method, "decompose")
 
 
@@ -406,13 +395,13 @@ def _check_head(model: nn.Module) -> None:
     head = getattr(model, "get_output_embeddings", None)
     if callable(head) and head() is None:
         raise OutputError(
-            f"{type(model).__name__} has no language-modelling head: it returns no logits (B, L, "
+            f"{type(model).__name__} has no language-modeling head: it returns no logits (B, L, "
             "vocabulary) in which a text's tokens could be looked up. Use the ...ForCausalLM class."
         )
 
 
 def _is_several(target: Any) -> bool:
-    """Whether a target is a list of texts, not the token ids of one."""
+    """Return True if a target is a list of texts, not the token ids of one."""
     if not isinstance(target, list | tuple):
         return False
     if not target:

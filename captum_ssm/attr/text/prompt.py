@@ -140,8 +140,7 @@ def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
 def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
     """Read a prompt whose features are the values of a template.
 
-    A token's relevance goes to the value it lies in, of a token across several values by their
-    shares of its characters.  Relevance of the template's own words belongs to no feature.
+    A token's relevance is divided among values by their shares of its characters.
     """
     text = prompt.to_model_input()
     ids, tokens = codec.encode_with_spans(text)

@@ -66,7 +66,7 @@ class SpanParts:
 
     @property
     def delta(self) -> Tensor:
-        """How far the last hop is off the spans' outputs (S,): 0, but for rounding."""
+        """Return the spans' outputs less the sum of the last hop (S,): 0, but for rounding."""
         return self.outputs - self.hops[-1].total
 
     def rows(self) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def result_of_spans(
 def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
     """Subtract another text's relevance of the prompt from a text's.
 
-    The other text's relevance of its own words, and its constants, count as a constant.
+    The other text's remaining relevance and constants count as a constant.
     """
     assert one.spans is not None and other.spans is not None
     count = max(len(one.spans.hops), len(other.spans.hops))
@@ -179,12 +179,11 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
             from the diagonal on.
         input_tokens: the names of the prompt's features.
         output_tokens: the names of the text's tokens.
-        spans: explanations of the text's spans, if these were explained as wholes; then the rows
-            of ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of
-            spans. Default: None.
-        input_pieces: the piece of the prompt's text of each feature, spaces in front included:
-            joined, they are the text. The first of several tokens of one character has it, the
-            others ``""``; a mark that is no text has None. Default: None, not known.
+        spans: explanations of the text's spans, if these were asked for; then ``token_attr``,
+            ``generated_attr`` and ``output_tokens`` have one row per span. Default: None.
+        input_pieces: the piece of the prompt's text of each feature; joined, they are the text. The
+            first of several tokens of one character has it, the others ``""``; a special token has
+            None. Default: None, not known.
         output_pieces: likewise of the text's tokens, or spans. Default: None, not known.
 
     Example:
@@ -228,7 +227,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         ]
 
     def _state(self) -> dict[str, Any]:
-        """Return what save() writes, by the names of the constructor's arguments."""
+        """Return the state to save, by the names of the constructor's arguments."""
         of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
         found = {name: getattr(self, name) for name in names}

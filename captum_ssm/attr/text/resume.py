@@ -19,7 +19,7 @@ from .hops import Row
 
 T = TypeVar("T")
 
-#: In the folder, what the answers belong to.
+#: In the folder, the fingerprint of the run.
 _OF = "run.txt"
 
 
@@ -39,8 +39,8 @@ def kept(
 
     Args:
         questions: the questions, which depend on the answers alone.
-        folder: takes each answer as soon as it is there; made if it is missing.
-        of: what the answers belong to; see :func:`fingerprint`.
+        folder: stores each answer as soon as it is found; created if missing.
+        of: the :func:`fingerprint` of the run.
 
     Yields:
         The questions that are left; it is sent their answers.

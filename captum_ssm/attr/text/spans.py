@@ -33,7 +33,7 @@ Spans = str | re.Pattern[str] | Sequence[Any]
 
 
 def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range]:
-    """Return the stretches of a text, as ranges of its tokens in rising order.
+    """Return the spans of a text, as ranges of its tokens in rising order.
 
     Args:
         name: name of the argument.
@@ -42,9 +42,9 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
         codec: the tokenizer.
 
     Raises:
-        OptionError: for what is no name, pattern or list of ranges.
-        InputError: for ranges that overlap, are empty or lie outside, and for texts whose
-            characters the tokenizer does not tell apart.
+        OptionError: for a value that is not a name, pattern or list of ranges.
+        InputError: for ranges that overlap, are empty or lie outside, and for tokens whose
+            characters cannot be found.
     """
     count = len(ids)
     if isinstance(spans, str):
@@ -66,7 +66,7 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
     if not isinstance(spans, list | tuple):
         raise OptionError(
             f"{name}={spans!r} must be one of {', '.join(map(repr, TEXT_SPANS))}, a compiled "
-            "pattern of what stands between spans, or a list of ranges of tokens such as [(0, 5)]."
+            "pattern of the separators, or a list of ranges of tokens such as [(0, 5)]."
         )
     found = [_range(name, one) for one in spans]
     if not found:

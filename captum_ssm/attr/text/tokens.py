@@ -1,4 +1,4 @@
-"""The tokens of a text: their names, and what each adds to it."""
+"""The tokens of a text: their names, and their pieces of the text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .codec import Codec, Pieces
 
 @dataclass(frozen=True)
 class Tokens(Sequence[str]):
-    """Names of the tokens of a text, which know where its words begin.
+    """Names of the tokens of a text, with the text's pieces.
 
-    Wherever names of tokens are asked for, in pictures, reports, Insights and by ``named()``, these
-    may stand: parts of a word are then drawn without a gap, and a character's several tokens as it.
+    Pass them as names of tokens to pictures, reports, Insights and ``named()``. Parts of a word are
+    then drawn without a gap, and several tokens of one character as that character.
 
     Attributes:
         names: the names.
-        pieces: what each adds to the text, spaces in front included: joined, they are the text. The
-            first of several tokens of one character adds it, the others ``""``; a mark that is no
-            text has None. Default: None, not known: tokens then stand apart.
+        pieces: each token's piece of the text; joined, they are the text. The first of several
+            tokens of one character has it, the others ``""``; a special token has None. Default:
+            None, not known: tokens are drawn apart.
 
     Raises:
         InputError: when names and pieces are not equally many.
@@ -44,7 +44,7 @@ class Tokens(Sequence[str]):
         if self.pieces is not None and len(self.pieces) != len(self.names):
             raise InputError(
                 f"pieces has {len(self.pieces)} entries for {len(self.names)} names; give one for "
-                "each, None for a mark that is no text."
+                "each, None for a special token."
             )
 
     @classmethod
@@ -61,8 +61,8 @@ class Tokens(Sequence[str]):
         listed = torch.as_tensor(ids).detach().cpu()
         if listed.dim() != 1:
             raise InputError(
-                f"ids has shape {tuple(listed.shape)}, but names are those of one text. Pass its "
-                "ids (L,), such as ids[0]."
+                f"ids has shape {tuple(listed.shape)}, but names are for one text. Pass its ids "
+                "(L,), such as ids[0]."
             )
         codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
         return cls(codec.names(listed), codec.pieces(listed))

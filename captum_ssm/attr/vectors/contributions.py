@@ -6,8 +6,8 @@ a vector of the stream's width E for every pair of a query i and a source j, so 
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
-exactly if the activation is linearised.  The constant comes from biases and belongs to no token.
-E L^2 numbers never exist at once: vectors come in tiles of a few queries by a range of sources.
+exactly if the activation is linearized. The constant comes from biases and belongs to no token. E
+L^2 numbers never exist at once: vectors come in tiles of a few queries by a range of sources.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def tiles(
 def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     """Multiply the first steps of a way into a projection's weight (C, E); return the others, too.
 
-    Biases are left out.  Factors on whole tokens commute with all else: they wait, so that a step
-    behind them, such as a norm's, is multiplied into the weight and not into every vector.
+    Factors on whole tokens commute with all else: they wait, so a later step, such as a norm's, is
+    multiplied into the weight and not into every vector. Biases are left out.
     """
     remain: list[AffineStep] = []
     for step in way:
@@ -184,7 +184,7 @@ def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
 
 
 def _is_long_and_ascends(index: Tensor) -> bool:
-    """Whether the queries (B, Q) are many, and the same for all examples in rising order."""
+    """Return True if the queries (B, Q) are many, and the same and rising in all examples."""
     if index.shape[1] < _MANY_QUERIES:
         return False
     return bool((index == index[:1]).all() and (index[0].diff() > 0).all())
@@ -246,10 +246,7 @@ def _rows(path: TapPath, index: Tensor) -> Tensor:
 
 
 def _sent(weight: Tensor, shares: TapShares) -> Tensor:
-    """Sum each token's shares phi, weighted at the tokens they go to, (q, B, L, H, P).
-
-    ``weight`` (q, B, L, H, P) is the weight of each token they go to, in the queries' rows.
-    """
+    """Sum each token's shares phi, times ``weight`` at their destination, (q, B, L, H, P)."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
     for lag, phi in others:
@@ -282,7 +279,7 @@ def _local_and_core(
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
                 f"{type(part).__name__} acts after channels were mixed, so the operator has no "
-                "matrix per channel. What mixes channels within tokens must come last."
+                "matrix per channel. A part that mixes channels within tokens must come last."
             )
     identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity
@@ -302,13 +299,11 @@ def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
 def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
     """Return a range of sources outside of which all rows (q, B, L, C) are zero.
 
-    On a GPU it is read once in a call whether queries reach later tokens; if not, the range ends
-    with the last query, else with the last token.
-
     Args:
         rows: rows of some queries.
         queries: the queries (B, q), if the range is to include them; else None.
-        until: the token behind the last query, or L if that is not known.
+        until: the token behind the last query, or L if unknown; on a GPU the range ends there if no
+            query reads ahead.
     """
     # minimum and maximum take a tenth of the time of comparing every number
     ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each

@@ -28,12 +28,12 @@ class LatimMethod(SSMAttribution):
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        activation: how an activation behind a short convolution is divided among its taps:
-            ``"linearized"`` (by its frozen ratio, exactly), ``"silu"`` (the model's own activation
-            of each tap), ``"taylor1"`` or ``"taylor2"`` (SiLU's expansion around zero),
-            ``"relu"``, or ``"identity"``. Default: ``"linearized"``.
+        activation: how an activation behind a short convolution is divided among its taps.
+            ``"linearized"`` (its frozen ratio, exact), ``"silu"`` (the model's activation of each
+            tap), ``"taylor1"`` or ``"taylor2"`` (SiLU's expansion at 0), ``"relu"``, or
+            ``"identity"``. Default: ``"linearized"``.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class LogitContributions(NamedTokens):
 
     @property
     def delta(self) -> Tensor:
-        """output - tokens - biases (B,): 0, but for rounding, if the activation is linearised."""
+        """output - tokens - biases (B,): 0, but for rounding, if the activation is linearized."""
         return self.output - self.tokens.sum(-1) - self.bias
 
     def _columns(self) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def _of_layer(
 ) -> Tensor:
     """Return contributions through layer number ``at`` to T questions, (T, B, L).
 
-    Adds the layer's constant to the biases of each pass, in place.
+    The layer's constant is added to the biases of each pass, in place.
     """
     shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
     constant = shares.constant()

@@ -33,15 +33,14 @@ Streams = Mapping[Layer, Tensor | None]
 
 
 class AltiShares:
-    """The mixing of the layers that act on one residual stream together; see :func:`.fold.stages`.
+    """The mixing of layers that act on one residual stream together; see :func:`.fold.stages`.
 
-    Outputs of parallel mixers add up.  A layer that feeds the next one does not write to the
-    stream: the next one's sources are the stream plus the first one's output.  The mixing is then
-    diag(r) + C P, where C and r are the shares of these sources and of the stream, and P the
-    mixing of the layer that feeds.
+    Outputs of parallel mixers add up. A layer that feeds the next one does not write to the stream:
+    the next one's sources are the stream plus the first one's output. The mixing is then diag(r) +
+    C P, with the shares C of these sources and r of the stream, and the mixing P of the feeding
+    layer.
 
-    A row whose entries are all zero before they are divided by their sum, such as a padded
-    token's, is 1 at the token's own place.
+    A row of zeros, such as a padded token's, becomes 1 at the token's own place.
 
     Args:
         stage: the layers.

@@ -185,7 +185,7 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
 
 
 def _split_conv(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
-    """Split off a convolution that is the outermost part; None if it is no convolution."""
+    """Split off the outermost part if it is a convolution; else None."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
 
