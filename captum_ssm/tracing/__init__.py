@@ -1,4 +1,4 @@
-"""One forward run of a model: which mixers were called, with what, in which order."""
+"""One forward run of a model: its mixer calls with arguments, in order."""
 
 from .chance import require_deterministic
 from .find import Mixer, find_mixers, find_model, runnable, unwrap

@@ -61,7 +61,7 @@ def _blaming(mixer: Mixer, what: str) -> Iterator[None]:
 
 
 def _means_something_else(error: Exception) -> bool:
-    """Whether an error is no fault of the adapter in which it arose."""
+    """Return True if an error cannot be the fault of the adapter in which it arose."""
     if isinstance(error, RuntimeError) and ran_out_of_memory(error):
         return True
     # torch's checkpoints end the run of a forward that they repeat by an exception
@@ -70,7 +70,7 @@ def _means_something_else(error: Exception) -> bool:
 
 
 def _complaint(found: Any, call: Call) -> str | None:
-    """Say how an adapter's result is wrong, and what is expected; None if it is right."""
+    """Return the fault of an adapter's result and the expected form; None if it is right."""
     if not isinstance(found, LinearMixer):
         return f"returned {_named(found)} in place of a captum_ssm.mixers.LinearMixer"
     parts: tuple[Any, ...] = found.values, found.operator, found.project, found.mask
@@ -122,7 +122,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
     def guarded(y: Tensor) -> Tensor:
         check_operator(mixer, shape, y)
         if live and torch.is_grad_enabled() and not y.requires_grad:
-            raise _error(mixer, _cut_off("what the operator returns", "its values"))
+            raise _error(mixer, _cut_off("the operator's output", "its values"))
         with _blaming(mixer, "returned a project that raised"):
             out = project(y)
         if not (isinstance(out, Tensor) and tuple(out.shape) == expected):
@@ -130,7 +130,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
                 mixer, f"returned a project that makes {_named(out)} in place of {expected}"
             )
         if _follows(y) and not out.requires_grad:
-            raise _error(mixer, _cut_off("what project returns", "its argument"))
+            raise _error(mixer, _cut_off("project's output", "its argument"))
         return out
 
     return guarded
@@ -143,7 +143,7 @@ def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
 
 
 def _follows(x: Tensor) -> bool:
-    """Whether results computed from ``x`` have to be in its graph."""
+    """Return True if results computed from ``x`` have to be in its graph."""
     return torch.is_grad_enabled() and x.requires_grad
 
 

@@ -33,10 +33,9 @@ def without_caches(model: nn.Module, stack: ExitStack) -> None:
 
 
 def _set_aside(module: Any) -> Undo:
-    """Return what puts back the state that RecurrentGemma keeps by itself.
+    """Return a function that restores the state that RecurrentGemma keeps.
 
-    In transformers 4 it keeps one without a cache, too: the next call goes on from it, and a batch
-    of another size fails.
+    In transformers 4 it keeps a state even without a cache: the next call continues from it.
     """
     kept = module.recurrent_states
 
@@ -119,8 +118,7 @@ def _finished(*_: Any) -> None:
 def _keep_apart_as_with_a_cache() -> Undo:
     """Let transformers find packed texts only in calls that would not have used a cache.
 
-    Without a mask and a cache it takes positions that begin anew for several texts; a call with a
-    cache reads one text.
+    Without a mask and a cache it takes restarting positions for several texts.
     """
     code = sys.modules.get("transformers.masking_utils")
     original: Callable[[Tensor], Tensor | None] | None

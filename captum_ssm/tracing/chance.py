@@ -118,5 +118,5 @@ def _complaints(module: nn.Module) -> Iterator[str]:
 
 
 def _is_chance(value: Any) -> bool:
-    """Whether a value is a probability above 0."""
+    """Return True if a value is a probability above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1

@@ -1,4 +1,4 @@
-"""From whatever the user calls a model to the modules that mix tokens."""
+"""Find the modules that mix tokens behind the user's forward_func."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Mixer:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DataParallel and DistributedDataParallel wrappers.
+    """Return the module inside torch.compile, DataParallel and DistributedDataParallel wrappers.
 
     Hooks set after compilation never fire, and a replica's hooks fire in another process or
     thread; the wrapped module computes the same function.
@@ -68,7 +68,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         module: any module, wrapped or not.
 
     Returns:
-        The innermost module that is no such wrapper.
+        The innermost module.
 
     Example:
         >>> from torch import nn
@@ -87,12 +87,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None) -> nn.Module:
-    """The module behind ``forward_func``: itself, or the one that it refers to.
+    """Return the module behind ``forward_func``: itself, or the one that it refers to.
 
     Args:
         forward_func: a module; a bound method or a partial; an object that holds a module, such as
-            a pipeline of transformers; or a function that refers to a module by a closure, a global
-            name or a default argument.
+            a pipeline of transformers; or a function that uses a module.
         model: the module, for functions that do not reveal it. Default: None.
 
     Returns:
@@ -163,19 +162,19 @@ def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
 
 
 def _mixes(model: nn.Module) -> bool:
-    """Whether a module has mixers, supported or not."""
+    """Return True if a module has mixers, supported or not."""
     return bool(registered_mixers(model)) or any(map(looks_like_a_mixer, model.modules()))
 
 
 def runnable(forward_func: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called on tensors in place of ``forward_func``.
+    """Return the function to call on tensors in place of ``forward_func``.
 
     Args:
-        forward_func: what the user gave.
+        forward_func: as the user gave it.
 
     Returns:
-        A module without wrappers; of a pipeline of transformers, which is called on texts or
-        images, the module it holds; else ``forward_func`` itself.
+        A module without wrappers, for a pipeline of transformers the module inside; else
+        ``forward_func`` itself.
 
     Example:
         >>> from torch import nn
@@ -194,11 +193,10 @@ _PIPELINE = "transformers.pipelines.base.Pipeline"
 
 
 def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
-    """The supported mixers of a model in module order.
+    """Return the supported mixers of a model in module order.
 
-    A module without an adapter that looks like a mixer is no reason to refuse a model that has
-    others, such as the vision attention of a model that is given a text alone; a run that calls it
-    is refused: see :func:`strangers`.
+    Other mixers may lack an adapter, such as a vision tower's attention; a run that calls one is
+    refused: see :func:`strangers`.
 
     Args:
         model: where to look.
@@ -209,9 +207,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         One :class:`Mixer` for each module; with ``layers``, in their order.
 
     Raises:
-        NoMixerError: when there is none, or ``layers`` names what is none.
-        UnsupportedMixerError: when there are modules that look like mixers, and none has an
-            adapter.
+        NoMixerError: when there is none, or ``layers`` names another module.
+        UnsupportedMixerError: when modules look like mixers, but none has an adapter.
 
     Example:
         >>> from captum_ssm.models import load_bundled
@@ -262,9 +259,9 @@ def registered_mixers(model: nn.Module) -> list[Mixer]:
 
 
 def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
-    """The block that holds the mixer called ``name``, past wrappers of torch.compile.
+    """Return the block that holds the mixer called ``name``, past wrappers of torch.compile.
 
-    A mere container is none: its input, if it is called at all, is not that of each mixer.
+    Mere containers give None: their input is not the input of each mixer.
     """
     while name:
         name = name.rpartition(".")[0]
@@ -287,7 +284,7 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
             return mixer
     name = f"a {class_path(type(layer))}" if isinstance(layer, nn.Module) else repr(layer)
     raise NoMixerError(
-        f"layers names {name}, which is no supported mixer of this model. Its mixers are: "
+        f"layers names {name}, which is not a supported mixer of this model. Its mixers are: "
         f"{', '.join(mixer.name for mixer in found) or 'none'}."
     )
 

@@ -106,8 +106,8 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
 def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a function after its first argument has joined the graph.
 
-    In transformers 4 hooks on a layer run inside its checkpoint.  A hook that begins a graph there
-    is gone when the backward pass runs the layer again.
+    Hooks on a layer of transformers 4 run inside its checkpoint; a graph that begins in a hook
+    would be gone when the backward pass runs the layer again.
     """
     live = swap_first(args, in_graph)[0] if torch.is_grad_enabled() else args
     return checkpoint(function, *live, **kwargs)
@@ -139,9 +139,9 @@ _lent: dict[tuple[int, str], _Lent] = {}
 
 
 def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers that are inference tensors by copies, shared ones by one.
+    """Replace inference tensors among parameters and buffers by copies, until the last user leaves.
 
-    The copies stay until the last thread leaves.
+    Shared tensors share one copy.
     """
 
     def lend() -> Undo:

@@ -1,4 +1,4 @@
-"""What hooks are made of: one thread's calls, the tensors in a call, the name of what runs."""
+"""Hooks for the calls of one thread, the tensors in a call, and names of functions."""
 
 from __future__ import annotations
 
@@ -144,13 +144,12 @@ def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
 def met_by(
     modules: Iterable[nn.Module], meet: Callable[[nn.Module, int, bool, Any], None]
 ) -> Iterator[None]:
-    """Show a function what enters and leaves modules in the run inside the ``with``.
+    """Pass inputs and outputs of modules to a function during the ``with``.
 
     Args:
         modules: the modules.
         meet: takes a module, the number of its call, from 1, whether it is entered, and its
-            arguments or its output. It sees outputs before the hooks of others, which may do to
-            them what no module does.
+            arguments or its output. Outputs come before the hooks of others change them.
     """
     calls = Counter[nn.Module]()
     running: list[int] = []

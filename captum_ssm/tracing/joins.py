@@ -1,10 +1,10 @@
-"""The residual stream, and the way of each mixer's output into it, read off replays by value.
+"""The residual stream and each mixer's path into it, found by comparing values in replays.
 
-In a replay a mixer's output has noise at some tokens.  The first tensor that changes by a constant
-times that noise, and holds more than the output, is the stream behind the mixer; without the
-output, it is the stream before.  Norms and projections on the way are modules.  One that the noise
-enters is read off its own values, and the search goes on behind it.  A last replay puts back the
-stream where it was found, and nothing may differ from there on: nothing else reads the output.
+In a replay a mixer's output has noise at some tokens. The first tensor that changes by a constant
+times that noise, and holds more than the output, is the stream behind the mixer. Without the output
+it is the stream before. Norms and projections in between are modules: the map of one that the noise
+enters is fitted to its values, and the search continues behind it. A last replay restores the
+stream at this place. Any remaining difference means that something else reads the output.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class _Slot(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Where layers join a stream.
+    """The place where layers join a stream.
 
     Attributes:
-        ways: of each of them.
-        stream: before them.
-        at: where the stream behind them was seen; None if only a norm of it was.
-        reading: how that is laid out.
+        ways: the steps from each layer's output to the stream.
+        stream: the stream before them.
+        at: the tensor with the stream behind them; None if only a norm of it was seen.
+        reading: the layout of that tensor.
     """
 
     ways: Mapping[int, Way]
@@ -88,10 +88,10 @@ class _Join:
 
     Attributes:
         members: their numbers.
-        branches: of each of them what its output became so far, the output itself first.
-        until: how many mixers have run when the stream has been read.
-        apart: ways into what is no stream, where they were found.
-        found: where they join, once that was seen.
+        branches: for each layer its output and the tensors computed from it so far.
+        until: the number of mixers that have run when the stream is read.
+        apart: the steps into tensors that are not the stream.
+        found: the place where they join, once found.
     """
 
     members: Sequence[int]
@@ -102,17 +102,16 @@ class _Join:
 
 
 def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None) -> None:
-    """Tell the layers of a run what their outputs are added to, and what is done to them before.
+    """Set each layer's stream, and the steps from its output to the stream.
 
-    A layer of which that is not seen refuses to tell, once it is asked.
+    A layer without a known stream raises when it is asked for.
 
     Args:
-        replays: of the run, whose layers are arranged where they can be.
+        replays: of the run; its layers are arranged if possible.
         stages: the layers that act on one residual stream together.
-        order: which of the first layer's tokens each of the output's is (L,); None if they are the
-            same.
+        order: for each token of the output its number in the first layer (L,); None if the same.
     """
-    replays.settle_every_hook()  # vectors have what a hook makes of them, or are refused
+    replays.settle_every_hook()  # vectors pass the hooks, or are refused
     with torch.no_grad():
         _JoinSearch(replays, stages, order).find()
 
@@ -130,7 +129,7 @@ class _JoinSearch:
         mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
         model = replays.beginning.model
         self.modules = [part for part in model.modules() if part not in mixing]
-        #: Whether tokens keep apart, so that layers can have noise at tokens of their own.
+        #: Whether tokens stay separate, so that each layer can have noise at its own tokens.
         self.is_chain = all(x.stage is not None and x.map is None for x in self.layers)
         self.orders: list[Tensor] = []
         for each in (*(layer.order for layer in self.layers), order):
@@ -138,7 +137,7 @@ class _JoinSearch:
                 self.orders.append(each)
         #: How many mixers have run in the replay that runs.
         self.ran = 0
-        #: What layers and the output read without noise.
+        #: Inputs of the layers and the output, without noise.
         self.unchanged: list[Tensor] = []
         self.real: dict[_Key, _Seen] = {}
         self.noisy: dict[_Key, _Seen] = {}
@@ -149,11 +148,11 @@ class _JoinSearch:
     def find(self) -> None:
         """Find joins by two replays for each group of stages: without noise, then with it.
 
-        Each layer is then told the stream before it, and the way of its output to the stream
-        behind it; None stands for what was not found.
+        This sets each layer's stream before it, and the steps from its output to the stream behind
+        it; None if not found.
         """
         for some in self._groups():
-            # from the first mixer of the group until those of the next stage have run
+            # from the first mixer of the group until the mixers of the next stage have run
             wanted = range(min(some[0]), max(some[-1]) + 2 + self._after(some[-1]))
             self.slots, self.loud, self.real, self.noisy = {}, {}, {}, {}
             self.real = self._tensors(wanted)  # no slot yet: no noise
@@ -177,7 +176,7 @@ class _JoinSearch:
         self.real, self.noisy = {}, {}
 
     def _after(self, stage: Sequence[int]) -> int:
-        """How many layers the stage behind one has."""
+        """Return the number of layers of the next stage."""
         later = [other for other in self.stages if other[0] > stage[-1]]
         return len(later[0]) if later else 1
 
@@ -204,7 +203,7 @@ class _JoinSearch:
         return out
 
     def _joins(self, stage: Sequence[int]) -> list[_Join]:
-        """What of a stage joins a stream by itself."""
+        """Return the parts of a stage that join a stream by themselves."""
         feeders = [k for k in stage if self.layers[k].joins == "feeds"]
         writers = [k for k in stage if k not in feeders] or list(stage)
         found = [[k] for k in feeders if k not in writers]
@@ -236,10 +235,7 @@ class _JoinSearch:
         return self.loud[k]
 
     def _leaf(self, k: int) -> Tensor:
-        """What layer k returns in a replay: what it returned in the run, with noise in its slot.
-
-        The slot is laid out by the operator's tokens, the leaf as the module returns it.
-        """
+        """Return layer k's recorded output, with noise in its slot, in the module's layout."""
         own, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
             return own.clone()
@@ -250,13 +246,12 @@ class _JoinSearch:
         return torch.where(on[..., None], loud, own)
 
     def _tensors(self, wanted: range) -> dict[_Key, _Seen]:
-        """The floating tensors that enter and leave modules in a replay.
+        """Return the floating tensors that enter and leave modules in a replay.
 
-        Args:
-            wanted: while so many mixers have run.
+        They are kept while ``wanted`` holds the number of mixers that have run.
         """
         found: dict[_Key, _Seen] = {}
-        # what leaves a block enters the next one, and a norm there: one copy of it serves
+        # a block's output enters the next one and its norm: one copy serves
         latest: tuple[Callable[[], Any], int, Tensor] = (lambda: None), 0, self.leaves[0]
 
         def keep(key: _Key, x: Tensor) -> None:
@@ -273,11 +268,7 @@ class _JoinSearch:
         return found
 
     def _replayed(self, meet: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
-        """Run once more, with noise in the slots.
-
-        Args:
-            meet: is given every floating tensor that enters or leaves a module.
-        """
+        """Run once more, with noise in the slots; ``meet`` takes floating tensors at modules."""
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
@@ -292,14 +283,14 @@ class _JoinSearch:
             return self.replays.run(leaf)
 
     def _lost(self, joins: Sequence[_Join]) -> set[_Join]:
-        """Those whose outputs reach something else than the stream that was found."""
+        """Return the joins whose outputs also reach something else than the stream found."""
         known = [each for each in joins if each.found is not None and each.found.at is not None]
         if not known or not self._is_read_beside(known):
             return set()
         return {each for each in known if self._is_read_beside([each])}
 
     def _is_read_beside(self, joins: Sequence[_Join]) -> bool:
-        """Whether anything differs behind the streams of layers once they are put back."""
+        """Return True if anything differs behind the layers' streams once these are restored."""
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
         there = {each.found.at: each for each in joins if each.found is not None}
@@ -368,10 +359,10 @@ class _JoinSearch:
     def _entered(
         self, rest: Tensor, members: Sequence[int], ran: int, reading: _Reading
     ) -> Tensor | None:
-        """The stream before layers, where it was seen entering a module, times a constant.
+        """Return the stream before layers, as seen entering a module, times a constant.
 
-        Else it is the sum of two that were, or one without what another part of the block, beside
-        the layers, adds to the sum.  None if it is none of these.
+        It may also be the sum of two such tensors, or one without the addition of another part of
+        the block. Else None.
         """
         first = self.layers[min(members)]
         block, inside = first.call.block, False
@@ -403,7 +394,7 @@ class _JoinSearch:
     def _passes_gate(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> bool:
-        """Go on behind a product of a branch with what a module returned, which is frozen."""
+        """Continue behind a product of a branch with a module's output, which is frozen."""
         seen = self.real[key]
         if len(each.members) > 1:
             return False
@@ -458,7 +449,7 @@ class _JoinSearch:
     def _hop_together(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> None:
-        """Go on behind a projection of what several layers became, side by side."""
+        """Continue behind a projection of several layers' branches side by side."""
         left, start, parts = (*key[:2], False, 0), 0, {}
         if not key[2] or len(each.members) < 2 or left not in self.noisy:
             return
@@ -512,7 +503,7 @@ class _JoinSearch:
         return False
 
     def _normed(self, each: _Join) -> None:
-        """Find a norm of a stream and of what layers add to it, as fused kernels leave it."""
+        """Find a norm of a stream plus the layers' additions, as fused kernels leave it."""
         ways = {k: each.branches[k][-1].steps for k in each.members}
         some = [along(way, self.leaves[k]) for k, way in ways.items()]
         if any(x.shape != some[0].shape for x in some):

@@ -26,9 +26,9 @@ from .way import AffineStep, Way
 class Layer:
     """One recorded mixer call.
 
-    Its operator is made directly after the mixer returned, and kept if there is memory.  An
-    operator that was not kept is made again when it is read, and checked against the output that
-    the mixer returned.  Layers are made by :func:`~captum_ssm.trace`.
+    Its operator is built directly after the mixer returned, and kept if there is memory. Else it is
+    built again when it is read, and checked against the mixer's output. Layers are made by
+    :func:`~captum_ssm.trace`.
 
     Args:
         linearized: makes the linear mixer of a layer that keeps none.
@@ -46,10 +46,9 @@ class Layer:
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
         stage: number of the stage that it belongs to; None if the run was not arranged.
-        order: which of the first layer's tokens each of the mixer's is (L,); None if they are the
-            same.
-        has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
-            to do unless replays showed that it does not.
+        order: for each of the mixer's tokens its number in the first layer (L,); None if the same.
+        has_stream: whether a residual stream carries the layer's input past it, as assumed unless
+            replays showed otherwise.
         is_reached: whether autograd has recorded how its input was computed.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
@@ -147,7 +146,7 @@ class Layer:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks of others changed the mixer's output."""
+        """Return True if hooks of others changed the mixer's output."""
         return self._factor is not None
 
     @property
@@ -161,10 +160,10 @@ class Layer:
         """
         if self._factor is not None and not len(self._factor):
             raise InputError(
-                f"Layer {self.name!r}: a forward hook changes what the mixer returns, by more than "
-                "a factor for each token or for each feature, or in place, so that it is no longer "
-                "what its operator returns. Use LatimFlow, which explains the hook as well, let "
-                "the hook return such a factor times what it is given, or leave it out."
+                f"Layer {self.name!r}: a forward hook changes the mixer's output in place, or by "
+                "more than a factor per token or per feature. Its operator no longer describes the "
+                "output. Use LatimFlow, which explains the hook as well, let the hook return such "
+                "a factor times its input, or leave it out."
             )
         return self._factor
 
@@ -178,8 +177,8 @@ class Layer:
     def map(self) -> TokenMap | None:
         """The map that the tokens lie in, for a mixer of a map or of its windows; else None.
 
-        If no module around it received a map, it is None without linearising the mixer, which would
-        take memory while the run's graph takes most of it.
+        If no module around it received a map, it is None, and the mixer is not linearized, to save
+        memory.
         """
         received_map = any(len(size) >= 4 for size in self.call.around.values())
         return self.linear.map if received_map else None
@@ -267,10 +266,10 @@ class Layer:
         if self._way is None:
             if self._has_joined:
                 raise InputError(
-                    f"Layer {self.name!r}: on its way into the residual stream what the mixer "
-                    "returns passes more than factors, norms and projections within tokens and one "
-                    "sum, so that the shares of tokens in it cannot be followed there. Use "
-                    "LatimFlow, or LatimALTI with residual=False for the mixers' own maps."
+                    f"Layer {self.name!r}: the shares of tokens cannot be followed into the "
+                    "residual stream, since the mixer's output passes more than factors, norms and "
+                    "projections within tokens and one sum. Use LatimFlow, or LatimALTI with "
+                    "residual=False for the mixers' own maps."
                 )
             return ()
         return self._way
@@ -296,10 +295,10 @@ class Layer:
         """Raise unless the operator reproduces the module's output.
 
         Args:
-            tolerance: largest accepted error. Default: None, by what the module computed in: 1e-5
-                in float32 and float64, on a GPU 5e-3 in float32, 0.1 in bfloat16, 0.05 in float16;
-                beyond 1024 tokens in proportion more, up to 1e-3. Of sums over tokens with random
-                signs, by which operators are checked in the run, a quarter is accepted.
+            tolerance: largest accepted error. Default: None, by the module's dtype: 1e-5 in float32
+                and float64, on a GPU 5e-3 in float32, 0.1 in bfloat16, 0.05 in float16. Beyond 1024
+                tokens it grows in proportion, up to 1e-3. A quarter is accepted of sums over tokens
+                with random signs, by which operators are checked in the run.
 
         Raises:
             ReconstructionError: naming the layer and the error.

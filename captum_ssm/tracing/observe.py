@@ -27,16 +27,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Watcher:
-    """What looks on at a run; this one does nothing."""
+    """Base of all watchers of a run; this one does nothing."""
 
     @property
     def verifies(self) -> bool:
-        """Whether it holds operators to what their mixers return."""
+        """Return True if it checks operators against their mixers' outputs."""
         return False
 
     @property
     def looks_away(self) -> bool:
-        """Whether a mixer that is called now is none of its business."""
+        """Return True if a mixer that is called now is to be ignored."""
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
@@ -52,7 +52,7 @@ class Watcher:
         """
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Whether a mixer's own run tells what it is there for, so that no adapter need be asked.
+        """Return True if the mixer's own run is enough, so no adapter is needed.
 
         Args:
             module: the mixer, which is about to run.
@@ -63,7 +63,7 @@ class Watcher:
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
-        """What to be in while a mixer runs.
+        """Return contexts to enter while a mixer runs.
 
         Args:
             module, sequence: as in :meth:`reads`.
@@ -71,22 +71,22 @@ class Watcher:
         return ()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """A mixer has returned, and nobody else has seen what.
+        """Receive a mixer's call directly after it returned, before other hooks.
 
         Args:
             mixer: the mixer.
             call: its call.
 
         Returns:
-            The sequence to return in place of its own, or None.
+            The sequence to return in place of the mixer's, or None.
         """
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """The hooks of others have seen, and may have changed, what the mixer returned.
+        """Receive a mixer's output after the hooks of others, which may have changed it.
 
         Args:
             mixer: the mixer.
-            output: what leaves it.
+            output: its output.
 
         Returns:
             Other output, or None.
@@ -102,23 +102,23 @@ def observe(
     gradients: bool,
     vouched: bool,
 ) -> Callable[..., Arguments | None]:
-    """Let watchers look on at a model's runs until a stack is left.
+    """Let watchers observe a model's runs until a stack is left.
 
-    Meanwhile it keeps no cache, runs as it was written where it is compiled, its norms by torch's
-    functions, and in memory that is linear in the length.  A run that calls a mixer without an
-    adapter raises :class:`~captum_ssm.errors.UnsupportedMixerError`.
+    Meanwhile the model keeps no cache, runs uncompiled, and computes norms by torch's functions, in
+    memory linear in the length. A run that calls a mixer without an adapter raises
+    :class:`~captum_ssm.errors.UnsupportedMixerError`.
 
     Args:
         model: the model.
-        mixers: those of its mixers that are watched.
-        watchers: of whom the first one is asked first.
-        stack: when it is left, nothing of them stays on the model.
+        mixers: the watched mixers.
+        watchers: the watchers, called in this order.
+        stack: removes all hooks when it is left.
         gradients: whether autograd is to record the runs.
         vouched: whether the user named the mixers and vouches for the rest.
 
     Returns:
-        A function that is told of a module, and its arguments, whose forward method is called past
-        its hooks.
+        A function to call with a module and its arguments where its forward method is called
+        without its hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
     without_caches(model, stack)
@@ -159,15 +159,15 @@ def _refuse(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Calls:
-    """What the hooks of a run have in common."""
+    """State shared by the hooks of a run."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
         #: The modules around mixers that were entered, the latest last, and the size of the first
         #: floating tensor that each was given.
         self.entered: dict[nn.Module, torch.Size] = {}
-        #: What mixers that run are in, and the calls of their own modules; None for one that was
-        #: called again.
+        #: Contexts of running mixers, and the calls of their own modules; None for a module that
+        #: was called again.
         self.running: list[tuple[ExitStack, dict[nn.Module, Heard | None]]] = []
 
     def enter(
@@ -217,7 +217,7 @@ class _Calls:
         return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Behind all other hooks of a mixer: show watchers what leaves, and return other output."""
+        """Show watchers a mixer's output behind all other hooks, and return the changed output."""
         changed = None
         for watcher in self.watchers:
             found = watcher.left(mixer, output if changed is None else changed)
@@ -237,17 +237,16 @@ def _listen(
     contexts: ExitStack,
     verified: bool,
 ) -> None:
-    """Keep what a mixer's own modules make of sequences of the size that it was given.
+    """Record the calls of a mixer's own modules on sequences of the given size.
 
-    What they make of its other tensors an adapter computes in other ways, which round otherwise,
-    and to hold those takes memory.
+    Other tensors are computed differently by adapters, and keeping them takes memory.
 
     Args:
         mixer: about to run.
         size: of the sequence.
-        heard: takes what is heard.
+        heard: takes the calls.
         contexts: until they are left.
-        verified: whether operators are held to what the mixer returns.
+        verified: whether operators are checked against the mixer's output.
     """
 
     def before(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

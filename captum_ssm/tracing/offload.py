@@ -1,7 +1,7 @@
-"""Weights that hooks of accelerate bring in for the time of a module's own forward call.
+"""Weights that hooks of accelerate load for the time of a module's own forward call.
 
-A model spread by ``device_map``, ``cpu_offload`` or ``disk_offload`` holds its weights elsewhere
-between calls; adapters, which read them by name, would find tensors on the meta device.
+A model spread by ``device_map``, ``cpu_offload`` or ``disk_offload`` has weights on the meta device
+between calls. Adapters read weights by name and need them loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .find import Mixer
 from .projection import Projection, projection_of, refused_by_example
 from .split import is_split, whole
 
-#: What accelerate puts on a module: its hook, the forward it wraps, and the wrapper.
+#: Attributes that accelerate sets on a module: its hook, the wrapped forward, and the wrapper.
 _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
@@ -42,10 +42,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 
 def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
-    """Return the modules whose weights have to be loaded: offloaded ones that do not run.
-
-    And split modules, whose weights are gathered whether they run or not.
-    """
+    """Return modules whose weights have to be loaded: offloaded ones at rest, and split ones."""
     around = () if running else reversed(mixer.around)
     return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
 
@@ -110,7 +107,7 @@ def _is_hooked(module: nn.Module) -> bool:
 def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterator[Call]:
     """Load the weights of modules, and yield the call with arguments on the mixer's device.
 
-    Their hooks are off meanwhile: a submodule's would unload its weights after its own call.
+    Their hooks are off meanwhile: a submodule's hook would unload its weights after its own call.
     """
     with whole(hooked), ExitStack() as stack:
         for module in filter(_is_hooked, hooked):  # none of them twice

@@ -21,13 +21,13 @@ _SEED = 2_718_281
 
 
 class Part(NamedTuple):
-    """A tensor of a run: what entered or left a module, or the input itself.
+    """A tensor of a run: a module's input or output, or the run's input.
 
     Attributes:
         module: the module; None of the input.
         call: the number of its call, from 1.
         enters: whether the tensor entered it.
-        ran: how many mixers had run.
+        ran: the number of mixers that had run.
     """
 
     module: nn.Module | None
@@ -41,11 +41,11 @@ INPUT = Part(None, 0, False, 0)
 
 
 class Place(NamedTuple):
-    """How a part belongs to the layers.
+    """The relation of a part to the layers.
 
     Attributes:
-        given: which of its tokens each of the first layer's is (B, L), -1 for none; None if they
-            are the same.
+        given: for each token of the first layer its number in the part (B, L), -1 for none; None if
+            the same.
         mixers: the number of the last mixer that it reads, from 1; 0 for none.
     """
 
@@ -79,7 +79,7 @@ def place(
     """
     layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
     embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
-    # one that reads the token before returns in replays what it returned
+    # a part that reads the token before returns its recorded output in replays
     parts = [p._replace(enters=True) if p.module in shifted else p for p in parts]
     replays.root = replays.start if embeddings is None else embeddings
     batch, tokens = replays.leaf(0).shape[:2]
@@ -101,7 +101,7 @@ def place(
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """What the first layer and the parts read, with noise at tokens of layers (B, L)."""
+        """Return inputs of the first layer and the parts, with noise at tokens of layers."""
 
         def leaf(k: int, _: Tensor) -> Tensor:
             at, turn = on.get(k), layers[k].order
@@ -122,9 +122,9 @@ def place(
     first, calm = run({}, False)
 
     def moved(at: int, x: Tensor | None) -> Tensor | None:
-        """Where part number ``at``, now ``x``, is not what it was without noise (B, L').
+        """Return the places (B, L') where part number ``at``, now ``x``, changed.
 
-        None if that is not told: it did not come, or its rows are not tokens of each example.
+        It returns None if the part did not come, or its rows are not tokens of each example.
         """
         if parts[at].module is None:  # the input, which has noise where the last run began
             if embeddings is not None or looked_up is None:
@@ -180,7 +180,7 @@ def place(
 
 
 def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Whether a part changed at the tokens that were expected of it, read in some order."""
+    """Return True if a part changed at exactly the expected tokens, read in some order."""
     if int(reading.max()) >= met.shape[1]:
         return False
     mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
@@ -189,7 +189,7 @@ def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
-    """Keep what enters and leaves modules in the run inside the ``with``, at each call."""
+    """Keep inputs and outputs of modules, by call, in the run inside the ``with``."""
     found: dict[tuple[Any, ...], Tensor] = {}
     wanted = {part[:3] for part in parts}
 

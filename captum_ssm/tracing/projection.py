@@ -1,7 +1,7 @@
 """Output projections as they were while the model ran.
 
-A projection is a closure over the module, whose weights and adapters ``forward_func`` may have
-set up for the time of the call.  What is left of it afterwards is the affine map that it was.
+A projection is a closure over the module, whose weights and adapters ``forward_func`` may set up
+for one call. Afterwards only its affine map is kept.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
     def refuse(y: Tensor) -> Tensor:
         raise InputError(
-            f"Layer {mixer.name!r}: by PEFT's adapter_names={names} each example has an output "
-            "projection of its own, and this method reads one for all. Call model.set_adapter(), "
-            "leave adapter_names out, and explain the examples of each adapter by themselves. "
+            f"Layer {mixer.name!r}: by PEFT's adapter_names={names} each example has another "
+            "output projection, and this method reads one for all. Call model.set_adapter(), leave "
+            "adapter_names out, and explain the examples of each adapter separately. "
             "LatimFlow and MambaLRP explain the batch as it is."
         )
 
@@ -109,10 +109,7 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
 
 def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight (E, C) and bias of a projection that is one product; None for others.
-
-    Its argument is never read: empty memory will do.
-    """
+    """Return weight (E, C) and bias of a projection that is one product; None for others."""
     empty = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
     calls = _LinearCalls(empty)
     # also where torch's functions are out of sight otherwise
@@ -152,7 +149,7 @@ class _LinearCalls(TorchFunctionMode):
         self._calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def weight_before(self, output: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight (E, C) and bias if the output is that of a single call; else None."""
+        """Return weight (E, C) and bias if a single call computed the output; else None."""
         if len(self._calls) != 1:
             return None
         x, weight, bias, result = self._calls[0]
@@ -162,7 +159,7 @@ class _LinearCalls(TorchFunctionMode):
         return weight.detach(), None if bias is None else bias.detach()
 
     def _is_first(self, x: Tensor) -> bool:
-        """Whether ``x`` is the projection's own argument, (B, L, C)."""
+        """Return True if ``x`` is the projection's own argument, (B, L, C)."""
         same = x.data_ptr() == self._first.data_ptr() and x.is_contiguous()
         return same and x.shape == self._first.flatten(2).shape
 

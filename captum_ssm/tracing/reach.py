@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 #: How many steps from the function are followed: a wrapper around a wrapper of a closure.
 _STEPS = 5
-#: What is no object that holds a model: its attributes are not looked through.
+#: Types whose attributes are not searched.
 _NOT_OPENED = (type, ModuleType, Tensor, nn.Module)
 
 
 def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can be reached, each with the name by which it is.
+    """Yield the modules that can be reached, each with its name on the way.
 
-    Of a function these are its closure's, those of global names that it reads and of its default
-    arguments; of an object those that it holds; and what those in turn refer to.
+    From a function they are reached by its closure, default arguments and the globals that it
+    reads; from an object by its attributes, and so on.
 
     Args:
         value: a function, a partial, a bound method or any object.
@@ -34,7 +34,7 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value refers to, by name."""
+    """Yield the values that a value refers to, by name."""
     if isinstance(value, FunctionType):
         yield from _of_function(value)
     elif isinstance(value, MethodType):
@@ -76,7 +76,7 @@ def _names_read(code: CodeType) -> set[str]:
 
 
 def _used(read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value that a function knows by a name, or those of its attributes that the code names."""
+    """Yield a value that a function knows by a name, or its attributes that the code names."""
     held = {} if isinstance(value, _NOT_OPENED) else getattr(value, "__dict__", {})
     named = [each for each in held if each in read]
     if named and not any(hasattr(type(value), each) for each in read):
@@ -86,10 +86,7 @@ def _used(read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The modules and whatever else can be called that an object holds; its own ``__call__``.
-
-    Other things that it holds are not gone through: they are its settings and records.
-    """
+    """Yield an object's modules and other callables, and its own ``__call__``."""
     if callable(value):
         yield f"{name}.__call__", type(value).__call__
     for key, held in list(vars(value).items()):

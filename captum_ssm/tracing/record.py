@@ -115,8 +115,8 @@ class Trace:
 
         Raises:
             NonFiniteError: for a layer that holds NaN or infinity.
-            InputError: when the model overwrote what was recorded.
-            ReconstructionError: when the mixer is no longer what it was in the run.
+            InputError: when the model overwrote recorded tensors.
+            ReconstructionError: when the mixer has changed since the run.
         """
         if self._last is None or self._last[0] is not layer:
             self._last = None
@@ -153,11 +153,11 @@ class Trace:
     def mask(self) -> Tensor | None:
         """True for real tokens (B, L), or None if none is padding.
 
-        Not every family of mixers gets a mask: the last layer of each family is read, the latest
-        first.  A mixer that received the sequence alone has none, and is not linearised, which
-        would take memory while the run's graph takes most of it; but it is if its output is not
-        finite, for the error that names the first such layer.  Layers of other tokens than the last
-        one's, such as an image tower's, do not count.
+        Some families of mixers get no mask: the last layer of each family is read, the latest
+        first. A mixer that received only the sequence has none, and is not linearized, to save
+        memory. It is linearized if its output is not finite, for the error that names the first
+        such layer. Layers with other tokens than the last layer's, such as an image tower's, are
+        ignored.
         """
         read, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
         for layer in reversed(self.layers):
@@ -197,7 +197,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
 
 
 def _received_more(call: Call) -> bool:
-    """Whether the call's arguments hold more than the sequence itself."""
+    """Return True if the call's arguments hold more than the sequence itself."""
     sequence = call.hidden_states
     others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
     return any(not isinstance(x, type(None) | bool | int | float | str) for x in others)
@@ -221,13 +221,12 @@ def trace(
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
         layers: names or modules of the mixers to record. Default: None, all.
-        graph: which autograd graph to keep: ``"none"``, ``"tail"`` of what follows the last mixer,
-            ``"outputs"`` of what follows the first one, so that gradients with respect to mixer
-            outputs can be taken, or ``"all"`` from the first block on, so that those with respect
-            to block inputs can be, too. With gradient checkpointing, take the gradients inside the
-            ``with``. Default: ``"none"``.
-        operators: whether operators are made directly after the mixers return, as long as they fit
-            in a quarter of the free memory; else when they are read. Default: True.
+        graph: the autograd graph to keep. ``"tail"``: behind the last mixer. ``"outputs"``: behind
+            the first mixer, for gradients at mixer outputs. ``"all"``: also for gradients at block
+            inputs. With gradient checkpointing, take the gradients
+            inside the ``with``. Default: ``"none"``.
+        operators: whether operators are built directly after the mixers return, as long as they fit
+            in a quarter of the free memory. Default: True; False builds them when they are read.
         verify: compare every operator with its module's output when it is made;
             :meth:`Layer.verify` raises for those that are off. Default: False.
         watchers: further watchers of the run. Default: none.

@@ -1,7 +1,7 @@
-"""Runs of a model again, in which mixers do not run and return given sequences.
+"""Replays of a run, in which mixers return given sequences and do not run.
 
-A replay costs what the model computes outside of its mixers.  It needs no graph and follows no
-function, so that kernels and quantized layers are no obstacle.
+A replay costs the model's computation outside of mixers. It needs no graph and traces no function,
+so kernels and quantized layers work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Leaf = Callable[[int, Tensor], Tensor]
 
 
 class Beginning:
-    """Sees where the tokens of a run begin: enter :meth:`seen` for the time of the run.
+    """Finds the tensor where the tokens of a run begin: enter :meth:`seen` for the time of the run.
 
     Args:
         model: the module.
@@ -56,8 +56,8 @@ class Beginning:
 
     Attributes:
         looked_up: the embeddings that the ids were first looked up to (B, L, E); None so far.
-        is_ambiguous: whether these may be of others that are equal: the same ids in another order,
-            as of a palindrome, or one that the function puts in the place of its like.
+        is_ambiguous: whether equal ids may come from elsewhere, such as the reversed ids of a
+            palindrome.
         entered: the first sequence of each length that entered a module around a mixer.
         shifted: the outputs of parts that read the token before, by module.
     """
@@ -97,7 +97,7 @@ class Beginning:
 
     @contextmanager
     def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Change what the explained ids, the first of a text, are first looked up to."""
+        """Change the first embeddings of the explained ids, the first of a text."""
         given, done = self.ids, False
         asked: Counter[nn.Module] = Counter()
 
@@ -120,7 +120,7 @@ class Beginning:
             yield
 
     def _are_given(self, args: tuple[Any, ...]) -> bool:
-        """Whether a table is given the explained ids, with others behind them or none."""
+        """Return True if a table is given the explained ids, with others behind them or none."""
         return bool(args) and isinstance(args[0], Tensor) and begins_with(args[0], self.ids)
 
     @contextmanager
@@ -155,7 +155,7 @@ class Beginning:
 
 
 def begins_with(ids: Tensor, given: Tensor) -> bool:
-    """Whether ids are given ones (B, L), with others behind them or none.
+    """Return True if ids are given ones (B, L), with others behind them or none.
 
     Args:
         ids: any tensor.
@@ -218,14 +218,14 @@ class Replays:
         return (layer.output if settled else layer.call.output_tensor).detach()
 
     def settle_hooks(self, subsets: Sequence[Tensor]) -> None:
-        """Take for leaves what hooks of others make of outputs, where they move no tokens.
+        """Take outputs behind hooks of others as leaves, if these hooks move no tokens.
 
         Replays then put leaves behind these hooks: one that silences a mixer would silence its
         noise as well.
 
         Args:
-            subsets: tokens (B, L) at which there is noise, in one replay each; a hook after which
-                others differ as well moves tokens.
+            subsets: tokens (B, L) with noise, in one replay each; a hook that changes other tokens
+                moves tokens.
         """
         hooked_ones = {layer.mixer.module for layer in self.layers if layer.is_hooked}
         if not hooked_ones:
@@ -239,11 +239,11 @@ class Replays:
         self._settled = hooked_ones - moving
 
     def settle_every_hook(self) -> None:
-        """Take for leaves what hooks of others make of outputs, whatever they do."""
+        """Take outputs behind all hooks of others as leaves."""
         self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
 
     def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
-        """What leaves mixers behind all hooks, with noise at some tokens of what they return."""
+        """Return mixers' outputs behind all hooks, with noise at some tokens of the leaves."""
         found = list[tuple[Any, Tensor]]()
 
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -256,7 +256,7 @@ class Replays:
         return found
 
     def _looks_up_others(self) -> bool:
-        """Whether ids that follow the given ones are looked up, and may be others than these."""
+        """Return True if ids behind the given ones are looked up, and may differ from these."""
         before, ids = self.beginning.looked_up, self.beginning.ids
         moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
@@ -412,7 +412,7 @@ class Replays:
 
     @contextmanager
     def _shifts_kept(self, moved: int) -> Iterator[None]:
-        """Let parts that read the token before return what they returned."""
+        """Let parts that read the token before return their recorded outputs."""
 
         def kept(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
@@ -427,12 +427,11 @@ class Replays:
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
         """Let a projection onto a vocabulary, behind the last layer, repeat features instead.
 
-        Args:
-            entering: the sequences that layers have read so far in this replay; it grows.
+        ``entering`` grows by the sequences that layers have read in this replay.
         """
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-            if len(entering) < len(self.layers):  # layers are still to come: this is no head
+            if len(entering) < len(self.layers):  # layers are still to come: not a head
                 return own(x, *args)
             # a stand-in in the head's shape; it reads the same token, and that is all we ask
             times = -(-module.out_features // x.shape[-1])
@@ -455,12 +454,9 @@ UNITS = 32
 
 
 def changed(x: Tensor, before: Tensor) -> Tensor:
-    """Where a sequence (B, L, E) is not what it was but for rounding, (B, L).
+    """Return True where a sequence (B, L, E) differs from before by more than rounding, (B, L).
 
-    Each token is measured by its own largest number, so that one of massive size hides no other.
-
-    Args:
-        x, before: the sequence now and then.
+    Each token is compared with its own largest number, so a massive token hides no other.
     """
     x = x.to(before.device)
     limit = (UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps

@@ -1,8 +1,8 @@
 """Weights that are split between processes, as ``tp_plan`` of transformers splits them.
 
-Each process holds rows or columns of a weight, and with them some of the heads.  A function in the
-place of the module's ``forward`` gathers or sums what the processes compute.  Adapters read weights
-by name: a mean over the heads that they found would be one over a part of the heads.
+Each process holds rows or columns of a weight, and so some of the heads. A function in place of the
+module's ``forward`` gathers or sums the results. Adapters read weights by name, and would average
+over a part of the heads only.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""How the layers of a run hang together, found by replaying it with noise.
+"""The structure of a run's layers, found by replaying it with noise.
 
-A fold multiplies layers' matrices.  That is right where nothing but mixers moves anything from
-token to token, and where layers follow each other on a residual stream.  Both are asked of the run
-itself: in a replay mixers return what they returned before, plus noise at some tokens, and where
-layers then read something else tells what they read.
+A fold multiplies layers' matrices. That is right if only mixers move information between tokens,
+and layers follow each other on a residual stream. Replays check both: mixers return their recorded
+outputs, plus noise at some tokens, and changed inputs of layers show which tokens they read.
 
-*Places.*  Noise at some tokens of the input, others in every example, is passed on by every layer
-where it arrives.  If each layer changes at exactly these, nothing is mixed and the order is kept.
-Else one replay for each bit of a token's number, and one for its complement, tell which token each
-place holds.
+*Places.* Noise at some tokens of the input, others in every example, is passed on by every layer at
+the tokens where it arrives. If each layer changes at exactly these, nothing is mixed and the order
+is kept. Else replays for each bit of a token's number, and for its complement, find the token at
+each place.
 
-*Links.*  Noise at one leaf for each token, later leaves being zero there: a layer that changes at
-the token reads that leaf, past all others.  A gate times a later leaf is zero there, too, so that
-it is told from a stream.
+*Links.* Each token has noise at one leaf, and later leaves are zero there: a layer that changes at
+the token reads that leaf, past all others. Zero leaves also silence gates, which so differ from a
+stream.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from .replays import UNITS, Replays, changed
 #: complement tell orders that move many tokens, and tokens that are rolled on those that move few.
 _FEW = 32
 
-#: What to do where layers cannot be folded.
+#: Advice if layers cannot be folded.
 INSTEAD = (
     "Folding layers would explain another network. Use LatimFlow, which follows the network as it "
     "is, or name layers that are a chain with layers=[...]."
 )
 
 
-#: What to do where the layers are those of images beside the text that is explained.
+#: Advice if the layers read images beside the explained text.
 OF_A_TOWER = (
     "If the layer is of a tower of images beside the explained text, name the layers of the text "
     "with layers=[...], or use LatimFlow, which explains both."
@@ -58,13 +57,13 @@ class NotAChain(InputError):
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """How the tokens of a run lie.
+    """The token order of a run.
 
     Attributes:
-        given: which token of the explained input each of the first layer's is (B, L), -1 for one
-            that comes from elsewhere; None if they are the same.
-        output: which of the first layer's tokens each of the output's is (L,); None if they are
-            the same, or the output has none.
+        given: for each token of the first layer its number in the explained input (B, L), -1 for
+            one from elsewhere; None if the same.
+        output: for each token of the output its number in the first layer (L,); None if the same,
+            or the output has none.
     """
 
     given: Tensor | None
@@ -73,12 +72,12 @@ class TokenOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Arrangement:
-    """What a search has found of the layers of a run, and where it holds.
+    """The result of a search for a run's structure, and its conditions.
 
     Attributes:
         state: of the model and the input, with which it was found.
         mask: True for real tokens (B, L), or None.
-        chain: how the tokens lie.
+        chain: the token order.
         layers: for each layer its stage, its order and whether it has a stream.
     """
 
@@ -97,19 +96,19 @@ def arrange(
 ) -> TokenOrder:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
 
-    Of a model that is run by itself the finding is kept, for inputs of the same kind, until
-    anything is changed about the model: a weight, a hook, or an attribute of a module.
+    For a model that runs without other code the result is cached, for inputs of the same kind,
+    until a weight, a hook or an attribute of a module changes.
 
     Args:
         replays: of the run.
-        output: what the model returned.
+        output: the model's output.
         mask: True for the real tokens of the first layer (B, L); None if all are.
-        is_model: whether no function of the user's runs the model. Default: False.
+        is_model: whether the model runs without code of the user. Default: False.
 
     Raises:
         NotAChain: naming the first layer that does not fit.
-        InputError: where something else than a mixer has mixed tokens.
-        TrainingModeError: where a run cannot be repeated.
+        InputError: if something else than a mixer has mixed tokens.
+        TrainingModeError: if a run cannot be repeated.
     """
     model = replays.beginning.model
     state = (*state_of(model), *_kind(replays, output)) if is_model else None
@@ -150,13 +149,13 @@ def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _repeats(parts: Sequence[object]) -> bool:
-    """Whether a sequence is a shorter one again and again."""
+    """Return True if a sequence is a shorter one again and again."""
     n = len(parts)
     return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
 
 
 def state_of(model: nn.Module) -> Iterator[Any]:
-    """What tells whether a model was changed: its modules, their weights and attributes."""
+    """Yield a model's state for comparison: its modules, their weights and attributes."""
     for module in model.modules():
         yield _Same(module)
         for name, value in list(vars(module).items()):  # other threads may hang hooks on it
@@ -172,7 +171,7 @@ def state_of(model: nn.Module) -> Iterator[Any]:
                 yield from map(_Same, list(value.values()))
 
 
-#: Types of attributes that are compared by what they hold.
+#: Types of attributes that are compared by value.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -197,16 +196,17 @@ class _Same:
 
 
 def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
-    """What two runs have in common if the structure found in one serves the other."""
+    """Yield the properties that runs of the same structure share."""
     for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
         yield x.shape, x.dtype, x.device
     yield from (_Same(layer.mixer.module) for layer in replays.layers)
 
 
 def note_streams(replays: Replays) -> None:
-    """Note of layers that are no chain of tokens whether what they read passes them by.
+    """Set ``has_stream`` of layers that are no chain of tokens.
 
-    Noise begins at the root, all leaves being zero.  Where it stops, it begins anew at the leaf.
+    Noise begins at the root, and all leaves are zero. When it stops, it begins anew at the next
+    leaf.
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:
@@ -219,12 +219,9 @@ def note_streams(replays: Replays) -> None:
 
 
 def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
-    """What layers and the output read, with noise at the leaf of a layer, and no leaves behind it.
+    """Return the inputs of layers and the output, with noise at leaf ``first``, -1 for the root.
 
-    Args:
-        replays: of the run.
-        first: the layer; -1 for the root.
-        noise: whether there is any.
+    Leaves behind it are zero; without ``noise`` the same run is calm.
     """
 
     def leaf(k: int, _: Tensor) -> Tensor:
@@ -237,7 +234,7 @@ def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
 
 
 class _OrderSearch:
-    """Replays of one run, and what they have told so far."""
+    """Replays of one run, and their findings so far."""
 
     def __init__(self, replays: Replays, output: Tensor, mask: Tensor | None) -> None:
         self.replays, layers = replays, replays.layers
@@ -283,7 +280,7 @@ class _OrderSearch:
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Which of the first layer's tokens each of layer k's, or the output's, is; None: alike."""
+        """Return each token's number in the first layer for layer k, or the output; None: same."""
         order = self.orders[k]
         if order is None:
             return None
@@ -329,7 +326,7 @@ class _OrderSearch:
         return self._of_input(given)
 
     def _of_input(self, given: Tensor) -> Tensor | None:
-        """Tokens of the root as those of the input; None if they are the same."""
+        """Return the root's tokens as tokens of the input; None if they are the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
@@ -343,11 +340,11 @@ class _OrderSearch:
         return None if same else given.cpu()
 
     def _subsets(self) -> Iterator[Tensor]:
-        """Yield sets of tokens (B, L) that tell every token from every other, of its batch.
+        """Yield sets of tokens (B, L) that distinguish every token of the batch from every other.
 
-        Of few tokens each is in another half of the sets, so that none is in all sets of another
-        one.  Of more a random half and its complement see what reaches several tokens, three times
-        where some are padded and cannot be rolled.
+        Few tokens each get another half of the sets, so none is in all sets of another one. For
+        many tokens a random half and its complement are used, three times if padding forbids to
+        roll them.
         """
         tokens, device = self.keep.shape[1], self.keep.device
         if tokens <= _FEW:
@@ -369,9 +366,9 @@ class _OrderSearch:
         return torch.arange(len(self.keep), device=self.keep.device)[:, None]
 
     def _all_as(self, on: Tensor) -> bool:
-        """Whether noise at some tokens changes every layer at exactly these.
+        """Return True if noise at some tokens changes every layer at exactly these.
 
-        An output that no noise changes, as that of a head of zeros, is no sequence of tokens.
+        An output that no noise changes, as behind a head of zeros, has no tokens.
         """
         *found, last = (x.to(on.device) for x in self._spread(on, on))
         as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
@@ -383,10 +380,10 @@ class _OrderSearch:
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
-        """Whether everything moves on by one token where the first block's tokens and leaves do.
+        """Return True if all layers move by one token when the first block's tokens and leaves do.
 
-        No order does but one that moves all tokens on.  Positions that are added between layers
-        move nothing, and make this False.
+        Only an order that moves all tokens does. Positions that are added between layers give
+        False.
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
@@ -400,7 +397,7 @@ class _OrderSearch:
         return not bool(torch.stack(found).any())
 
     def _at_root(self, on: Tensor) -> Tensor:
-        """Where the root holds the tokens that are ``on`` (B, L) in the first layer."""
+        """Return the places (B, L') in the root of the first layer's tokens ``on`` (B, L)."""
         root = self.replays.root
         size = self.keep.shape[1] if root is None else root.shape[1]
         out = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
@@ -410,11 +407,11 @@ class _OrderSearch:
         """Let noise spread from the root, each layer passing it on where it arrives.
 
         Args:
-            root: where it begins, (B, L) of the root.
-            virtual: where it begins in the first layer, of tokens that are not the root's (B, L).
+            root: the noisy places of the root (B, L).
+            virtual: noisy tokens of the first layer that the root does not have (B, L).
 
         Returns:
-            Where it arrives in every layer, and in an output that has tokens, each (B, L).
+            The changed tokens of every layer, and of an output with tokens, each (B, L).
         """
         arrived: list[Tensor] = []
         self.ran = 0
@@ -438,7 +435,7 @@ class _OrderSearch:
         return changed(entering, self.entering[k])
 
     def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Which of so many tokens each place of each layer holds (B, L), -1 for none."""
+        """Return the token at each place of each layer (B, L), -1 for none."""
         found: list[Tensor] = []
         for bit, has in enumerate(self._with_bits(tokens)):
             there = [x.to(self.keep.device) for x in spread(has)]
@@ -478,7 +475,7 @@ class _OrderSearch:
         return self.replays.run(leaf)
 
     def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """What enters and leaves modules between layers k - 1 and k in a run, innermost first."""
+        """Return inputs and outputs of modules between layers k - 1 and k, innermost first."""
         found, entered = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
         layers, model = self.replays.layers, self.replays.beginning.model
         mixing = {part for layer in layers for part in layer.mixer.module.modules()}
@@ -500,10 +497,10 @@ class _OrderSearch:
     # --- links -----------------------------------------------------------------------------
 
     def links(self) -> Tensor:
-        """What each layer, and the output, reads, from whichever root that is seen.
+        """Return the links of each layer and the output, from either root.
 
-        A token that was not given begins where the first block is entered; the other root is
-        further ahead, where no branch has left the stream yet.
+        A token that was not given begins at the first block; the other root is earlier, before any
+        branch leaves the stream.
         """
         found = []
         for root, given in self.roots:
@@ -512,11 +509,9 @@ class _OrderSearch:
         return torch.stack(found).any(0)
 
     def _links(self) -> Tensor:
-        """What each layer, and the output, reads past the leaves in between.
+        """Return True where row k reads column j past the leaves in between, (n + 1, n + 1).
 
-        Returns:
-            True where row k (a layer, or the output last) reads column j (the root first, then the
-            leaves), (n + 1, n + 1).
+        Rows are layers, the output last; columns are the root first, then the leaves.
         """
         n, device = len(self.leaves), self.keep.device
         found = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
@@ -537,7 +532,7 @@ class _OrderSearch:
                 slots[free] = some[torch.arange(len(free), device=device) % len(some)]
                 self._link(slots.view_as(self.keep), found)
         if self.replays.root is None:
-            found[:, 0] = True  # nothing tells what passes the first stage by
+            found[:, 0] = True  # the path around the first stage is not known
         if not self.per_token:
             self._link_pooled(found)
         if not bool(found[-1].any()):
@@ -548,21 +543,19 @@ class _OrderSearch:
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
-        """Read links off two replays.
+        """Find links by two replays, and add them to ``found``.
 
-        Args:
-            slots: for each of the first layer's tokens the column that is probed at it (B, L).
-            found: takes them.
+        ``slots`` (B, L) is for each of the first layer's tokens the column that is probed at it.
         """
         ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
 
         def at(noise: bool) -> list[Tensor]:
-            """What layers, and a per-token output, read; the noise is at each token's column."""
+            """Return the inputs of layers, and a per-token output, with or without noise."""
 
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
-                # column 0 is the root, k + 1 leaf k; leaves later than a token's column are zero,
-                # so that noise passes them by on the stream alone, and through no gate
+                # Column 0 is the root, k + 1 leaf k. Leaves later than a token's column are zero:
+                # noise passes them on the stream alone, and through no gate.
                 return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
 
             on = self._at_root(slots == 0) & noise
@@ -578,7 +571,7 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Read off a few replays what an output without tokens reads."""
+        """Find the links of an output without tokens by a few replays."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
@@ -612,7 +605,7 @@ def _small(name: str) -> str:
 
 
 def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Whether an element of a tensor is changed by noise at some tokens and by noise at others."""
+    """Return True if noise at some tokens and noise at others change the same element."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
     limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
@@ -620,7 +613,7 @@ def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
-    """The layers of each stage, and whether it has a stream.
+    """Return the layers of each stage, and whether it has a stream.
 
     Raises:
         NotAChain: when stages do not follow each other.
@@ -647,35 +640,35 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
         if not own <= behind:
             raise NotAChain(
-                f"{follower} does not read what {_small(name)}, which ran before it, left: "
+                f"{follower} does not read the output of {_small(name)}, which ran before it: "
                 "something silences it, or the model has branches of layers, or runs several "
                 f"times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
             last = max(here - behind)
-            lost = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
+            lost = f"the output of layer {layers[last - 1].name!r}" if last else "the model's input"
             raise NotAChain(
-                f"{follower} reads what {_small(name)} left beside a part of what that read, "
-                f"without what {lost}. {INSTEAD}"
+                f"{follower} reads the output of {_small(name)} beside a part of that one's input, "
+                f"without {lost}. {INSTEAD}"
             )
         if behind - here - own:
-            raise NotAChain(f"{follower} reads what passes several layers by at once. {INSTEAD}")
+            raise NotAChain(f"{follower} reads a path around several layers at once. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
 
 
 def tokens_read(replays: Replays) -> list[Tensor | None]:
-    """Find for each layer by itself which of the first tokens it reads at each of its places.
+    """Find the first layer's tokens that each layer reads, each layer by itself.
 
-    There is noise at half of some sets of tokens for each token, another half each, so that a place
-    of two tokens changes in more of them.  Nothing is asked of how layers follow each other.
+    Each token has noise in another half of the sets, so a place of two tokens changes in more sets.
+    The order of layers is ignored.
 
     Args:
         replays: of the run. The first tokens are the root's, or the first layer's without one.
 
     Returns:
-        The token (B, L') at every place of every layer, or -1 for one that comes from elsewhere;
-        None for a layer that reads mixed tokens, those of other examples, or none of the first.
+        The token (B, L') at every place of every layer, or -1 for one from elsewhere. None for a
+        layer that reads mixed tokens, other examples, or none of the first.
 
     Raises:
         InputError: when a layer reads another number of tokens in a replay.
@@ -690,7 +683,7 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
 
 
 def _halves(tokens: int) -> Tensor:
-    """For each token another half of as few sets as there have to be, (tokens, sets)."""
+    """Return another half of the fewest possible sets for each token, (tokens, sets)."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(chosen), device="cpu")
@@ -698,7 +691,7 @@ def _halves(tokens: int) -> Tensor:
 
 
 def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
-    """Where noise at some of the first tokens (B, L) changes each layer, each passing it on."""
+    """Return the places of each layer that noise at some first tokens (B, L) changes."""
     found: list[Tensor] = []
 
     def leaf(k: int, x: Tensor) -> Tensor:
@@ -715,12 +708,12 @@ def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[T
 
 
 def _told(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
-    """The tokens (B, L') at places that changed where there was noise at some sets.
+    """Return the tokens (B, L') at places, from the sets whose noise changed them.
 
     Args:
         changes: True where a place changed (B, L', sets).
         sets: True where a token of any example was noisy (B L, sets).
-        tokens: how many an example has, L.
+        tokens: tokens of an example, L.
     """
     values = 2 ** torch.arange(sets.shape[1], device="cpu")
     numbers, place = (sets * values).sum(1).sort()

@@ -1,4 +1,4 @@
-"""Whether tensors of a run are multiples, sums, projections or norms of each other, by value."""
+"""Relations between tensors of a run, by value: multiples, sums, projections and norms."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def rows_at(x: Tensor, at: Tensor) -> Tensor:
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding."""
+    """Return True if two tensors are equal but for rounding."""
     return x.shape == y.shape and bool((x - y.to(x)).abs().max() <= rounding_of(x))
 
 
@@ -124,9 +124,9 @@ def likely(
         before, left: others of its shape.
 
     Returns:
-        For each relation its kind, a tensor before, and another: ``"scaled"``, one before times a
-        number; ``"shifted"``, one before and a constant; ``"sum"``, two before; ``"part"``, one
-        before and one of ``left``.
+        For each relation its kind and two tensors. ``"scaled"``: one before times a number.
+        ``"shifted"``: one before and a constant. ``"sum"``: two before. ``"part"``: one before and
+        one of ``left``.
     """
     if not before:
         return []
@@ -158,7 +158,7 @@ def likely(
 
 
 def is_constant(rest: Tensor, x: Tensor) -> bool:
-    """Whether ``rest`` is the same at all tokens but for rounding, of numbers as large as ``x``."""
+    """Return True if ``rest`` is the same at all tokens but for rounding of numbers like ``x``."""
     first = rest[:1, :1] if rest.shape[:2].numel() > 1 else 0
     return bool((rest - first).abs().max() <= rounding_of(x))
 

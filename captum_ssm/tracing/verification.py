@@ -104,7 +104,7 @@ class Errors(NamedTuple):
 
 
 def accepted(error: Error, limit: float) -> bool:
-    """Whether an error is no larger than a limit; on a device that is assumed, and read later."""
+    """Return True if an error is within a limit; on a device that is assumed, and read later."""
     if isinstance(error, tuple):
         return all(each.at_most(limit) for each in error)
     return error <= limit
@@ -157,10 +157,8 @@ def _ratios(
 ) -> tuple[tuple[Ratio, ...], tuple[Ratio, ...]]:
     """Return errors of numbers and of sums that are read later, as ratios on the device.
 
-    Args:
-        real: the module's output (B, L, E), which is checked to be finite.
-        differences: differences of numbers; None if none was compared.
-        sums: differences of sums.
+    ``real`` (B, L, E), the module's output, is checked to be finite. ``differences`` are of
+    numbers, if any, ``sums`` of sums.
     """
     size, of_sums, *of_numbers = largest([x for x in (real, sums, differences) if x is not None])
     at_most(size, torch.finfo(size.dtype).max)
@@ -181,7 +179,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
-    """Return 1 or -1 for each token, (draws, B, L), by a hash of its place, kept within a call.
+    """Return 1 or -1 for each token, (draws, B, L), by a hash of its place, cached within a call.
 
     No random generator is touched, and nothing is copied to the device.
     """
@@ -222,10 +220,10 @@ def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
 
 
 def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Linearizer) -> bool:
-    """Whether rounding explains an operator's error: the module's own error is about as large.
+    """Return True if the module's own rounding error is about as large as an operator's error.
 
-    Both are compared with the module's output in float64.  The operator must also be right: in
-    float64, or as it is, it reproduces that output.
+    Both are compared with the module's output in float64. The operator must also reproduce that
+    output, in float64 or as it is.
 
     Args:
         mixer, call: the mixer and its call.
@@ -311,12 +309,12 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
     )
     if architecture.like:
         raise ReconstructionError(
-            f"{found} {architecture.class_path} is served with like={architecture.like!r}, and it "
-            f"computes something else than that. {HOW_TO} shows how to write an adapter of its "
-            "own, which register_mixer() puts in the place of this one."
+            f"{found} {architecture.class_path} is served with like={architecture.like!r}, but "
+            f"computes something else. {HOW_TO} shows how to write a custom adapter for "
+            "register_mixer()."
         )
     raise ReconstructionError(
-        f"{found} The module is not what its adapter expects. If the adapter is yours, correct it; "
+        f"{found} The module differs from its adapter. If the adapter is yours, correct it; "
         "else please report this with the model's configuration. A module that is random, as with "
         "dropout, or computes in less than its dtype can be given a wider bound, as in verify=1e-2."
     )
@@ -327,7 +325,7 @@ def require_as_it_was(name: str, error: Error, limit: float) -> None:
     if not accepted(error, limit):
         raise ReconstructionError(
             f"Layer {name!r}: there was no memory to keep its operator, and made again after the "
-            f"run it is off by {error:.1e}: the mixer is no longer what it was. Does forward_func "
+            f"run it is off by {error:.1e}: the mixer has changed since. Does forward_func "
             "switch adapters or weights for the time of the call? Explain fewer examples at a time "
             "with internal_batch_size, or make the change outside forward_func."
         )

@@ -35,7 +35,7 @@ class AffineStep(NamedTuple):
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether the factor is one for each token (B, L, 1)."""
+        """Return True if the factor is one for each token (B, L, 1)."""
         factor = self.factor
         return (
             isinstance(factor, Tensor)
@@ -45,7 +45,7 @@ class AffineStep(NamedTuple):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the step is the same at every token of every example."""
+        """Return True if the step is the same at every token of every example."""
         return not isinstance(self.factor, Tensor) or self.factor.numel() == self.factor.shape[-1]
 
     def back(self, direction: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
         raise WeightsError(
             f"Layer {name.rpartition('.')[0]!r}: its {name.rpartition('.')[2]} is of class "
             f"{type(weight).__name__}, which lacks an operation that this method needs: {lacking}. "
-            "Load the model without quantisation, or turn its weights into plain tensors. Methods "
+            "Load the model without quantization, or turn its weights into plain tensors. Methods "
             "that read fewer weights, such as ImplicitAttentionRollout, may do without."
         ) from error
 

@@ -433,5 +433,5 @@ def test_weights_that_lack_operations(method):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         return
     said = r"^Layer 'backbone\.layers\.\d\.mixer\.in_proj': its weight is of class Forward"
-    with pytest.raises(WeightsError, match=said + r".*without quantisation"):
+    with pytest.raises(WeightsError, match=said + r".*without quantization"):
         method(model).attribute(ids, target=(-1, 3))

@@ -169,11 +169,11 @@ CUT: dict[str, tuple[Any, str]] = {
     ),
     "the operator": (
         with_apply(lambda y: y.detach()),
-        "cut what the operator returns off from its values",
+        "cut the operator's output off from its values",
     ),
     "the projection": (
         changed(project=lambda m: lambda y: m.project(y.detach()).detach()),
-        "cut what project returns off from its argument",
+        "cut project's output off from its argument",
     ),
 }
 

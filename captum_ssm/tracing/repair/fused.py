@@ -1,9 +1,8 @@
-"""Fused functions that packages bring, computed by torch's own ones.
+"""Fused functions of packages, replaced by torch's functions during an observed run.
 
-A kernel shows torch neither what it reads nor what it computes, and its graph is not linear.  While
-a run is observed, torch's functions stand in for those that models call outside of mixers:
-mamba_ssm's norms, and flash-linear-attention's norms, gated MLPs, and the channel mixing of its
-RWKV-6 and RWKV-7.
+A kernel hides its inputs and computation from torch, and its graph is not linear. Replaced are the
+functions that models call outside of mixers: mamba_ssm's norms, and flash-linear-attention's norms,
+gated MLPs, and channel mixing of RWKV-6 and RWKV-7.
 """
 
 from __future__ import annotations

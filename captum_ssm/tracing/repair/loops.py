@@ -36,7 +36,7 @@ Average = list[Tensor]
 def repaired_scans() -> Iterator[None]:
     """Replace the reference loops of packages that are imported, until the last user leaves.
 
-    Only what runs on a CPU is replaced; the numbers are the same but for rounding.  Contexts may be
+    Only loops on a CPU are replaced; the numbers are the same but for rounding. Contexts may be
     nested, and entered by several threads.
 
     Yields:
@@ -88,7 +88,7 @@ def _of_transformers(original: Function) -> Function:
 
     @functools.wraps(original)
     def scan(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # compiled, the reference is an associative scan; mambapy has an algorithm of its own
+        # compiled, the reference is an associative scan; mambapy has another algorithm
         other_algorithm = torch.compiler.is_compiling() or kwargs.get("use_mambapy")
         if hidden_states.device.type != "cpu" or other_algorithm:
             return original(hidden_states, *args, **kwargs)
