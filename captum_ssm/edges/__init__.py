@@ -1,4 +1,4 @@
-"""Messages between tokens, one by one: cut them, and say beforehand what a cut will do."""
+"""Messages between tokens: cut single ones, and estimate the effects of cuts."""
 
 from .cutting import knock_out
 from .edge_effects import EdgeEffects

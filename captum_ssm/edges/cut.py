@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the mixer writes to the targets is cut."""
+        """Return True if the mixer's whole output at the targets is cut."""
         return self.share.is_whole and self.by is None
 
 
@@ -204,15 +204,15 @@ class CutCall:
                 if _meet(self._pairs(one), self._pairs(other)):
                     raise OptionError(
                         f"Layer {self.mixer.name!r}: edges cut one message in two ways, by other "
-                        "heads, component, selection or replacement, or once with what belongs to "
-                        "no token (sources=None). Let edges of different ways have no pair of "
-                        "tokens in common."
+                        "heads, component, selection or replacement, or once with the constants "
+                        "(sources=None). Let edges of different ways have no pair of tokens in "
+                        "common."
                     )
 
-    # --- what is cut ------------------------------------------------------------------------
+    # --- cutting -----------------------------------------------------------------------------
 
     def _lost(self, kind: Kind) -> Tensor:
-        """Return what the output loses before its projection, (B, L, H, P)."""
+        """Return the output's loss before its projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
             return self._lost_with_selection(kind, pairs)
@@ -238,9 +238,9 @@ class CutCall:
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Return what targets lose, (B, L, H, P), if the mixer reads no sources at all.
+        """Return the targets' loss, (B, L, H, P), if the mixer reads no sources at all.
 
-        The mixer's linear form is made anew for each set of sources, coefficients included.
+        The mixer's linear form is built again for each set of sources, coefficients included.
         """
         linear, hidden = self.linear, self.hidden.detach()
         fill = torch.zeros_like(hidden)
@@ -296,14 +296,14 @@ class _Without(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise GradientModeError(
-            "A gradient was taken through messages that knock_out has cut: what they were made of "
-            "is not recorded, so it would be wrong. Run the model under torch.no_grad() there, and "
-            "explain it outside of knock_out; EdgeEffects says beforehand what a cut does."
+            "A gradient was taken through messages that knock_out has cut. It would be wrong, as "
+            "their inputs are not recorded. Run the model under torch.no_grad() there, and explain "
+            "it outside of knock_out; EdgeEffects estimates effects of cuts."
         )
 
 
 def _with_hidden(call: Call, hidden: Tensor) -> Call:
-    """Return the call with another sequence (B, L, E) in place of its own."""
+    """Return the call with another sequence (B, L, E)."""
     old = call.hidden_states
 
     def other(x: Any) -> Any:
@@ -322,7 +322,7 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
-    """Whether two sets have a pair of tokens in common."""
+    """Return True if two sets have a pair of tokens in common."""
     return any(
         bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
         for a in one
@@ -333,7 +333,7 @@ def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
 
 
 def _goes_forward(pairs: Pairs) -> bool:
-    """Whether a target is not before its source, in any example."""
+    """Return True if a target is not before its source, in any example."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)
     last = torch.where(pairs.targets, position, -1).amax(-1)

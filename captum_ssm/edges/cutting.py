@@ -26,7 +26,7 @@ from .cut import CutCall, Donor, Kind, Replacement, read_replacement
 from .given import Given, given_tokens
 from .pairs import KINDS, Edges
 
-#: What edges are named by.
+#: Attributes that name edges.
 _NAMED = ("layers", "sources", "targets", "heads", "component")
 
 
@@ -40,28 +40,26 @@ def knock_out(
 ) -> Iterator[None]:
     """Run a model without some of the messages between its tokens.
 
-    Inside the ``with`` the output of every mixer that the edges name loses exactly what its
-    operator carries along them, by the coefficients that it has in that run: an intervention in
-    the model as it is, after which everything else runs on.  What a source does to its neighbours'
-    coefficients (B, C and the step of a Mamba, computed behind a convolution) is no message and
-    stays, unless :class:`Edges` asks for it by ``selection``.  Knock-outs may be nested; a message
-    that several of them cut is cut once.  The model keeps no cache meanwhile; let it generate
-    texts with ``use_cache=False``, and every step is free of these messages.
+    Inside the ``with`` every mixer's output loses the messages that its operator carries along the
+    edges, by the coefficients of that run; everything else runs on. A source also changes its
+    neighbors' coefficients (B, C and the step of a Mamba, computed behind a convolution). This
+    effect stays, unless :class:`Edges` has ``selection=True``. Knock-outs may be nested; a message
+    that several of them cut is cut once. The model keeps no cache meanwhile: generate texts with
+    ``use_cache=False``.
 
-    Positions count the tokens that the model is given, wherever a layer reads them; for images, the
-    tokens that its first mixer reads.  Where edges name sources or targets, the model is asked
-    which tokens a layer reads.  It runs once more for that, and then some ten times without its
-    mixers, with noise at some of the tokens; hooks of your own see these runs.  A call with the
-    arguments of the latest one asks nothing.  Every step of a text that is generated does.
+    Positions count the tokens given to the model, for images the tokens of its first mixer. If
+    edges name sources or targets, the model runs once more, and some ten times without its mixers,
+    to find the tokens that each layer reads. Your hooks see these runs. A second call with the same
+    arguments reuses the result.
 
     Args:
-        model: a module, wrapped or not, or whatever runs one; see
+        model: a module, wrapped or not, or a function that runs one; see
             :func:`~captum_ssm.tracing.find_model`.
-        *edges: which messages; see :class:`Edges`.
-        replace: what stands in their place: nothing, ``"mean"`` for what the mean of the example's
-            tokens would have sent, or for the messages of another run its input, of as many tokens
-            (a tensor, or a tuple or mapping of the model's arguments). Default: None, nothing.
-        verify: hold the operators to what their mixers returned; a number is the tolerance.
+        *edges: the messages to cut; see :class:`Edges`.
+        replace: the replacement of the messages: ``"mean"`` for the message of the example's mean
+            token, or another input of as many tokens for its run's messages (a tensor, or a tuple
+            or mapping of arguments). Default: None, nothing.
+        verify: check the operators against their mixers' outputs; a number is the tolerance.
             Default: True.
 
     Yields:
@@ -70,10 +68,9 @@ def knock_out(
     Raises:
         OptionError: for arguments of other kinds, edges that name nothing, components or heads
             that a layer does not have, and edges that cut one message in two ways.
-        QueryError: for positions that the tokens do not have, or edges that no message can take,
-            for the layer reads earlier tokens alone.
+        QueryError: for positions outside the tokens, or edges to earlier tokens in a causal layer.
         InputError: when tokens cannot be followed to a layer, or the other run differs in size.
-        TrainingModeError: where edges name sources or targets and a module is random.
+        TrainingModeError: if edges name sources or targets and a module is random.
         GradientModeError: when a gradient is taken through messages that were cut.
         ReconstructionError: when ``verify`` finds an operator that is not its module.
 
@@ -120,9 +117,9 @@ class _KnockOut(Watcher):
     edges: Sequence[Edges]
     given: Literal["mean"] | Donor | None
     verify: bool | float
-    #: Of the other run what is sent along the edges, by mixer and the number of its call.
+    #: Messages of the other run along the edges, by mixer and the number of its call.
     sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
-    #: Of the other run what each of these calls reads.
+    #: Inputs of these calls in the other run.
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,7 +151,7 @@ class _KnockOut(Watcher):
         return self.given if isinstance(self.given, Donor) else None
 
     def listen(self, donor: Donor) -> None:
-        """Run the model on another input, and keep what it sends along the edges."""
+        """Run the model on another input, and keep its messages along the edges."""
         self._listening = True
         try:
             with ExitStack() as stack:
@@ -203,8 +200,8 @@ class _KnockOut(Watcher):
     def _find_tokens(self, module: nn.Module, arguments: Arguments) -> Given:
         """Run the module again, uncut, to find the given tokens that each mixer reads.
 
-        A state that only the hooks of this knock-out have changed is the one before it, so that
-        knock-outs with the same call share an answer.
+        A state that only this knock-out's hooks have changed counts as unchanged, so knock-outs
+        with the same call share a result.
         """
         unwatched, watched = self._states
         state = self._state()
@@ -244,7 +241,7 @@ class _KnockOut(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output without the messages; None if it stays.
 
-        In a donor's run nothing changes, and what it sends and reads is kept.
+        In a donor's run nothing changes; its messages and inputs are kept.
         """
         if self.looks_away:
             return None
@@ -264,29 +261,28 @@ class _KnockOut(Watcher):
         places = None if self._given is None else self._given.places.get((layer, number))
         if self._given is None or places is None:
             raise InputError(
-                f"Layer {layer!r}: the tokens that the model was given cannot be followed to what "
-                "the layer reads, so that positions mean nothing there. Leave sources and targets "
-                "out to cut all of it, or pass the model the tokens that its layers read."
+                f"Layer {layer!r}: the tokens given to the model cannot be followed to the "
+                "layer's input, so positions are not defined there. Leave sources and targets out "
+                "to cut all of it, or pass the model the tokens that its layers read."
             )
         return self._given.size, places
 
 
-#: Whether the model is run for what mixers read, so that nothing is cut.
+#: Whether the model runs to find the mixers' inputs, without cuts.
 _looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=False)
 #: The knock-outs of this thread, or asynchronous task, the innermost last.
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
 
 
 def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
-    """Whether edges of a mixer name sources or targets."""
+    """Return True if edges of a mixer name sources or targets."""
     return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
 def _vouches_for_others(edges: Edges, mixers: Sequence[Mixer]) -> bool:
-    """Whether a user names single mixers, so that others of the model may lack an adapter.
+    """Return True if a user names single mixers, so others of the model may lack an adapter.
 
-    A number, a kind or a family is read off all of the model's mixers.  One without an adapter
-    might belong to them, and is refused.
+    A number, a kind or a family may mean any mixer, also one without an adapter, which is refused.
     """
     layers = edges.layers
     several = layers if isinstance(layers, list | tuple) else [layers]

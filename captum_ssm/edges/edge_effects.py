@@ -30,27 +30,27 @@ from .truth import Interventions, Truth, sampled
 class EdgeEffects(Explainer):
     """Estimated effects of cutting each message between tokens on an output.
 
-    One forward and one backward run give them for every layer, target and source.  By default the
-    gradient is the model's own, and the norms that read a message are taken as they are without
-    it.  An effect then estimates the true intervention, :func:`~captum_ssm.knock_out`;
-    :meth:`validate` compares the two.  With ``rule`` the gradient is that of the linear
-    network of :class:`~captum_ssm.LatimFlow`: then all edges of a layer, its constants and the
-    stream that passes it by add up to the output.
+    One forward and one backward run give them for every layer, target and source. By default they
+    use the model's own gradient, and norms computed without the message. An effect then estimates
+    the true intervention, :func:`~captum_ssm.knock_out`; :meth:`validate` compares the two. With
+    ``rule`` they use the gradient of :class:`~captum_ssm.LatimFlow`'s linear network. Then all
+    edges of a layer, its constants and the stream past it sum to the output.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centered"``, or None for the model's own
             gradient. Default: None.
-        exact_norms: whether the norms that read what a layer writes are taken as they are without a
-            message, and not to first order. Default: None, True unless ``rule`` is named.
+        exact_norms: whether the norms that read a layer's output are recomputed without each
+            message, and not approximated to first order. Default: None, True unless ``rule`` is
+            named.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        OptionError: for a rule that is not known, or one with ``exact_norms``.
+        OptionError: for an unknown rule, or one with ``exact_norms``.
 
     Example:
         >>> import torch
@@ -104,16 +104,16 @@ class EdgeEffects(Explainer):
                 None, for models that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            contrast: what the target is held against: None, nothing; a second target; ``"mean"``;
-                ``"others"``, for log-odds; ``"all"``, for the log-probability. Default: None.
-            verify: hold every operator to what its module returned in the run; a number is the
-                tolerance. Default: True.
+            contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default:
+                None.
+            verify: check every operator against its module's output; a number is the tolerance.
+                Default: True.
 
         Returns:
             The :class:`Effects`.
 
         Raises:
-            OptionError: for an option that is not known.
+            OptionError: for an unknown option.
             InputError, TargetError: for inputs or a target that do not fit, and for layers that
                 are no chain.
             GradientModeError: when no gradient of the target reaches a layer.

@@ -2,8 +2,8 @@
 
     effect[i, j] = <d output / d y_i, T_i(x_j)>
 
-y_i is what a mixer writes at token i, and T_i(x_j) the message in it from token j.  If the output
-were linear in y_i, the output without the message would be smaller by the effect.
+y_i is a mixer's output at token i, and T_i(x_j) the message in it from token j. If the model's
+output were linear in y_i, it would lose the effect without the message.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class LayerEffects:
 
     Attributes:
         mixer: the mixer.
-        linear: the same at the run's input.
-        gradient: that of the output at what it wrote, (B, L, E).
-        readers: the norms that read it, where effects go by them; None where they are of first
-            order. Default: None.
+        linear: its linear form at the run's input.
+        gradient: the gradient at the mixer's output, (B, L, E).
+        readers: the norms that read its output, for effects with exact norms. Default: None, first
+            order.
     """
 
     mixer: Mixer
@@ -87,10 +87,10 @@ class LayerEffects:
 
     @cached_property
     def _factors(self) -> list[tuple[Tensor, Operator]]:
-        """Pairs of row factors (B, L, H, P) and an operator that moves each channel by itself.
+        """Return pairs of row factors (B, L, H, P) and an operator that acts by channel.
 
-        The matrix of effects is the sum over pairs, heads and channels of
-        factor[i] operator[i, j] values[j].
+        The effects are the sum over pairs, heads and channels of factor[i] operator[i, j]
+        values[j].
         """
         return self._factors_of(self._left)
 
@@ -370,7 +370,7 @@ class Effects:
         return total
 
     def _on_given(self, x: Tensor) -> Tensor:
-        """(B, L', ...) of what the layers read, on the tokens given (B, L, ...)."""
+        """Return values of the layers' tokens (B, L', ...) for the given tokens (B, L, ...)."""
         return x if self.given is None else of_given(x, self.given, self.tokens)
 
     def _read_at(self, index: Tensor) -> Tensor:

@@ -58,12 +58,12 @@ class KnockoutWindows:
 
     @property
     def change(self) -> Tensor:
-        """By how many percent of itself the probability rises, as published (K, N, B)."""
+        """Relative change of the probability in percent, as published (K, N, B)."""
         return 100 * (self.probabilities / self.plain - 1)
 
     @property
     def difference(self) -> Tensor:
-        """By how much the probability rises (K, N, B)."""
+        """Change of the probability (K, N, B)."""
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
@@ -93,9 +93,9 @@ def knockout_windows(
 ) -> KnockoutWindows:
     """Measure the probability of an answer without edges from kinds of tokens, by window of layers.
 
-    For every kind of tokens, such as those of a question's subject, and every layer, the edges from
-    them to the tokens that answer are cut in a window of layers around it: Mamba Knockout
-    (arXiv:2505.24244), and for attention Geva et al. (arXiv:2304.14767).
+    For every kind of tokens, such as a question's subject, and every layer, the edges from them to
+    the answering tokens are cut in a window of layers around it: Mamba Knockout (arXiv:2505.24244),
+    and for attention Geva et al. (arXiv:2304.14767).
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -104,25 +104,23 @@ def knockout_windows(
             such tensor.
         target: the answer, in Captum's forms: a class, or for outputs (B, L, V) a tuple
             (position, token).
-        kinds: by name, the tokens that send, in the forms of :attr:`Edges.sources`.
-        targets: the tokens that receive, in the same forms: those that the answer is read from.
-            Default: -1, the last.
-        window: how many layers; those at the ends have fewer. With an even number, one more of
-            them comes before the middle. Default: 9.
-        layers: of which windows are taken, in the forms of :attr:`Edges.layers`; of a hybrid,
+        kinds: by name, the sources, in the forms of :attr:`Edges.sources`.
+        targets: the tokens that the answer is read from, in the same forms. Default: -1, the last.
+        window: number of layers; windows at the ends have fewer. With an even number, one more
+            layer comes before the middle. Default: 9.
+        layers: the layers of windows, in the forms of :attr:`Edges.layers`; for a hybrid
             ``"attention"`` or ``"ssm"``. Default: None, all.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         additional_forward_args: further positional arguments of forward_func. Default: None.
-        component, selection: what is cut of an edge, as in :class:`Edges`. Default: None and
+        component, selection: the part of an edge to cut, as in :class:`Edges`. Default: None and
             False, the whole message.
-        replace, verify: as in :func:`~captum_ssm.knock_out`. Default: None, nothing comes in place
-            of messages; and True.
+        replace, verify: as in :func:`~captum_ssm.knock_out`. Default: None and True.
 
     Returns:
         The probabilities, with and without the edges.
 
     Raises:
-        OptionError: for kinds that are no mapping or empty, and options that are not known.
+        OptionError: for kinds that are not a mapping or empty, and unknown options.
         TargetError: when the target does not name one of several classes or tokens, or one at a
             padded position.
         InputError, NoMixerError, QueryError, ReconstructionError: as in
@@ -205,23 +203,22 @@ def parts_off(
 ) -> PartScores:
     """Score a model with parts of it switched off: kinds of mixers, layers and heads.
 
-    A mixer that is off writes nothing.  Which mixers there are is seen in the first run, of the
-    model as it is.
+    A mixer that is off returns zero. The first run, of the whole model, finds the mixers.
 
     Args:
-        model: a module, wrapped or not, or whatever runs one.
-        score: a function without arguments that runs the model, on as many batches as it likes, and
+        model: a module, wrapped or not, or a function that runs one.
+        score: a function without arguments that runs the model on any number of batches, and
             returns a number, such as its accuracy, or a tensor with one per example.
-        layers: those that are switched off one by one, in the forms of :attr:`Edges.layers`.
-            Default: None, all.
-        heads: whether the heads of these layers are, too. A Mamba-1 has as many as channels.
+        layers: the layers to switch off one by one, in the forms of :attr:`Edges.layers`. Default:
+            None, all.
+        heads: whether to switch off the heads of these layers, too; of a Mamba-1 each channel.
             Default: False.
 
     Returns:
         The scores by part.
 
     Raises:
-        OptionError: when score is no function, or returns anything else.
+        OptionError: when score is not a function, or returns anything else.
         NoMixerError: when the model has no mixer, or score runs none.
 
     Example:
@@ -332,7 +329,7 @@ def _answer(target: Any, output: Tensor) -> Tensor:
         raise TargetError(
             f"target={target!r} has no probability in an output {tuple(output.shape)}: name one of "
             "several classes, or (position, token). A model that returns one number is scored by "
-            "parts_off, or in a knock_out of your own."
+            "parts_off, or inside knock_out."
         )
     return index
 

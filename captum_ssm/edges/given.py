@@ -1,4 +1,4 @@
-"""Which of the tokens that a model is given each mixer reads, asked of the model itself."""
+"""Find the given tokens that each mixer reads, by replaying the model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Given(NamedTuple):
     """The tokens that a model was given in one call, as its mixers read them.
 
     Attributes:
-        size: examples and tokens that it was given (B, L).
-        places: by the name of a mixer and the number of its call, the given token that each token
-            of the mixer is (B, L'), -1 for one from elsewhere; None where that is not known.
+        size: examples and tokens given (B, L).
+        places: for each of the mixer's tokens the number of the given token (B, L'), -1 for one
+            from elsewhere, by the mixer's name and number of call. None if not known.
     """
 
     size: tuple[int, int]
@@ -53,7 +53,7 @@ class _Known:
     given: Given
 
 
-#: Weak in what it holds, so that models are let go of.
+#: Weak keys, so models are freed.
 _latest: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
@@ -103,7 +103,7 @@ def _found(
 ) -> Given:
     """Run the module once to record its mixers, then without them and with noise at some tokens.
 
-    Where the arguments hold no ids or embeddings, the given tokens are those of the first mixer.
+    Without ids or embeddings among the arguments, the first mixer's tokens are the given ones.
     """
     first = _sequence(arguments)
     start = torch.empty(0) if first is None else first

@@ -1,4 +1,4 @@
-"""What an operator carries along edges."""
+"""Messages that an operator carries along edges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MessageShare(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the share is everything that the mixer writes."""
+        """Return True if the share is the mixer's whole output."""
         return self == MessageShare(None, None, True)
 
 
@@ -43,7 +43,7 @@ def share_of(edges: Edges) -> MessageShare:
 
 
 def is_attention(linear: LinearMixer) -> bool:
-    """Whether a mixer is softmax attention."""
+    """Return True if a mixer is softmax attention."""
     return any(isinstance(leaf, DenseHeads) for leaf in linear.operator.leaves())
 
 
@@ -54,13 +54,13 @@ def carried(
     layer: str,
     values: Tensor | None = None,
 ) -> Tensor:
-    """Sum what reaches each token along pairs of tokens, before the projection, (B, L, H, P).
+    """Sum the messages to each token along pairs of tokens, before the projection, (B, L, H, P).
 
     Args:
         linear: the mixer.
         pairs: the pairs; of a share with constants, whole rows.
-        share: which share of the messages.
-        layer: what to call the mixer in an error.
+        share: the share of the messages.
+        layer: the mixer's name, for errors.
         values: in place of the mixer's own; then without constants. Default: None.
     """
     of_mixer = values is None

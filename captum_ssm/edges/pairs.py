@@ -1,4 +1,4 @@
-"""Which messages are meant: edges, as products of sets of targets and sources."""
+"""Edges: sets of messages, as products of sets of targets and sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tokens = None | int | slice | range | Sequence[int] | Tensor | str | Relation
 #: (``"attention"``, ``"ssm"``) of several.
 OneLayer = int | str | nn.Module
 
-#: How a token may stand to one at the other end of an edge, by the name of the first.
+#: Relations of a token to the one at the other end of an edge, by name.
 RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "later": torch.gt,
     "earlier": torch.lt,
@@ -43,33 +43,31 @@ _PAIRS = 2**24
 class Edges:
     """Messages from tokens to tokens within mixers, to be cut by :func:`~captum_ssm.knock_out`.
 
-    The message from token j to token i is what a mixer's operator carries, alpha[i, j] x[j], as it
-    leaves the output projection.  What token j does to the coefficients at i, through a short
-    convolution that B, C and the step are computed behind, is no message of the operator; see
-    ``selection``.
+    The message from token j to token i is the operator's alpha[i, j] x[j] behind the output
+    projection. Token j may also change the coefficients at i, through a short convolution in front
+    of B, C and the step. This is not part of the message; see ``selection``.
 
     Attributes:
-        layers: the mixers: a number in the order of the model's mixers, a name, a module, a range
-            or slice, a list of these, the name of a family such as ``"Mamba-2"``, or
-            ``"attention"`` or ``"ssm"`` for all mixers that are, or are not, softmax attention.
+        layers: the mixers: a number in the model's order, a name, a module, a range or slice, a
+            list of these, or a family such as ``"Mamba-2"``. ``"attention"`` and ``"ssm"`` are all
+            mixers that are, or are not, softmax attention. Default: None, all.
+        sources: the tokens that send: a position, a list or slice of them, a boolean mask (L,) or
+            (B, L), or a tensor of positions (B, K). Or a relation to the target: ``"earlier"``,
+            ``"later"``, ``"same"``, ``"other"`` or a boolean function of positions (target,
+            source). Default: None, the mixer's whole output with constants such as biases; if
+            targets are a relation, all tokens.
+        targets: the tokens that receive, in the same forms; names are relations to the source.
             Default: None, all.
-        sources: the tokens that send: a position, several of them, a slice, a boolean mask (L,) or
-            (B, L), a tensor of positions (B, K), or how they stand to the target: ``"earlier"``,
-            ``"later"``, ``"same"``, ``"other"`` or a function of positions (target, source) that
-            returns booleans. Default: None, all that the mixer writes, and with it what belongs to
-            no token, such as biases; where targets are a relation, all tokens.
-        targets: the tokens that receive, in the same forms; here names say how they stand to the
-            source. Default: None, all.
-        heads: these heads alone; for Mamba-1, channels. Default: None, all.
-        component: only what the operator has beyond itself without this component, one of
-            ``conv``, ``activation``, ``scan``, ``skip``, ``gate``, ``norm``, or without several.
+        heads: the heads; for Mamba-1, channels. Default: None, all.
+        component: a component or several, of ``conv``, ``activation``, ``scan``, ``skip``, ``gate``
+            and ``norm``: cut only the part of the message that the operator without it lacks.
             Default: None, the whole message.
-        selection: whether the targets read what the mixer makes of them with zeros (or what
-            ``replace`` says) for the sources: what these do to B, C, steps and gates goes as well.
-            Default: False, the message alone.
+        selection: whether the mixer computes the targets without the sources (zeros, or
+            ``replace``), so their effects on B, C, steps and gates go as well. Default: False, the
+            message alone.
 
     Raises:
-        OptionError: for what is in none of these forms.
+        OptionError: for a value in none of these forms.
 
     Example:
         >>> from captum_ssm.edges import Edges
@@ -127,10 +125,10 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` names; of a kind all, which only a run tells.
+        """Return the mixers that ``layers`` names; for a kind all, as only a run shows the kind.
 
         Args:
-            mixers: those of the model.
+            mixers: the model's mixers.
         """
         layers = self.layers
         if layers is None or layers in KINDS:
@@ -148,7 +146,7 @@ class Edges:
         return list(dict.fromkeys(found))
 
     def is_of_kind(self, is_attention: bool) -> bool:
-        """Whether mixers that are, or are not, softmax attention are meant."""
+        """Return True if mixers that are, or are not, softmax attention are meant."""
         wanted = self.layers if isinstance(self.layers, str) else None
         return wanted not in KINDS or (wanted == "attention") == is_attention
 
@@ -169,7 +167,7 @@ def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
     if not found:
         families = dict.fromkeys(m.architecture.family for m in mixers)
         raise NoMixerError(
-            f"layers names {one if isinstance(one, str) else type(one).__name__!r}, which is no "
+            f"layers names {one if isinstance(one, str) else type(one).__name__!r}, which is not a "
             f"mixer of this model. It has {', '.join(m.name for m in mixers)}, of the families "
             f"{', '.join(families)}."
         )
@@ -257,8 +255,8 @@ def _products(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of one example as products, (targets (L',), sources (L',)) each.
 
-    They are the pairs of ``some`` tokens, sources if ``along_sources``, else targets.  Tokens with
-    the same ones at the other end share a product.  ``at`` are the tokens' positions (L',).
+    They are the pairs of ``some`` tokens, sources if ``along_sources``, else targets. ``at`` are
+    the tokens' positions (L',). Tokens with the same partners share a product.
     """
     position = torch.arange(len(at))
     ends = [(t[example], s[example]) for t, s, _ in named]
@@ -305,9 +303,9 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Return True for those of a layer's tokens ``at`` (B, L') that are named, on the CPU.
+    """Return True for a layer's tokens ``at`` (B, L') that are named, on the CPU.
 
-    A relation, by name or as a function, is asked of pairs later: here every token passes.
+    With a relation every token passes: it is applied to pairs later.
     """
     if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)

@@ -1,18 +1,18 @@
-"""What norms make of a stream that lacks a message.
+"""The change of norms when a message is cut.
 
-What a mixer writes at a token joins the residual stream, which later layers and the head read
-through norms, each at the stream x as it is there:
+A mixer's output joins the residual stream, which later layers and the head read through norms, each
+at its stream x:
 
     N(x) = s(x) A x + constant ,   s(x) = (mean of c(x)^2 + eps) ** -0.5 ,
 
-A being linear, and c(x) being x or, in LayerNorm, x less its mean.  Without a message m the norm
-grows, of which a gradient knows nothing.  With g, the output's gradient at what N returns,
+A is linear; c(x) is x or, in LayerNorm, x less its mean. Without a message m the norm's denominator
+changes, which a gradient ignores. With g, the output's gradient at N(x),
 
     effect of m = sum over norms of <g, N(x) - N(x - m)>
 
-takes three numbers of a message for each norm, <x, m>, <m, m> and <A'g, m>, and is exact where
-nothing but one norm, and what is linear, lies between a message and the output.  Otherwise it is of
-first order in all but the norms that read the message first hand.
+takes three numbers of a message for each norm: <x, m>, <m, m> and <A'g, m>. It is exact if only one
+norm and linear maps lie between a message and the output. Otherwise it is of first order in all but
+the norms that read the message directly.
 
 Shapes: B batch, L tokens, E width of the stream; q targets and s sources of messages.
 """
@@ -34,7 +34,7 @@ from ..tracing.find import registered_mixers
 from ..tracing.hooks import hooked
 from ..tracing.verification import relative_error, tolerance_for
 
-#: How norms call what they add to a mean square.
+#: Names of the constant that norms add to a mean square.
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -46,7 +46,7 @@ class NormReader(NamedTuple):
         scale: s(x), (B, L, 1).
         toward: A'g, (B, L, E).
         explained: <g, N(x) - constant>, (B, L).
-        eps: what is added to the mean square.
+        eps: the constant added to the mean square.
         centered: whether the mean is subtracted.
     """
 
@@ -89,7 +89,7 @@ class NormReader(NamedTuple):
 
 
 class Readers:
-    """The norms that read what one layer writes, and the messages that they read."""
+    """The norms that read one layer's output, and the messages that they read."""
 
     def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
         self._messages = Contributions(layer)
@@ -151,7 +151,7 @@ class NormCalls:
     def of_layers(
         self, layers: Sequence[Layer], gradients: Sequence[Tensor]
     ) -> list[Sequence[NormReader]]:
-        """Return the norms that read what each layer writes; none where they are not known.
+        """Return the norms that read each layer's output; none if not known.
 
         They are known if the gradients through norms add up to the gradient at the layer.
 
@@ -174,10 +174,9 @@ class NormCalls:
 def _adding_up_to(
     gradient: Tensor, norms: Sequence[NormReader], tolerance: float
 ) -> Sequence[NormReader]:
-    """Return those norms, from some one on, whose gradients sum to ``gradient`` (B, L, E).
+    """Return the last norms whose gradients sum to ``gradient`` (B, L, E); none if no sum fits.
 
-    None of them if no such sum fits.  The first ones may be norms beside a mixer, which run after
-    it and do not read it.
+    The first norms may belong to parts beside a mixer, which run after it and do not read it.
     """
     pulled = [norm.pulled() for norm in norms]
     for first in range(len(norms)):

@@ -12,11 +12,11 @@ from .pairs import Edges
 
 
 class Held(NamedTuple):
-    """A single edge, and what cutting it does.
+    """A single edge, and the true effect of cutting it.
 
     Attributes:
         edge: the edge, with its estimated effect.
-        true: what the explained number lost.
+        true: the loss of the explained number.
     """
 
     edge: Edge
@@ -30,15 +30,15 @@ def strongest_edges(
     count: int,
     layers: Any = None,
 ) -> list[Held]:
-    """Cut each of the edges of the largest estimated effects on one example by itself.
+    """Cut each of the edges with the largest estimated effects on one example separately.
 
     Args:
-        method: what estimates effects, of the model.
+        method: estimates effects on the model.
         inputs: the example, a batch of one.
-        target: what is explained, in Captum's forms.
-        count: how many edges.
-        layers: of which layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`.
-            Default: None, all.
+        target: the explained output, in Captum's forms.
+        count: number of edges.
+        layers: the layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`. Default: None,
+            all.
 
     Example:
         >>> import torch

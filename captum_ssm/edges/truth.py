@@ -25,10 +25,10 @@ class Truth:
     """Estimated and true effects of cutting edges, or of removing nodes.
 
     Attributes:
-        edges: the edges, as :class:`~captum_ssm.edges.Edge` where they were sampled; or the nodes.
-        examples: the number of the example that each belongs to.
-        estimated: what the output was expected to lose (n,).
-        true: what it lost (n,).
+        edges: the edges, as :class:`~captum_ssm.edges.Edge` if they were sampled; or the nodes.
+        examples: each one's example, by number.
+        estimated: the estimated loss of the output (n,).
+        true: its true loss (n,).
         rounding: the size below which a true effect is rounding.
     """
 
@@ -97,9 +97,9 @@ class Interventions:
     """True effects on one number of a model's output.
 
     Args:
-        forward_func, model, inputs, additional, target, contrast: the run, and what is explained.
-        at_a_time: how many copies of an example run together.
-        tokens: how many tokens edges count.
+        forward_func, model, inputs, additional, target, contrast: the run and the explained number.
+        at_a_time: copies of an example that run together.
+        tokens: number of tokens that edges count.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class Interventions:
             yield output[: len(some)]
 
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
-        """Return edges that each example of a batch has for itself, one for each mixer and place.
+        """Return each example's own edges, by mixer and place in its cut.
 
-        An edge is a pair of masks.  Two edges of a cut need two pairs: one pair would cut the
+        An edge is a pair of masks. Two edges of a cut need two pairs: one pair would cut the
         messages from each source to each target.
         """
         found: dict[tuple[int, str], Edges] = {}

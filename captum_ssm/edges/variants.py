@@ -1,9 +1,9 @@
-"""Effects of another base at a position on an output: to first order for all, or by running each.
+"""Effects of base variants on an output: to first order for all, or by one run each.
 
-    effect[a, p] = gradient[a, p] - gradient[r, p],       r the base that is at p
+    effect[a, p] = gradient[a, p] - gradient[r, p],       r the base at p
 
-One forward run and one backward pass give the 3 L of them.  The gradient is the model's own, or
-that of the linear network of :class:`~captum_ssm.LatimFlow` by one of its rules.
+One forward and one backward pass give the 3 L effects. The gradient is the model's own, or the one
+of :class:`~captum_ssm.LatimFlow`'s linear network with one of its rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def variant_effects(
 ) -> Tensor:
     """Estimate the effect of every single-base variant, to first order, from one backward pass.
 
-    :func:`mutagenesis` is the truth that it estimates, at one run for each variant.
+    :func:`mutagenesis` computes the true effects, by one run per variant.
 
     Args:
         forward_func: the model, which reads one-hot sequences, such as
@@ -45,20 +45,20 @@ def variant_effects(
             zeros where there is none.
         target: in Captum's forms. Default: None, for models that return one number per example.
         additional_forward_args: further positional arguments of forward_func. Default: None.
-        contrast: what the target is held against; see :meth:`.LatimFlow.attribute`. Default: None.
-        rule: the rule of the linear network whose gradient is read, ``"frozen"``, ``"half"``,
-            ``"equal"`` or ``"centered"``; None for the model's own gradient, which is about 0 where
-            the model is sure. Default: ``"centered"``, the best by evidence.
-        model: the module, where forward_func does not reveal it. Default: None.
-        layers: of its mixers those to use, where there is a rule. Default: None, all.
+        contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default: None.
+        rule: the rule of the linear network whose gradient is used, ``"frozen"``, ``"half"``,
+            ``"equal"`` or ``"centered"``. None: the model's own gradient, which is near 0 for a
+            sure model. Default: ``"centered"``, the best by evidence.
+        model: the module, if forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use, with a rule. Default: None, all.
 
     Returns:
-        The estimated change of the target for each base in place of the one that is there, in the
-        shape of ``one_hot``; 0 for the base itself, and where there is none.
+        The estimated change of the target for each base in place of the reference, in the shape of
+        ``one_hot``. It is 0 for the reference base, and at positions without one.
 
     Raises:
         InputError: when ``one_hot`` holds anything else than one base, or none, at a position.
-        OptionError: for a rule or a contrast that is not known.
+        OptionError: for an unknown rule or contrast.
         GradientModeError: when the target does not depend on the inputs.
 
     Example:
@@ -78,7 +78,7 @@ def variant_effects(
         )
     else:
         chosen: Any = checks.choice("rule", rule, FAMILY)
-        # relevance in comparison with what is 1 less everywhere is the gradient itself
+        # relevance with a baseline of 1 less everywhere is the gradient itself
         gradient = LatimFlow(forward_func, model, layers).attribute(
             one_hot, target, additional_forward_args,
             contrast=contrast, rule=chosen, baselines=one_hot - 1,
@@ -174,7 +174,7 @@ def _own_gradient(
     model: nn.Module | None,
 ) -> Tensor:
     """Return the model's gradient of the target at the sequences, in their shape."""
-    find_model(forward_func, model)  # refuses what leads to none, as by a rule
+    find_model(forward_func, model)  # refuses functions without a module, as with a rule
     if torch.is_inference_mode_enabled():
         raise GradientModeError(
             "variant_effects needs gradients, which torch.inference_mode() forbids. Leave it, or "

@@ -1,4 +1,4 @@
-"""Inside a model: any activation as what is explained, or as what explains."""
+"""Inside a model: any activation as the explained number, or as the source of relevance."""
 
 from .dictionary import SparseAutoencoder
 from .features import Dictionary, Feature

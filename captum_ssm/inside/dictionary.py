@@ -1,7 +1,7 @@
-"""Dictionaries of features: what a layer's output is written as a sum of.
+"""Dictionaries of features, whose sums approximate a layer's output.
 
-Whatever has the two functions of :class:`~captum_ssm.inside.Dictionary` will do.
-:class:`SparseAutoencoder` is one such class, and reads and writes the folders of SAELens.
+Any class with the two functions of :class:`~captum_ssm.inside.Dictionary` will do.
+:class:`SparseAutoencoder` is one, and reads and writes the folders of SAELens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-#: From this version on, what is known of the model stands apart from the settings.
+#: From this version on, facts about the model have their own section.
 _NESTED_FROM = "6.0.0"
 
 
@@ -50,14 +50,14 @@ class SparseAutoencoder(nn.Module):
 
     Args:
         width: E, of the vectors.
-        features: F, how many there are.
+        features: F, their number.
         architecture: one of the above. Default: ``"standard"``.
-        k: how many may be active at once, of ``"topk"`` alone. Default: None.
-        layer: name of the module whose output they are features of. Default: ``""``, not known.
-        apply_b_dec_to_input: whether ``b_dec`` is taken from ``x``, as above. Default: True.
-        rescale_acts_by_decoder_norm: of ``"topk"`` alone, measure each feature as if its row of
+        k: the most active features, for ``"topk"`` only. Default: None.
+        layer: name of the module whose output has these features. Default: ``""``, not known.
+        apply_b_dec_to_input: whether ``b_dec`` is subtracted from ``x``, as above. Default: True.
+        rescale_acts_by_decoder_norm: for ``"topk"`` only, measure each feature as if its row of
             ``W_dec`` had norm one. Default: False.
-        metadata: what else is known of their origin, kept with them. Default: None, nothing.
+        metadata: further facts about their origin, saved with them. Default: None, nothing.
 
     Raises:
         OptionError: when the arguments do not fit each other.
@@ -165,7 +165,7 @@ class SparseAutoencoder(nn.Module):
             folder: where ``cfg.json`` and ``sae_weights.safetensors`` go; made if missing.
 
         Raises:
-            WriteError: when it cannot be written; what was there before is unchanged.
+            WriteError: when it cannot be written; old files are then unchanged.
             ImportError: when safetensors is not installed.
         """
         safetensors = optional("safetensors.torch", '"captum-ssm[hf]"', "Saving a dictionary")
@@ -199,17 +199,17 @@ class SparseAutoencoder(nn.Module):
 
         Args:
             folder: holds ``cfg.json`` and ``sae_weights.safetensors``.
-            layer: name of the module whose output they are features of, such as
-                ``"backbone.layers.0"``. Default: None, the name that the folder gives, which may be
-                one of TransformerLens.
+            layer: name of the module whose output has these features, such as
+                ``"backbone.layers.0"``. Default: None, the folder's name, which may be a name of
+                TransformerLens.
 
         Returns:
             The dictionary, on the CPU.
 
         Raises:
             DataNotFoundError: when a file is missing.
-            CheckpointError: when it is a kind that is not known, its vectors are changed before
-                they are encoded in a way that the folder does not say, or weights do not fit.
+            CheckpointError: when the kind is unknown, the folder does not define how vectors are
+                changed before encoding, or weights do not fit.
             ImportError: when safetensors is not installed.
 
         Example:
@@ -267,8 +267,8 @@ _EARLIER = {
     "activation_fn_str": "activation_fn",
 }
 
-#: Settings that change what is computed, with the values that are honoured.
-_HONOURED: dict[str, tuple[Any, ...]] = {
+#: Settings that change the computation, with the supported values.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "architecture": ARCHITECTURES,
     "activation_fn": ("relu",),
     "normalize_activations": ("none", None, False),
@@ -276,7 +276,7 @@ _HONOURED: dict[str, tuple[Any, ...]] = {
     "finetuning_scaling_factor": (False, None),
     "hook_head_index": (None,),
 }
-#: What to do about some of those that are not.
+#: Advice for some unsupported values.
 _ADVICE = {
     "normalize_activations": " Fold the scale into the weights, and save them again.",
     "hook_head_index": " Features of single heads are not those of a module's output.",
@@ -301,9 +301,9 @@ def _flat(found: object, path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(settings: Mapping[str, Any], path: Path) -> None:
-    for name, honoured in _HONOURED.items():
-        if name in settings and settings[name] not in honoured:
-            accepted = f"one of {honoured} is" if len(honoured) > 1 else f"{honoured[0]!r} is"
+    for name, supported in _SUPPORTED.items():
+        if name in settings and settings[name] not in supported:
+            accepted = f"one of {supported} is" if len(supported) > 1 else f"{supported[0]!r} is"
             raise _refusal(path, name, settings[name], accepted, _ADVICE.get(name, ""))
 
 

@@ -30,11 +30,11 @@ class Feature:
 
     Attributes:
         layer: a module of the model, or its qualified name.
-        direction: what it writes (E,), or the number of a neuron.
-        position: of which token; negative ones count from the end. Default: None, of each.
-        encode: what reads it (E,). Default: None, such that together with the other features at
-            its place it leaves as little over as can be.
-        label: what a reader sees. Default: ``""``, its number.
+        direction: the vector that it adds (E,), or the number of a neuron.
+        position: its token; negative ones count from the end. Default: None, each token.
+        encode: the vector that reads it (E,). Default: None, the least-squares solution with the
+            other features at its place.
+        label: the displayed name. Default: ``""``, its number.
 
     Example:
         >>> from captum_ssm.inside import Feature
@@ -57,12 +57,12 @@ class Readings:
         site: the place.
         positions: the token of each (n,).
         indices: the number of each; None for a whole activation, or a part of it.
-        labels: what a reader sees of each.
-        activations: of each (n,); for whole ones what they add to the target.
-        directions: what each adds to the activation there for each unit of its own (n, W); for
-            whole ones all that there is of them.
-        reads: the derivative of each activation with respect to what is there at its token (n, W).
-        rest: what is common to all inputs, of each token (L, W) or (W,).
+        labels: the displayed name of each.
+        activations: of each (n,); for whole activations the contribution to the target.
+        directions: the change of the activation per unit of each feature (n, W); for whole
+            activations the activation.
+        reads: the derivative of each feature by the activation at its token (n, W).
+        rest: the part common to all inputs, of each token (L, W) or (W,).
         kind: ``"feature"`` of a dictionary, ``"direction"`` or ``"whole"``.
     """
 
@@ -178,7 +178,7 @@ def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
 def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
     """Derivative of each of the n active features by the activation at its token, (n, W).
 
-    Tokens are encoded each by itself, so that one pass back serves a feature of every token.
+    Tokens are encoded separately, so one backward pass serves a feature of every token.
     """
     reads = start.new_zeros(len(positions), start.shape[1])
     if not len(positions):
@@ -245,7 +245,7 @@ def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
         return value.detach().to(x)
     got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise OptionError(
-        f"Feature({name}={got}) is no direction at {site.name!r}, whose activation has {width} "
+        f"Feature({name}={got}) is not a direction at {site.name!r}, whose activation has {width} "
         f"features. Pass the number of one of them, or a tensor ({width},) that is not 0."
     )
 

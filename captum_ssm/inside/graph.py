@@ -1,4 +1,4 @@
-"""The graph of the exact parts of an output: tokens, features, and what each adds to the next."""
+"""The graph of an output's exact parts: tokens, features, and their direct contributions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ class Node:
     """A node of a graph.
 
     Attributes:
-        kind: ``"token"`` of the input; ``"feature"`` of a dictionary; ``"direction"`` that a user
-            named; ``"whole"``, all of an activation at a token; ``"error"``, what the features at a
-            place leave over of it; ``"constants"``, biases and all else that no input adds;
+        kind: ``"token"`` of the input, ``"feature"`` of a dictionary, ``"direction"`` of the user,
+            ``"whole"`` activation, ``"error"`` left by a place's features, ``"constants"`` or
             ``"target"``.
         layer: the place; empty for tokens, constants and the target.
-        depth: 0 for tokens, then the place among those of the graph in the order in which they
-            ran, and one more for the target.
-        position: of which token; None for constants, and a target that is of none.
-        index: the number of the feature or head, or of the token or class that is predicted, or
-            read, in the vocabulary; None for none.
-        activation: its value: that of a feature, for a whole activation what it adds to the target,
-            for an error its norm.
-        influence: the share of what makes up the target that runs through it, 0 to 1.
-        label: what a reader sees.
+        depth: 0 for tokens, then the number of the place in the order of the run, and one more for
+            the target.
+        position: its token; None for constants, and a target without a token.
+        index: the number of the feature, head, class, or token in the vocabulary. Default: None.
+        activation: a feature's value, a whole activation's contribution to the target, or an
+            error's norm.
+        influence: the share of the target that passes through it, 0 to 1.
+        label: the displayed name.
     """
 
     kind: Kind
@@ -52,19 +50,18 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph(Result):
-    """A weighted graph: what each node of a run adds directly to each other node.
+    """A weighted graph of the direct contributions between the nodes of a run.
 
     Attributes:
         nodes: tokens, features, errors, constants, and last the target; n of them.
-        edges: ``edges[t, s]`` is what node s adds to node t past all others, (n, n). The row of a
-            node sums to its activation, as long as nothing was left out of the graph.
+        edges: ``edges[t, s]`` is the contribution of node s to node t past all others, (n, n). The
+            row of a node sums to its activation, unless the graph was pruned.
         tokens: a text for each position.
-        scores: ``kept``, the share of the influence that the nodes have that were not pruned;
-            ``completeness``, the share of what enters nodes, by their influence, that is told
-            apart, not an error; ``replacement``, the share of the influence of all that begins in
-            the graph that tokens have, not errors.
-        writes: what each node adds to the activation at its place; None for tokens, constants and
-            the target.
+        scores: ``kept``, the share of influence that pruning kept. ``completeness``, the share of
+            the nodes' inputs, weighted by influence, that does not come from errors.
+            ``replacement``, the tokens' share of the influence of tokens and errors.
+        writes: the part of the activation at its place that each node adds; None for tokens,
+            constants and the target.
 
     Example:
         >>> import torch
@@ -182,7 +179,7 @@ _INNER = (*_ENTERED, "error")
 
 
 def check_share(name: str, value: Any) -> None:
-    """Raise for what is no share that may be kept."""
+    """Raise if a value is not a share, above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
 

@@ -1,8 +1,8 @@
-"""How much of a target runs through each node of a graph, as the field counts it.
+"""Influence: the share of a target that passes through each node of a graph.
 
-Each node's incoming edges are taken by their absolute values, as shares of their sum.  The
-influence of a node is the sum over all paths from it to the target of the products of the shares
-(Ameisen et al., Circuit Tracing, 2025).
+The absolute values of each node's incoming edges are divided by their sum. The influence of a node
+is the sum over all paths from it to the target of the products of these shares (Ameisen et al.,
+Circuit Tracing, 2025).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 def influences(
     edges: Tensor, counted: Tensor, entered: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return each source's share of what enters a node (m, n), and the influence of nodes (n,).
+    """Return each source's share of a node's input (m, n), and the influence of nodes (n,).
 
     Args:
         edges: contribution of each node to m of the nodes, (m, n), targets in rows, the last of

@@ -1,4 +1,4 @@
-"""What each element of an activation adds to an output."""
+"""Contributions of each element of an activation to an output."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ Layer = str | nn.Module
 class LayerLatimFlow(FlowMethod, LayerAttribution):
     """The exact decomposition of an output over an activation inside the model.
 
-    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and begins at a layer.  Where
-    all that reaches the output comes through the layer, such as the output of a block, relevance
-    and what the biases behind it add make up the output.  Where a residual stream passes it by,
-    such as a mixer, the rest is that stream's, and the delta says how much.
+    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and begins at a layer. If all
+    paths pass the layer, such as a block's output, relevance and the contributions of later biases
+    sum to the output. If a residual stream runs past it, as past a mixer, the delta is the stream's
+    contribution.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        layer: a module of the model or its qualified name: a mixer, a block, an MLP, a norm; a
-            mixer's name with ``.heads`` behind it for each channel of its heads, (B, L, H, P),
-            before they are mixed; or a list of several.
-        model: the module, where forward_func does not reveal it. Default: None.
+        layer: a module of the model or its qualified name, or a list of several. A mixer's name
+            with ``.heads`` behind it means each channel of its heads, (B, L, H, P), before they are
+            mixed.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the default ``rule`` of calls. Default: None, that of the class.
+        rule: the default ``rule`` of calls. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        LayerError: for a layer that is none of the model, or a part of a mixer.
+        LayerError: for a layer outside the model, or a part of a mixer.
 
     Example:
         >>> import torch
@@ -96,19 +96,18 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             inputs, target, additional_forward_args, contrast, rule, zero_bias, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
-            attribute_to_layer_input: whether it is the input of the layer that is explained.
-                Default: False, its output.
-            baselines: the activation in comparison with which there is relevance: a tensor of its
-                shape, or broadcastable to it; a number; or ``"mean"``, the mean over the real
-                tokens of each example. Default: None, 0 by the rules ``"frozen"`` and ``"half"``
-                and ``"mean"`` by the others.
+            attribute_to_layer_input: whether to attribute to the layer's input. Default: False, its
+                output.
+            baselines: the reference activation: a tensor broadcastable to it, a number, or
+                ``"mean"``, each example's mean over real tokens. Default: None, 0 with ``"frozen"``
+                and ``"half"`` and ``"mean"`` with other rules.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            return_convergence_delta: also return output - relevance - biases per example, (B,):
-                what reaches the output past the layer. Default: False.
+            return_convergence_delta: also return output - relevance - biases per example, (B,): the
+                contribution of paths around the layer. Default: False.
 
         Returns:
-            Relevance in the activation's shape; a tuple where the layer has several tensors; a
-            list of these for a list of layers; with the delta, or the list of them, if asked for.
+            Relevance in the activation's shape, with the delta if asked for. A tuple if the layer
+            has several tensors; lists for a list of layers.
 
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the
@@ -168,8 +167,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 same defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.engine.decompose.Decomposition` whose ``inputs`` are those of
-            the layer, and whose ``virtual`` is what passes it by.
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition` whose ``inputs`` are the
+            layer's, and whose ``virtual`` is the contribution of paths around it.
 
         Raises:
             LayerError: for a list of layers.
@@ -199,13 +198,13 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         attribute_to_layer_input: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Return output - attributions - biases (B,): what reaches the output past the layer.
+        """Return output - attributions - biases (B,): the contribution of paths around the layer.
 
         Args:
-            attributions: what :meth:`attribute` returned.
-            inputs, target, additional_forward_args, attribute_to_layer_input: what it was given,
-                with the same defaults.
-            **options: further arguments that it was given.
+            attributions: the output of :meth:`attribute`.
+            inputs, target, additional_forward_args, attribute_to_layer_input: its arguments, with
+                the same defaults.
+            **options: its further arguments.
         """
         found = self.decompose(
             inputs, target, additional_forward_args, attribute_to_layer_input, **options
@@ -215,7 +214,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         return found.virtual + self._delta(found, [found.inputs], joined)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered: an activation need not have tokens."""
+        """Refuse: an activation need not have tokens."""
         raise NotImplementedError(f"{self.name} has no such form; call attribute() of each target.")
 
     def _several(self) -> Sequence[Layer]:

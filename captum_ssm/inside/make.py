@@ -24,7 +24,7 @@ from .graph import Graph, check_share
 from .layer import Layer
 from .parts import Parts
 
-#: What a graph's nodes are asked for as: layers, whole or by a dictionary, and single directions.
+#: The forms of nodes: layers, whole or with a dictionary, and single directions.
 Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
 
 
@@ -47,10 +47,10 @@ def attribution_graph(
     show_progress: bool = False,
     verify: bool | float | None = None,
 ) -> Graph:
-    """Decompose an output exactly into nodes' contributions, and these again, down to the tokens.
+    """Decompose an output exactly into contributions of nodes, and each node again, to the tokens.
 
-    One forward run of the network that :class:`~captum_ssm.LatimFlow` makes linear, and one
-    backward pass for each node.  What enters a node adds up to its activation.
+    This takes one forward run of :class:`~captum_ssm.LatimFlow`'s linear network, and one backward
+    pass per node. The contributions to a node sum to its activation.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -59,17 +59,16 @@ def attribution_graph(
             or a tuple of one such tensor.
         target, additional_forward_args, contrast, rule, baselines, verify: as in
             :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same defaults.
-        nodes: the layers whose outputs are taken apart: a mapping of layers to dictionaries,
-            objects with ``encode`` and ``decode`` such as sparse autoencoders, or to None for an
-            activation that is one node at each token (for heads, such as
-            ``"backbone.layers.0.mixer.heads"``, one for each head); or a list of layers and of
-            :class:`Feature`. Default: None, the blocks of all mixers, whole.
-        top: how many features are followed, those which add most to the target; what others at
-            their place write is in its error. Default: 512.
+        nodes: the layers whose outputs are decomposed: a list of layers and of :class:`Feature`, or
+            a mapping of layers to dictionaries. A dictionary has ``encode`` and ``decode``, as
+            sparse autoencoders have. None means one node per token, or per head for
+            ``"backbone.layers.0.mixer.heads"``. Default: None, the blocks of all mixers, whole.
+        top: number of features that are followed, by contribution to the target; others count in
+            their place's error. Default: 512.
         keep: the share of the influence that is kept when the graph is pruned, see
             :meth:`Graph.pruned`. Default: 0.8; None for the whole graph.
         tokens: a text for each position. Default: None, their ids or numbers.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         show_progress: show a progress bar over the nodes. Default: False.
 
@@ -77,7 +76,7 @@ def attribution_graph(
         The :class:`Graph`.
 
     Raises:
-        LayerError: for a layer that is none of the model, did not run, ran several times or is a
+        LayerError: for a layer outside the model, one that did not run or ran several times, or a
             part of a mixer.
         OptionError: for nodes, or another option, that do not fit.
         InputError, TargetError, GradientModeError, NotLinearError, NonFiniteError,
@@ -175,7 +174,7 @@ class _Maker(FlowMethod):
         top: int,
         show_progress: bool,
     ) -> Parts:
-        """Run the model once, cut at the nodes' layers, and read what reaches each node."""
+        """Run the model once, cut at the nodes' layers, and find the contributions to each node."""
         model = find_model(self.forward_func, self.model)
         taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
         for site, how in taken.items():

@@ -1,4 +1,4 @@
-"""What each token of the input adds to an activation."""
+"""Contributions of each input token to an activation."""
 
 from __future__ import annotations
 
@@ -24,30 +24,29 @@ from ..operators.kernels.arithmetic import unseen
 from ..tracing import find_model
 from .layer import Layer
 
-#: Which neuron: its index in the activation, or what makes one number per example of it.
+#: A neuron: its index in the activation, or a function that returns one number per example.
 Selector = int | tuple[int | slice, ...] | Callable[..., Tensor]
 
 
 class NeuronLatimFlow(FlowMethod, NeuronAttribution):
     """The exact decomposition of an activation inside the model over the tokens of the input.
 
-    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and ends at a neuron: relevance
-    and what the biases on the way add sum to its activation.
+    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and ends at a neuron. Relevance
+    and the contributions of biases sum to its activation.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        layer: a module of the model or its qualified name: a mixer, a block, an MLP, a norm; or a
-            mixer's name with ``.heads`` behind it for each channel of its heads, (B, L, H, P),
-            before they are mixed.
-        model: the module, where forward_func does not reveal it. Default: None.
+        layer: a module of the model or its qualified name. A mixer's name with ``.heads`` behind it
+            means each channel of its heads, (B, L, H, P), before they are mixed.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the default ``rule`` of calls. Default: None, that of the class.
+        rule: the default ``rule`` of calls. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        LayerError: for a layer that is none of the model, or a part of a mixer.
+        LayerError: for a layer outside the model, or a part of a mixer.
 
     Example:
         >>> import torch
@@ -183,13 +182,13 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         """Return activation - attributions - biases per example (B,).
 
         Args:
-            attributions: what :meth:`attribute` returned.
-            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: what it was
-                given, with the same defaults.
-            **options: further arguments that it was given.
+            attributions: the output of :meth:`attribute`.
+            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: its
+                arguments, with the same defaults.
+            **options: its further arguments.
 
         Returns:
-            (B,), which rounding alone keeps from 0.
+            (B,), 0 but for rounding.
         """
         found = self.decompose(
             inputs,
@@ -202,7 +201,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         return self._delta(found, [found.inputs], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered: of a neuron there are no several targets."""
+        """Refuse: a neuron has no targets."""
         raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
 
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
@@ -265,7 +264,7 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     fits = len(index) == value.dim() - 1 and all(map(_selects, entries, value.shape[1:]))
     if not fits:
         raise TargetError(
-            f"neuron_selector={selector!r} is no neuron {of}. Pass {value.dim() - 1} indices or "
+            f"neuron_selector={selector!r} is not a neuron {of}. Pass {value.dim() - 1} indices or "
             "slices of one example's, or a function that returns one number per example."
         )
     found = value[(slice(None), *entries)]
@@ -275,7 +274,7 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
 
 
 def _selects(entry: int | slice | None, size: int) -> bool:
-    """Whether an index or a slice selects any entry of a dimension of this size."""
+    """Return True if an index or a slice selects any entry of a dimension of this size."""
     if not isinstance(entry, slice):
         return entry is not None and -size <= entry < size
     try:  # torch takes no steps back
@@ -294,7 +293,7 @@ def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer
         )
     if not number.requires_grad:
         raise GradientModeError(
-            f"What neuron_selector returns does not depend linearly on layer {layer!r}. Return "
+            f"The result of neuron_selector does not depend linearly on layer {layer!r}. Return "
             "entries of the activation, or sums of them, with their graph."
         )
     if mask is None or mask.shape != tensors[0].shape[:2]:

@@ -1,4 +1,4 @@
-"""The parts of a run that is cut at places: what features are there, and what reaches what."""
+"""The parts of a run that is cut at places: features, and contributions to each of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Parts:
         self.edges: list[Tensor] = []
 
     def followed(self, top: int, show_progress: bool) -> Parts:
-        """Keep the nodes that add most to the target, find what reaches each, and return itself."""
+        """Keep the nodes that add most to the target, find contributions to each; return itself."""
         with unseen():
             effects = self._read_nodes()
             strength = torch.cat([effects[site].abs() for site in self.sites])
@@ -78,7 +78,7 @@ class Parts:
 
         Args:
             tokens: a text for each token that the user gave, or None.
-            inputs: what was explained.
+            inputs: the explained inputs.
             keep: the share of the influence that is kept, see :meth:`Graph.pruned`. Default: None,
                 all nodes and edges.
         """
@@ -97,7 +97,7 @@ class Parts:
         label = "target" if predicted is None else known.get(predicted, str(predicted))
         at = self.target[0] if len(self.target) == 2 else None
         nodes.append(Node("target", "", last, at, predicted, value, 0.0, label))
-        # found has a row for each node that something enters: what every node contributes to it
+        # found has a row for each node with inputs: every node's contribution to it
         rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
         entered = torch.tensor([*rows, len(nodes) - 1])
         found = torch.stack(self.edges)
@@ -179,7 +179,7 @@ class Parts:
         return self.values[site] - written - found.rest
 
     def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        """Yield, for each node that something enters, its row's number, constant and activation.
+        """Yield each row's number, constant and activation, for nodes with inputs.
 
         Activation = number (1,), linear in the stream at its token, + constant (1,).
         """

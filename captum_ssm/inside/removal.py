@@ -1,4 +1,4 @@
-"""What a model does without a feature, and how near a graph says it beforehand."""
+"""Runs of a model without a feature, and the accuracy of a graph's estimates of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from ..tracing import find_model
 from ..tracing.hooks import hooked
 from .graph import Graph, Node
 
-#: Kinds of nodes whose estimated effect is compared with the true one: not errors, in which
-#: nothing is told apart.
+#: Kinds of nodes whose estimated effect is compared with the true one: errors are mixtures.
 _COMPARED = ("feature", "direction", "whole")
 
 
 @contextmanager
 def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[None]:
-    """Run a model without the parts of activations that some nodes of a graph write.
+    """Run a model without the parts of activations that some nodes of a graph add.
 
-    Their parts in the graph's run are subtracted from the activations at their places; all else
-    runs on.  It is a true intervention, for an input of as many tokens.
+    Their values in the graph's run are subtracted from the activations; all else runs on. It is a
+    true intervention, for an input of as many tokens.
 
     Args:
         model: the model.
@@ -37,9 +36,9 @@ def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[N
         nodes: some of its features, directions, whole activations or errors.
 
     Raises:
-        OptionError: for a node that is none of the graph, writes nothing, or is a head; cut heads
-            with :func:`~captum_ssm.knock_out`.
-        LayerError: when a layer's output is not what it was in the graph's run.
+        OptionError: for a node outside the graph, without a part to subtract, or of a head; cut
+            heads with :func:`~captum_ssm.knock_out`.
+        LayerError: when a layer's output has another shape than in the graph's run.
 
     Example:
         >>> import torch
@@ -129,8 +128,8 @@ def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[...
         fits = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in changed)
         if not fits:
             raise LayerError(
-                f"layer {layer!r} does not return what it did in the graph's run, {width} features "
-                f"of each token. Run the model on an input of as many tokens."
+                f"layer {layer!r} does not return {width} features of each token, as in the "
+                f"graph's run. Run the model on an input of as many tokens."
             )
         new = {id(x): x.clone() for x in changed}
         for position, written in parts:

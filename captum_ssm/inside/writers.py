@@ -1,7 +1,7 @@
 """Graphs as files that other programs read.
 
-The JSON is that of circuit-tracer, whose viewer shows it; GraphML is read by networkx, Gephi,
-Cytoscape and yEd.
+The JSON is circuit-tracer's, whose viewer shows it; GraphML is read by networkx, Gephi, Cytoscape
+and yEd.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 #: Lists the graphs of a folder, for the viewer.
 LISTING = "graph-metadata.json"
 
-#: Where the viewer looks for examples of features: a path of its own, where it finds none.  Under
-#: any other name it would ask a public hub, and might show those of another model.
+#: Where the viewer looks for examples of features: a local path without any.  Under any other name
+#: it would ask a public hub, and might show another model's.
 _SCAN = "./captum_ssm"
 _VERSION = 1
 
-#: By kind, what the viewer calls it.  It has no constants: they are drawn as they are labelled.
+#: The viewer's name of each kind.  It has no constants, which show their label.
 _FEATURE_TYPES = {
     "token": "embedding",
     "feature": "cross layer transcoder",
@@ -44,16 +44,15 @@ _FEATURE_TYPES = {
 def to_json(graph: Graph, path: str | Path) -> None:
     """Write a graph as circuit-tracer does, and list it in ``graph-metadata.json`` beside it.
 
-    ``circuit-tracer start-server --graph_file_dir FOLDER`` shows it.  There, a node's influence is
-    the share of all influence that it and those of more influence have together, so that the slider
-    hides the least of them first.
+    ``circuit-tracer start-server --graph_file_dir FOLDER`` shows it. There, a node's influence is
+    the cumulative share of it and all stronger nodes, so the slider hides the weakest first.
 
     Args:
         graph: the graph.
-        path: the file, ending in ``.json``; made anew, with its folder.
+        path: the file, ending in ``.json``; overwritten. Its folder is created.
 
     Raises:
-        OptionError: when the path does not end so, or is that of the list.
+        OptionError: when the path does not end so, or names the list.
         NonFiniteError: when a number is NaN or infinite.
         DataError: when there is a ``graph-metadata.json`` that lists no graphs.
         WriteError: when a file cannot be written.
@@ -128,7 +127,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
     nodes = []
     for node, influence in zip(graph.nodes, _cumulative_shares(graph), strict=True):
         number = 0 if node.index is None else node.index
-        # Constants and the target have no token: they stand at the two ends.
+        # Constants and the target have no token: they are drawn at the two ends.
         last = len(graph.tokens) - 1 if node.kind == "target" else 0
         position = last if node.position is None else node.position
         layer, feature, clerp = str(node.depth - 1), -1, node.label or node.layer
@@ -145,7 +144,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         elif node.kind == "target":
             layer, feature = str(node.depth), number
             node_id, js_id = f"{layer}_{number}_{position}", f"L_{number}-{position}"
-            # The viewer reads the word between the quotation marks and what follows "(p=".
+            # The viewer reads the word between the quotation marks and the number behind "(p=".
             known = "?" if probability is None else f"{probability:.3f}"
             clerp = f'Output "{node.label}" (p={known})'
         of_target = node.kind == "target"
@@ -175,10 +174,7 @@ def _pair(x: int, y: int) -> int:
 
 
 def _cumulative_shares(graph: Graph) -> list[float | None]:
-    """Return for each node the share of all influence that it and stronger ones have.
-
-    None for targets.
-    """
+    """Return each node's share of all influence with all stronger nodes; None for targets."""
     shares: list[float | None] = [None] * len(graph.nodes)
     counted = [i for i, node in enumerate(graph.nodes) if node.kind != "target"]
     total = sum(graph.nodes[i].influence for i in counted) or 1.0
@@ -202,19 +198,19 @@ _NODE_KEYS = {
     "influence": "double",
     "label": "string",
 }
-#: What XML cannot hold, and a carriage return, which it does not keep.
+#: Characters that XML cannot hold, and a carriage return, which it does not keep.
 _UNWRITABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_graphml(graph: Graph, path: str | Path) -> None:
-    """Write a graph as GraphML: directed, with all that is known of nodes, and edges' weights.
+    """Write a graph as GraphML: directed, with all attributes of nodes, and edges' weights.
 
-    The texts of the tokens stand in the graph's own ``tokens``, a list in JSON, beside its scores.
-    A character that XML cannot hold is written as its number: ``\\\\x00``.
+    The graph's attribute ``tokens`` holds the texts of the tokens, a list in JSON, beside its
+    scores. A character that XML cannot hold is written as its number: ``\\\\x00``.
 
     Args:
         graph: the graph.
-        path: the file; made anew, with its folder.
+        path: the file; overwritten. Its folder is created.
 
     Raises:
         NonFiniteError: when a number is NaN or infinite.

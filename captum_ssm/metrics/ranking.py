@@ -284,11 +284,11 @@ def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor
 
 def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
     """Pearson's correlation of what counts, (B,)."""
-    one, other = (_centred(x, counts) for x in (first, second))
+    one, other = (_centered(x, counts) for x in (first, second))
     return (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
 
 
-def _centred(scores: Tensor, counts: Tensor) -> Tensor:
+def _centered(scores: Tensor, counts: Tensor) -> Tensor:
     """Scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
     # a mean of equal numbers is rounded, and what is left of them would have a correlation
     scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""The pictures of Captum's own ``captum.attr.visualization``, made of what these methods return.
+"""Pictures of Captum's ``captum.attr.visualization``, made from relevance tensors.
 
-Captum's functions want numpy arrays of a certain layout, cannot draw a map without any relevance of
-the sign asked for, do not enlarge a patch grid, and put words into HTML as they are.  The functions
-here see to that and leave the drawing to Captum.
+Captum's functions need numpy arrays of a certain layout, and relevance of the requested sign. They
+neither enlarge a patch grid nor escape words in HTML. These functions prepare the arguments and let
+Captum draw.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _ONE_SIGN = ("masked_image", "alpha_scaling")
 
 
 def image_arrays(relevance: Tensor, image: Tensor) -> tuple[Any, Any]:
-    """The two arrays of ``visualize_image_attr`` and its kin.
+    """Return the two arrays that ``visualize_image_attr`` and similar functions take.
 
     Args:
         relevance: as in :func:`captum_ssm.viz.plot_image`.
         image: as in :func:`captum_ssm.viz.plot_image`.
 
     Returns:
-        Relevance (H, W, 1), and the image (H, W, 3) in 0 to 255, which all of Captum's methods
-        take.
+        Relevance (H, W, 1), and the image (H, W, 3) in 0 to 255.
 
     Raises:
-        InputError: when the shapes are not those of one image, or something is NaN or infinite.
+        InputError: when the shapes do not fit one image, or a number is NaN or infinite.
 
     Example:
         >>> import torch
@@ -71,7 +70,7 @@ def captum_image(
     title: str | None = None,
     **options: Any,
 ) -> tuple[Figure, Any]:
-    """Captum's ``visualize_image_attr`` for any map of this package.
+    """Draw any map of this package by Captum's ``visualize_image_attr``.
 
     Args:
         image: as in :func:`captum_ssm.viz.plot_image`.
@@ -86,12 +85,12 @@ def captum_image(
             set.
 
     Returns:
-        The matplotlib figure and its axes. Where the map holds nothing of the sign, they show the
-        image alone, and the title says so.
+        The matplotlib figure and its axes. Without relevance of the sign they show the image alone,
+        with a note in the title.
 
     Raises:
         InputError: as :func:`image_arrays`.
-        OptionError: when sign is not known, or method cannot show it.
+        OptionError: when sign is unknown, or method cannot show it.
 
     Example:
         >>> import torch
@@ -140,16 +139,16 @@ def captum_text(
     explained: str | int = "",
     convergence: float = float("nan"),
 ) -> Any:
-    """A record for Captum's ``visualization.visualize_text``, safe to show.
+    """Return an escaped record for Captum's ``visualization.visualize_text``.
 
     Args:
         tokens: the tokens of a text, escaped here.
         relevance: one number per token (L,), scaled here so that the largest is 1 or -1.
-        predicted: what the model predicts. Default: ``""``.
+        predicted: the model's prediction. Default: ``""``.
         probability: of the prediction. Default: nan, not known.
-        true: what is right. Default: ``""``.
-        explained: what the relevance is for. Default: ``""``.
-        convergence: what the relevance misses. Default: nan, not known.
+        true: the correct answer. Default: ``""``.
+        explained: the explained output. Default: ``""``.
+        convergence: the convergence delta. Default: nan, not known.
 
     Returns:
         A ``VisualizationDataRecord``.

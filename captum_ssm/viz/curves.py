@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CurveLike(Protocol):
-    """What is drawn of a :class:`captum_ssm.metrics.Curve`: shares (F,) and values (B, F)."""
+    """The parts of a :class:`captum_ssm.metrics.Curve` to draw: shares (F,) and values (B, F)."""
 
     @property
     def fractions(self) -> Tensor: ...
@@ -28,7 +28,7 @@ class CurveLike(Protocol):
 
 
 class PerturbedLike(Protocol):
-    """What is drawn of :class:`captum_ssm.metrics.Perturbed`."""
+    """The parts of :class:`captum_ssm.metrics.Perturbed` to draw."""
 
     @property
     def correct(self) -> CurveLike: ...
@@ -51,8 +51,8 @@ def plot_curves(
 
     Args:
         curves: a :class:`captum_ssm.metrics.Curve`, or several by name.
-        quantity: what was measured, for the axis. Default: ``"measured"``.
-        change: what the shares are shares of. Default: ``"share changed"``.
+        quantity: the axis' label. Default: ``"measured"``.
+        change: the label of the shares. Default: ``"share changed"``.
         title: a heading. Default: None.
 
     Returns:

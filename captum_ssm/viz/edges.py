@@ -1,4 +1,4 @@
-"""Messages between tokens: arcs over the words, and what cutting them in windows of layers does."""
+"""Messages between tokens: arcs over the words, and effects of cutting windows of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .text import CELL, LINE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The dark ends of the diverging colour map: positive, negative.
+#: The dark ends of the diverging color map: positive, negative.
 FOR, AGAINST = "#542788", "#b35806"
 #: Points that the strongest arc is wide, and the weakest.
 _WIDEST, _THINNEST = 4.0, 0.6
@@ -36,7 +36,7 @@ _MOST_MARKED = 32
 
 
 class EdgeLike(Protocol):
-    """What is drawn of a :class:`captum_ssm.edges.Edge`."""
+    """The parts of a :class:`captum_ssm.edges.Edge` to draw."""
 
     @property
     def layer(self) -> int: ...
@@ -55,7 +55,7 @@ class EdgeLike(Protocol):
 
 
 class WindowsLike(Protocol):
-    """What is drawn of :class:`captum_ssm.edges.KnockoutWindows`."""
+    """The parts of :class:`captum_ssm.edges.KnockoutWindows` to draw."""
 
     @property
     def kinds(self) -> Sequence[str]: ...
@@ -127,13 +127,12 @@ def plot_edges(
 ) -> tuple[Figure, Any]:
     """Draw edges as arcs over the words of a text, from sources to targets.
 
-    An arc is as wide as its effect is large, purple where the message speaks for the output and
-    brown where it speaks against it; the strongest have their numbers on them, with ≈ where norms
-    are taken to first order.  Of a text that is
-    too long for one row, words far from all edges are left out.
+    An arc's width shows its effect, purple if the message increases the output and brown if it
+    decreases it. The strongest show their numbers, with ≈ if norms are of first order. Words far
+    from all edges are left out of a text that is too long for one row.
 
     Args:
-        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
+        tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
         edges: of one example, such as ``effects.top(20)[0]`` of :class:`~captum_ssm.edges.Effects`.
         by_layer: a row for each layer that has an edge. Default: False, one row for all.
         title: a heading. Default: None.
@@ -243,13 +242,13 @@ class _Arc(NamedTuple):
 
 
 def _arcs(edges: Sequence[EdgeLike], words: WordRow) -> list[_Arc]:
-    """The arcs, the strongest first; those that meet at a word stand side by side there."""
+    """Return the arcs, the strongest first, side by side at common words."""
     strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
     at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)
     for i, edge in enumerate(strongest):
         far = edge.target - edge.source
         backwards = 1 if far < 0 else -1
-        # in this order those of one word do not cross: near ones within far ones
+        # in this order arcs of one word do not cross: near ones within far ones
         at[edge.target].append(((_sign(-far), far, backwards * (i + 1)), i, True))
         at[edge.source].append(((_sign(far), -far, -backwards * (i + 1)), i, False))
     spot: dict[tuple[int, bool], float] = {}
@@ -284,15 +283,15 @@ def _draw(axis: Any, arc: _Arc, largest: float) -> None:
     from matplotlib.path import Path
 
     size = abs(arc.edge.effect) / largest
-    colour = FOR if arc.edge.effect >= 0 else AGAINST
+    color = FOR if arc.edge.effect >= 0 else AGAINST
     wide = _THINNEST + (_WIDEST - _THINNEST) * size
     top = arc.high * 4 / 3  # a cubic Bézier curve rises to 3/4 of its inner points
     points = [(arc.source, 0.0), (arc.source, top), (arc.target, top), (arc.target, 0.05)]
     path = Path(points, [Path.MOVETO, *[Path.CURVE4] * 3])
-    looks = {"edgecolor": colour, "linewidth": wide, "alpha": 0.35 + 0.6 * size}
+    looks = {"edgecolor": color, "linewidth": wide, "alpha": 0.35 + 0.6 * size}
     axis.add_patch(PathPatch(path, facecolor="none", capstyle="round", **looks))
     head = {"marker": "v", "markersize": 3 + wide, "clip_on": False}
-    axis.plot(arc.target, 0.03, color=colour, alpha=0.5 + 0.5 * size, markeredgewidth=0, **head)
+    axis.plot(arc.target, 0.03, color=color, alpha=0.5 + 0.5 * size, markeredgewidth=0, **head)
 
 
 def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
@@ -309,14 +308,14 @@ def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
         if any(abs(middle - m) < half + h and abs(high - y) < 0.09 for m, y, h in taken):
             continue
         taken.append((middle, high, half))
-        colour = FOR if arc.edge.effect >= 0 else AGAINST
+        color = FOR if arc.edge.effect >= 0 else AGAINST
         halo = [withStroke(linewidth=2.5, foreground="white")]
         where = {"ha": "center", "va": "center", "fontsize": 7.5, "path_effects": halo}
-        axis.text(middle, high, text, color=colour, **where)
+        axis.text(middle, high, text, color=color, **where)
 
 
 def explain(figure: Figure, effects: Tensor, positive: str, negative: str) -> None:
-    """Say what the colours mean that are there."""
+    """Add a legend for the colors that occur."""
     from matplotlib.lines import Line2D
 
     said = []
@@ -324,6 +323,6 @@ def explain(figure: Figure, effects: Tensor, positive: str, negative: str) -> No
         said.append((FOR, positive))
     if bool((effects < 0).any()):
         said.append((AGAINST, negative))
-    made = [Line2D([], [], color=colour, linewidth=2.5) for colour, _ in said]
+    made = [Line2D([], [], color=color, linewidth=2.5) for color, _ in said]
     names = [name for _, name in said]
     figure.legend(made, names, loc="outside lower left", ncols=2, fontsize=8, frameon=False)

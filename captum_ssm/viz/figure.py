@@ -1,6 +1,6 @@
-"""Figures, the numbers that are drawn in them, and their colours.
+"""Figures, their numbers and their colors.
 
-Colours read the same for most kinds of colour vision, and scales of both signs are centered at 0.
+Colors read the same for most kinds of color vision; scales of both signs are centered at 0.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 DIVERGING = "PuOr"
 #: White at zero, darker for more.
 SEQUENTIAL = "Purples"
-#: Colours of lines: Okabe and Ito's, which stay apart for the common kinds of colour vision.
+#: Colors of lines: Okabe and Ito's, which differ for the common kinds of color vision.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-#: Line styles, for when colours run out or are not seen.
+#: Line styles, for more lines than colors, and readers without color vision.
 DASHES = ("-", "--", "-.", ":")
 
 
@@ -51,7 +51,7 @@ def numbers(values: Any, what: str) -> Tensor:
     missing = int((~found.isfinite()).sum())
     if missing:
         raise InputError(
-            f"{what} holds {missing} numbers that are NaN or infinite and have no colour. Find out "
+            f"{what} holds {missing} numbers that are NaN or infinite and have no color. Find out "
             "where they come from: verify=True names the layer of a method of this package."
         )
     return found
@@ -80,20 +80,20 @@ def check_labels(labels: Sequence[str] | None, count: int, what: str) -> None:
 
 
 def scale(values: Tensor) -> tuple[str, float, float]:
-    """Colour map and limits: sequential from zero if nothing is negative, else centered at zero."""
+    """Return a color map and limits: from zero without negatives, else centered at zero."""
     largest = float(values.abs().max()) or 1.0
     if float(values.min()) < 0:
         return DIVERGING, -largest, largest
     return SEQUENTIAL, 0.0, largest
 
 
-def explain_colours(figure: Figure, colour_map: str) -> None:
-    """A legend, above and on the right, for colours that no bar explains."""
+def explain_colors(figure: Figure, color_map: str) -> None:
+    """Add a legend, above and on the right, for colors without a color bar."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 
-    ends = {"adds": 0.9, "takes off": 0.1} if colour_map == DIVERGING else {"more": 0.9}
-    handles = [Patch(color=colormaps[colour_map](end), label=name) for name, end in ends.items()]
+    ends = {"adds": 0.9, "takes off": 0.1} if color_map == DIVERGING else {"more": 0.9}
+    handles = [Patch(color=colormaps[color_map](end), label=name) for name, end in ends.items()]
     figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
 
 
@@ -105,6 +105,6 @@ def min_max(values: Tensor) -> Tensor:
 
 
 def line_style(index: int) -> dict[str, str]:
-    """Colour and dashes of the line of this number, the same for none of the first 28."""
+    """Return color and dashes of line number ``index``, which differ for the first 28."""
     dashes = DASHES[index // len(LINES) % len(DASHES)]
     return {"color": LINES[index % len(LINES)], "linestyle": dashes}

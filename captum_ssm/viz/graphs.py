@@ -1,4 +1,4 @@
-"""Graphs of exact parts: features over the words at which they are, and what adds to what."""
+"""Graphs of exact parts: features over their words, and contributions between them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _ROW, _WIDEST = 1.05, 4.5
 #: Square points of the node of the greatest influence, and of the least.
 _LARGEST, _SMALLEST = 170.0, 14.0
-#: Shares of what enters a node below which an edge is not drawn, and of a row that nodes take.
+#: The smallest share of a node's input for an edge to be drawn, and nodes' share of a row.
 _LEAST, _SPREAD = 0.03, 0.62
 
 
 class NodeLike(Protocol):
-    """What is drawn of a :class:`captum_ssm.inside.Node`."""
+    """The parts of a :class:`captum_ssm.inside.Node` to draw."""
 
     @property
     def kind(self) -> str: ...
@@ -52,7 +52,7 @@ class NodeLike(Protocol):
 
 
 class GraphLike(Protocol):
-    """What is drawn of a :class:`captum_ssm.inside.Graph`."""
+    """The parts of a :class:`captum_ssm.inside.Graph` to draw."""
 
     @property
     def nodes(self) -> Sequence[NodeLike]: ...
@@ -73,27 +73,25 @@ def plot_graph(
 ) -> tuple[Figure, Any]:
     """Draw a graph's nodes over the words of the text, a row for each layer, and their edges.
 
-    A node is as large as its influence, an edge as wide as what it carries of that: purple where it
-    adds to what it enters, and brown where it takes off.  Errors are hollow.  Of a text that is too
-    long for one row, words far from all nodes are left out.
+    Sizes of nodes and widths of edges show influence. Purple edges add to their target, brown ones
+    subtract. Errors are hollow. Words far from all nodes are left out of a text that is too long
+    for one row.
 
-    Of whole activations the graph is a flow: ``by="relevance"`` makes each edge as wide as the
-    relevance that runs along it, and each node as large as what it adds to the target.  What flows
-    into a node adds up to it.
+    A graph of whole activations is a flow. With ``by="relevance"`` widths and sizes show the
+    relevance that passes an edge or a node, and a node's incoming relevance sums to its own.
 
     Args:
         graph: a :class:`captum_ssm.inside.Graph`.
-        most: of how many nodes, beside tokens and the target: those of the greatest influence.
-            Default: 24.
-        by: what widths and sizes are: ``"influence"``, or ``"relevance"``, for graphs whose nodes
-            are whole activations. Default: ``"influence"``.
+        most: number of nodes beside tokens and the target, by influence. Default: 24.
+        by: the quantity of widths and sizes: ``"influence"``, or ``"relevance"`` for graphs of
+            whole activations. Default: ``"influence"``.
         title: a heading. Default: None.
 
     Returns:
         The matplotlib figure and its axis.
 
     Raises:
-        OptionError: for ``most`` below 1, or ``by="relevance"`` where nodes are features.
+        OptionError: for ``most`` below 1, or ``by="relevance"`` if nodes are features.
         InputError: when a number is NaN or infinite.
 
     Example:
@@ -138,10 +136,10 @@ def plot_graph(
     largest = max((carried for *_, carried in drawn), default=0.0) or 1.0
     for source, target, weight, carried in sorted(drawn, key=lambda link: link[-1]):
         share = carried / largest
-        colour = FOR if weight >= 0 else AGAINST
+        color = FOR if weight >= 0 else AGAINST
         (x0, y0), (x1, y1) = places[source], places[target]
         looks = {"linewidth": 0.6 + _WIDEST * share, "alpha": 0.3 + 0.6 * share, "zorder": 1}
-        axis.plot([x0, x1], [y0, y1], color=colour, solid_capstyle="round", **looks)
+        axis.plot([x0, x1], [y0, y1], color=color, solid_capstyle="round", **looks)
     top = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
     for i in chosen:
         node = graph.nodes[i]
@@ -157,7 +155,7 @@ def plot_graph(
 
 
 def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
-    """The nodes that are drawn: those of the greatest influence, and the target."""
+    """Return the nodes to draw: the nodes of the greatest influence, and the target."""
     inner = [
         i
         for i, node in enumerate(graph.nodes[:-1])
@@ -178,13 +176,13 @@ def _check_by(graph: GraphLike, by: str) -> None:
     if by == "relevance" and kinds:
         raise OptionError(
             f"by='relevance' is for graphs of whole activations, and this one has nodes of kind "
-            f"{', '.join(sorted(kinds))}, whose parts are of their own size. Use by='influence', "
+            f"{', '.join(sorted(kinds))}, whose parts differ in unit. Use by='influence', "
             "or make the graph with layers alone, nodes=[...]."
         )
 
 
 def _relevance(graph: GraphLike, edges: Tensor) -> Tensor:
-    """How much each node adds to the target, or if it was not followed, to nodes that were (n,)."""
+    """Return each node's contribution to the target, or to followed nodes if it was not (n,)."""
     own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
     whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
     return torch.where(whole, own, edges.sum(0)).abs()
@@ -198,7 +196,7 @@ def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, 
 
 
 def _column(graph: GraphLike, i: int) -> int:
-    """The token over which a node stands; a target of none, and an image, at the last."""
+    """Return the token over which a node is drawn; the last without a token, or for images."""
     position = graph.nodes[i].position
     return len(graph.tokens) - 1 if position is None else position
 
@@ -215,7 +213,7 @@ def _row_name(graph: GraphLike, depth: int, last: int) -> str:
 def _places(
     graph: GraphLike, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Where each node is; several of one word in a row stand one above the other."""
+    """Return each node's position; several of one word in a row are drawn one above the other."""
     together = defaultdict[tuple[int, int], list[int]](list)
     for i in chosen:
         together[_column(graph, i), graph.nodes[i].depth].append(i)
@@ -231,13 +229,13 @@ def _places(
 def links_between(
     edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _LEAST
 ) -> list[tuple[int, int, float, float]]:
-    """Source, target, what the one adds to the other, and the influence that this carries.
+    """Return source, target, contribution and influence of each link.
 
     Args:
         edges: of a graph, (n, n).
         chosen: the nodes that are drawn.
         influence: of all nodes, and 1 of the target, (n,).
-        least: the share of what enters a node below which a link is left out. Default: 0.03.
+        least: the smallest share of a node's input for a link. Default: 0.03.
     """
     sizes = edges.abs().double()
     shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)
@@ -255,7 +253,7 @@ def _label(
     places: dict[int, tuple[float, float]],
     chosen: Sequence[int],
 ) -> None:
-    """What nodes are called, the most influential first, where there is room."""
+    """Write the labels of nodes, the most influential first, if there is room."""
     from matplotlib.patheffects import withStroke
 
     taken: list[tuple[float, float, float]] = []

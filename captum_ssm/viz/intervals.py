@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: (lower bound, value, upper bound); NaN where there is no number.
 Interval = tuple[float, float, float]
 
-#: Inches: of a line, of a panel, of a character of a label and of the title, of what is around.
+#: Inches: of a line, of a panel, of a character of a label and of the title, of the margins.
 _LINE, _PANEL, _CHARACTER, _TITLE_CHARACTER, _AROUND = 0.155, 2.1, 0.068, 0.088, 0.9
 
 
@@ -59,9 +59,9 @@ def plot_intervals(
     height = _LINE * (len(labels) + len(heading_lines)) + _AROUND
     figure, axes = new_figure(width, height, ncols=len(columns), sharey=True, squeeze=False)
     for column, (axis, name) in enumerate(zip(axes[0], columns, strict=True)):
-        for colour, (start, rows) in enumerate(zip(headings, groups.values(), strict=True)):
+        for color, (start, rows) in enumerate(zip(headings, groups.values(), strict=True)):
             intervals = [row[column] for row in rows.values()]
-            _dots(axis, start + 1, intervals, LINES[colour % len(LINES)])
+            _dots(axis, start + 1, intervals, LINES[color % len(LINES)])
         axis.set_title(shown(name), size=9)
         axis.tick_params(axis="x", labelsize=7, top=True, labeltop=True)
         axis.tick_params(axis="y", length=0)
@@ -78,14 +78,14 @@ def plot_intervals(
     return figure, axes[0]
 
 
-def _dots(axis: Any, start: int, intervals: Sequence[Interval], colour: str) -> None:
+def _dots(axis: Any, start: int, intervals: Sequence[Interval], color: str) -> None:
     """Draw a dot and a bar for each interval, from line ``start`` down; NaN has neither."""
     known = [(line, each) for line, each in enumerate(intervals, start) if not math.isnan(each[1])]
     lines = [line for line, _ in known]
     for line in lines:
         axis.axhline(line, linewidth=0.3, color="0.9", zorder=0)
-    axis.hlines(lines, [e[0] for _, e in known], [e[2] for _, e in known], colour, linewidth=1.2)
-    axis.plot([e[1] for _, e in known], lines, "o", color=colour, markersize=3)
+    axis.hlines(lines, [e[0] for _, e in known], [e[2] for _, e in known], color, linewidth=1.2)
+    axis.plot([e[1] for _, e in known], lines, "o", color=color, markersize=3)
 
 
 def _check(groups: Mapping[str, Mapping[str, Sequence[Interval]]], columns: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""Tokens as text that shows all of what they are: labels of pictures and pages.
+"""Tokens as text that shows every character: labels of pictures and pages.
 
-Characters that would not be seen are spelled out, as ``\\n`` or ``\\u200b``.  So are, in pictures,
-characters that the font has no glyph for.  Right-to-left text is laid out by matplotlib itself from
-version 3.11 on; before, it sets letters in the order of the string, and words read backwards.
+Invisible characters are spelled out, as ``\\n`` or ``\\u200b``, and in pictures also characters
+without a glyph in the font. Before version 3.11 matplotlib draws right-to-left text in the order of
+the string, so words read backwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .figure import check_labels
 #: Families of the labels of pictures; the second has more glyphs.
 FAMILIES = ("monospace", "sans-serif")
 
-#: What stands for a token without any characters.
+#: The label of a token without any characters.
 EMPTY = "∅"
 
 #: Characters that Python calls printable and that are drawn as nothing.
@@ -27,26 +27,26 @@ _INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 
     range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0)
 )
 
-#: What stands for the second, third, ... token of a character.
+#: The label of the second, third, ... token of a character.
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 #: More labels than this along an axis are thinned out so that they do not collide.
 _MOST_LABELS = 64
-#: Of a cell, what a letter of the font takes.
+#: The share of a cell that a letter of the font takes.
 _CLOSE = 0.76
 #: Labels longer than this are cut.
 _LONGEST = 24
 
 
 class Words(NamedTuple):
-    """Tokens of a text, as a reader sees them.
+    """Labels and layout of a text's tokens.
 
     Attributes:
-        labels: of each what it reads, spelled, without spaces around it; of a character's second
-            token ``₂``, and so on; of a mark that is no text its name.
+        labels: the spelled text of each, without spaces around it; ``₂`` for a character's second
+            token, and so on; the name of a special token.
         joined: the tokens that follow the one before without a gap.
         breaks: the tokens after which a line ends.
-        marks: the tokens that are no text.
+        marks: the special tokens.
     """
 
     labels: list[str]
@@ -56,11 +56,10 @@ class Words(NamedTuple):
 
 
 def as_words(tokens: Sequence[str]) -> Words:
-    """Tokens as they stand in their text.
+    """Return the tokens as words of their text.
 
     Args:
-        tokens: their names; those that are not :class:`~captum_ssm.viz.Tokens` do not tell what
-            they add to the text, and stand apart.
+        tokens: their names; without :class:`~captum_ssm.viz.Tokens` all are drawn apart.
 
     Example:
         >>> from captum_ssm.viz import Tokens
@@ -71,7 +70,7 @@ def as_words(tokens: Sequence[str]) -> Words:
     for name in tokens:
         if not isinstance(name, str):
             raise InputError(
-                f"tokens holds a {type(name).__name__}, which is no name of a token. Pass their "
+                f"tokens holds a {type(name).__name__}, which is not a name of a token. Pass their "
                 "texts, such as Tokens.of(tokenizer, ids)."
             )
     pieces = tokens.pieces if isinstance(tokens, Tokens) else None
@@ -128,18 +127,18 @@ def shown(token: str) -> str:
 
 
 def heading(text: str | None) -> str:
-    """What stands over or beside a picture, as matplotlib is to draw it; None is nothing."""
+    """Return a picture's heading for matplotlib; empty for None."""
     return shown(text) if text else ""
 
 
 def width(token: str) -> int:
-    """How many cells of a monospaced font a token takes."""
+    """Return the number of cells of a monospaced font that a token takes."""
     label = shown(token).replace(r"\$", "$")
     return sum(unicodedata.category(c) not in ("Mn", "Me") for c in label)
 
 
 def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
-    """How many cells each label takes; those of one word stand as close as letters do."""
+    """Return the cells of each label; labels of one word are as close as letters."""
 
     def of_several(i: int) -> bool:
         return i in joined or i + 1 in joined

@@ -32,7 +32,7 @@ def plot_layers(
 
     Args:
         profiles: one number per layer, or several such by name; they may differ in length.
-        quantity: what the numbers are, for the axis. Default: ``"relevance"``.
+        quantity: the axis' label. Default: ``"relevance"``.
         logarithmic: a logarithmic axis; zeros cannot be shown on it. Default: False.
         title: a heading. Default: None.
 
@@ -70,12 +70,12 @@ def plot_layers(
 def plot_decomposition_errors(
     errors: Profile | Mapping[str, Profile], *, title: str | None = None
 ) -> tuple[Figure, Any]:
-    """Draw what the contribution vectors of each layer miss (LATIM, figure 4).
+    """Draw the error of each layer's contribution vectors (LATIM, figure 4).
 
     Args:
-        errors: what :meth:`LatimNorm.decomposition_error
-            <captum_ssm.LatimNorm.decomposition_error>` returns, or several such by name, for
-            example by the ``activation`` they were made with.
+        errors: the result of :meth:`LatimNorm.decomposition_error
+            <captum_ssm.LatimNorm.decomposition_error>`, or several by name, for example by
+            ``activation``.
         title: a heading. Default: None.
 
     Returns:

@@ -27,7 +27,7 @@ def plot_matrices(
     absolute: bool = False,
     columns: int | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw implicit attention matrices side by side; row i is what token i takes from the others.
+    """Draw implicit attention matrices side by side; row i holds the weights in token i.
 
     Args:
         matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices
@@ -35,8 +35,8 @@ def plot_matrices(
         tokens: labels of the tokens. Default: None, positions.
         titles: a heading for each. Default: None, ``layer 0``, ``layer 1``, ...
         title: a heading for all. Default: None.
-        absolute: show min-max normalised absolute values, as the papers do, instead of signed
-            ones. Default: False.
+        absolute: show min-max normalized absolute values, as the papers do, instead of signed ones.
+            Default: False.
         columns: begin a new row of pictures after so many. Default: None, all in one row.
 
     Returns:
@@ -93,7 +93,7 @@ def plot_depths(
     """Draw the matrices at some depths of the model, as the papers' figures do.
 
     Args:
-        matrices: those of all layers, as for :func:`plot_matrices`.
+        matrices: matrices of all layers, as for :func:`plot_matrices`.
         tokens: labels of the tokens. Default: None, positions.
         depths: shares of the layers, 0 for the first and 1 for the last. Default: 25 %, 50 %, 75 %.
         title: a heading for all. Default: None.
@@ -175,9 +175,9 @@ def plot_channels(
 
 
 def _draw(axis: Any, square: Tensor, absolute: bool) -> Any:
-    colour_map, low, high = (SEQUENTIAL, 0.0, 1.0) if absolute else scale(square)
+    color_map, low, high = (SEQUENTIAL, 0.0, 1.0) if absolute else scale(square)
     drawn = min_max(square) if absolute else square
-    return axis.imshow(drawn.numpy(), cmap=colour_map, vmin=low, vmax=high)
+    return axis.imshow(drawn.numpy(), cmap=color_map, vmin=low, vmax=high)
 
 
 def _square(matrix: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .labels import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: How relevance is shown: a heat map alone, over the image, as lines on it, or by what it hides.
+#: Forms of relevance: a heat map alone, over the image, as lines on it, or as a mask.
 MANNERS = ("heat", "blend", "contour", "masked")
 
 #: Contour lines, as shares of the largest relevance.
@@ -33,23 +33,23 @@ def plot_image(
     """Draw an image, and beside it the relevance of one method or of several.
 
     Args:
-        image: (C, H, W) or (1, C, H, W) with one colour channel or three; numbers outside [0, 1],
-            as normalised images have them, are stretched to it.
-        relevance: (C, H, W) or (H, W), or the patch grid (h, w), which is enlarged bilinearly;
-            a dimension of 1 in front is dropped. Several by name are drawn side by side, each with
-            a colour scale of its own.
-        how: ``"blend"`` (a heat map over the grey image), ``"contour"`` (lines at a quarter, half
-            and three quarters of the largest value; dashed where negative), ``"masked"`` (the image
-            as bright as it is positively relevant), ``"heat"`` (the heat map alone), or several of
-            them, one below another. Default: ``"blend"``.
+        image: (C, H, W) or (1, C, H, W) with one color channel or three; numbers outside [0, 1], as
+            in normalized images, are stretched to it.
+        relevance: (C, H, W) or (H, W), or the patch grid (h, w), which is enlarged bilinearly; a
+            dimension of 1 in front is dropped. Several by name are drawn side by side, each with
+            its own color scale.
+        how: one or several, drawn below each other. ``"blend"``: a heat map over the gray image.
+            ``"contour"``: lines at a quarter, half and three quarters of the largest value, dashed
+            if negative. ``"masked"``: the image as bright as its positive relevance. ``"heat"``:
+            the heat map alone. Default: ``"blend"``.
         title: a heading. Default: None.
 
     Returns:
         The matplotlib figure and its axes, one row for each of ``how``; the image comes first.
 
     Raises:
-        InputError: when image or relevance is not that of one image, or not finite.
-        OptionError: when ``how`` is empty or not known.
+        InputError: when image or relevance does not fit one image, or is not finite.
+        OptionError: when ``how`` is empty or unknown.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ def picture_of(image: Tensor) -> Tensor:
     whole = whole[0] if whole.dim() == 4 and len(whole) == 1 else whole
     if whole.dim() != 3 or len(whole) not in (1, 3):
         raise InputError(
-            f"image has shape {tuple(image.shape)}; pass one image (C, H, W) with one colour "
+            f"image has shape {tuple(image.shape)}; pass one image (C, H, W) with one color "
             "channel or three."
         )
     if image.dtype == torch.uint8:
@@ -108,7 +108,7 @@ def picture_of(image: Tensor) -> Tensor:
 
 
 def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
-    """Relevance for every pixel (H, W): colour channels summed, a patch grid enlarged bilinearly.
+    """Return relevance per pixel (H, W): color channels summed, a patch grid enlarged bilinearly.
 
     Args:
         relevance: (C, H, W), (H, W), or a grid (h, w), with or without a 1 in front.
@@ -118,7 +118,7 @@ def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _summed(relevance: Tensor) -> Tensor:
-    """The relevance of one image without colour channels, (H, W) or a grid (h, w)."""
+    """Return the relevance of one image without color channels, (H, W) or a grid (h, w)."""
     found = numbers(relevance, "relevance")
     while found.dim() > 3 and len(found) == 1:
         found = found[0]
@@ -126,7 +126,7 @@ def _summed(relevance: Tensor) -> Tensor:
         found = found.sum(0)
     if found.dim() != 2:
         raise InputError(
-            f"relevance has shape {tuple(relevance.shape)}; pass that of one image: (C, H, W), "
+            f"relevance has shape {tuple(relevance.shape)}; pass one image's: (C, H, W), "
             "(H, W) or its patch grid (h, w), as per_token=True gives it."
         )
     return found
@@ -139,29 +139,27 @@ def _enlarged(found: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _heat(axis: Any, picture: Tensor, pixels: Tensor) -> None:
-    colour_map, low, high = scale(pixels)
-    axis.imshow(pixels.numpy(), cmap=colour_map, vmin=low, vmax=high)
+    color_map, low, high = scale(pixels)
+    axis.imshow(pixels.numpy(), cmap=color_map, vmin=low, vmax=high)
 
 
 def _blend(axis: Any, picture: Tensor, pixels: Tensor) -> None:
-    colour_map, low, high = scale(pixels)
+    color_map, low, high = scale(pixels)
     axis.imshow(picture.mean(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-    # what has no relevance stays as it is
+    # pixels without relevance stay unchanged
     opacity = (pixels.abs() / high).sqrt() * 0.85
-    axis.imshow(pixels.numpy(), cmap=colour_map, vmin=low, vmax=high, alpha=opacity.numpy())
+    axis.imshow(pixels.numpy(), cmap=color_map, vmin=low, vmax=high, alpha=opacity.numpy())
 
 
 def _contour(axis: Any, picture: Tensor, pixels: Tensor) -> None:
     axis.imshow(picture.numpy(), alpha=0.75)
-    colour_map, low, high = scale(pixels)
+    color_map, low, high = scale(pixels)
     levels = [s * high for s in _LEVELS]
     levels = [-x for x in reversed(levels)] * (low < 0) + levels
     inside = [x for x in levels if float(pixels.min()) < x < float(pixels.max())]
     if inside:  # a map without relevance has no lines
         dashes = ["dashed" if x < 0 else "solid" for x in inside]
-        axis.contour(
-            pixels.numpy(), inside, cmap=colour_map, vmin=low, vmax=high, linestyles=dashes
-        )
+        axis.contour(pixels.numpy(), inside, cmap=color_map, vmin=low, vmax=high, linestyles=dashes)
 
 
 def _masked(axis: Any, picture: Tensor, pixels: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What each token did, by role, as bars that stand on the words."""
+"""Relevance of each token by role, as bars over the words."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .text import CELL, LINE, PAD, of_tokens, wrap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colour and hatch of each role: apart for the common kinds of colour vision, and in print without
-#: colours.
+#: Color and hatch of each role: distinct for the common kinds of color vision, and in print
+#: without colors.
 _LOOKS = {
     "content": ("#0072b2", ""),
     "key": ("#e69f00", "////"),
@@ -44,11 +44,11 @@ def plot_roles(
 ) -> tuple[Figure, Any]:
     """Draw over each token of a text a bar of its relevance, stacked by role.
 
-    What is negative is stacked below zero.  The lines of a long text have one scale, and a role's
-    name stands beside its largest part.
+    Negative relevance is stacked below zero. The lines of a long text have one scale, and a role's
+    name is beside its largest part.
 
     Args:
-        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
+        tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
         roles: one number per token (L,) by role, as ``roles`` of
             :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>` has them for one example.
         marked: positions to frame, for example the known evidence. Default: none.
@@ -129,9 +129,9 @@ def _stack(
     axis: Any, role: str, middles: Sequence[float], stacked: Sequence[tuple[float, float]]
 ) -> None:
     """The parts of one role: where each starts, and how high it is."""
-    colour, hatch = _LOOKS.get(role, _OTHER)
+    color, hatch = _LOOKS.get(role, _OTHER)
     starts, parts = zip(*stacked, strict=True)
-    looks = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+    looks = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
     axis.bar(middles, parts, _WIDE, starts, **looks)
 
 

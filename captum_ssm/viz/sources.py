@@ -1,4 +1,4 @@
-"""Which sources each target token is due to, as a heat map."""
+"""Contributions of sources to each target token, as a heat map."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ def plot_contributions(
     title: str | None = None,
     values: bool | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw what each target takes from each source: one row per target, one column per source.
+    """Draw the contributions of sources to targets: one row per target, one column per source.
 
-    Targets are what is explained: the tokens of a generated text
-    (:class:`~captum_ssm.SSMLLMAttribution`), or the positions of a map
-    (:class:`~captum_ssm.LatimNorm`).  Rows may also be layers (the streams of
-    :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`, stacked) or models; ``ylabel``
-    says what they are.
+    Targets are the explained tokens of a generated text (:class:`~captum_ssm.SSMLLMAttribution`),
+    or the positions of a map (:class:`~captum_ssm.LatimNorm`). Rows may also be layers (the stacked
+    streams of :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`) or models; see
+    ``ylabel``.
 
     Args:
         contributions: (targets, sources).
         sources: labels of the columns. Default: None, positions.
         targets: labels of the rows. Default: None, positions.
-        xlabel: what the columns are. Default: ``"source"``.
-        ylabel: what the rows are. Default: ``"explained"``.
+        xlabel: the label of columns. Default: ``"source"``.
+        ylabel: the label of rows. Default: ``"explained"``.
         title: a heading. Default: None.
         values: write the numbers into the cells. Default: None, if there are at most 300 of them.
 
@@ -69,8 +68,8 @@ def plot_contributions(
     rows, columns = found.shape
     size = (min(14.0, 2.6 + 0.32 * columns), min(12.0, 1.9 + 0.28 * rows))
     figure, axis = new_figure(*size)
-    colour_map, low, high = scale(found)
-    image = axis.imshow(found.numpy(), cmap=colour_map, vmin=low, vmax=high, aspect="auto")
+    color_map, low, high = scale(found)
+    image = axis.imshow(found.numpy(), cmap=color_map, vmin=low, vmax=high, aspect="auto")
     figure.colorbar(image, ax=axis, shrink=0.8)
     label_axis(axis.xaxis, sources, columns, "sources")
     label_axis(axis.yaxis, targets, rows, "targets")
@@ -85,6 +84,6 @@ def _write(axis: Any, found: Tensor, largest: float) -> None:
     """The numbers, in white where the cell is dark."""
     for row, line in enumerate(found.tolist()):
         for column, value in enumerate(line):
-            colour = "white" if abs(value) > 0.6 * largest else "black"
+            color = "white" if abs(value) > 0.6 * largest else "black"
             text = f"{value:.2g}"
-            axis.text(column, row, text, ha="center", va="center", size=5.5, color=colour)
+            axis.text(column, row, text, ha="center", va="center", size=5.5, color=color)

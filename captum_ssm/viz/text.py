@@ -1,4 +1,4 @@
-"""Token relevance as coloured text."""
+"""Token relevance as colored text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .figure import (
     DIVERGING,
     SEQUENTIAL,
     by_name,
-    explain_colours,
+    explain_colors,
     new_figure,
     numbers,
     scale,
@@ -40,15 +40,15 @@ def plot_text(
     one_scale: bool = False,
     title: str | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw the tokens of a text on a background coloured by their relevance.
+    """Draw the tokens of a text on a background colored by their relevance.
 
     Args:
-        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
+        tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
         relevance: one number per token (L,), or several such by name, drawn one below another.
             It may also come first, as in other tools.
         marked: positions to frame, for example the known evidence. Default: none.
-        one_scale: one colour scale for all, for relevances of one unit, such as those of the roles
-            of a decomposition. Default: False, each has its own.
+        one_scale: one color scale for all, for relevances of one unit, such as roles of a
+            decomposition. Default: False, each has its own.
         title: a heading. Default: None.
 
     Returns:
@@ -79,7 +79,7 @@ def plot_text(
     together = scale(torch.cat(list(found.values()))) if one_scale else None
     limits = [together or scale(scores) for scores in found.values()]
     signed = [each for each, _, _ in limits if each == DIVERGING]
-    explain_colours(figure, signed[0] if signed else SEQUENTIAL)
+    explain_colors(figure, signed[0] if signed else SEQUENTIAL)
     for axis, own, (name, scores) in zip(axes[:, 0], limits, found.items(), strict=True):
         _draw(axis, names, cells, places, joined, scores, own, set(marked))
         axis.set(xlim=(0, LINE), ylim=(lines, 0))
@@ -112,14 +112,14 @@ def _draw(
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    colour_map, low, high = limits
+    color_map, low, high = limits
     for i, (name, wide, (line, column), score) in enumerate(
         zip(names, cells, places, scores.tolist(), strict=True)
     ):
-        colour = colormaps[colour_map]((score - low) / (high - low))
+        color = colormaps[color_map]((score - low) / (high - low))
         before, behind = (0 if at in joined else PAD for at in (i, i + 1))
         corner = column - before, line + 0.08
-        box = Rectangle(corner, before + wide + behind, 0.84, facecolor=colour)
+        box = Rectangle(corner, before + wide + behind, 0.84, facecolor=color)
         box.set(edgecolor="black" if i in marked else "0.85", linewidth=1.6 if i in marked else 0.5)
         axis.add_patch(box)
         axis.text(
@@ -130,22 +130,22 @@ def _draw(
             va="center",
             fontsize=8.5,
             family=list(FAMILIES),
-            color="white" if _is_dark(colour) else "black",
+            color="white" if _is_dark(color) else "black",
             zorder=3,
         )
 
 
-def _is_dark(colour: Sequence[float]) -> bool:
-    return sum(c * w for c, w in zip(colour, (0.3, 0.59, 0.11), strict=False)) < 0.45
+def _is_dark(color: Sequence[float]) -> bool:
+    return sum(c * w for c, w in zip(color, (0.3, 0.59, 0.11), strict=False)) < 0.45
 
 
 def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
-    """Line and column where every label begins, and the number of lines.
+    """Return line and column of every label's begin, and the number of lines.
 
     Args:
-        cells: that each label takes.
-        words: the tokens as they stand in their text; those of one word stand in one line if it
-            has the room, and where the text begins a new line, so does the picture.
+        cells: of each label.
+        words: the tokens; tokens of one word share a line if there is room, and lines of the text
+            begin new lines.
     """
     places: list[tuple[int, float]] = []
     line, column = 0, 0.0

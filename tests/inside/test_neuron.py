@@ -94,12 +94,12 @@ def test_selectors() -> None:
 @pytest.mark.slow
 def test_what_selects_no_neuron() -> None:
     explain, ids = NeuronLatimFlow(mamba_lm(), BLOCK), token_ids()
-    whole = r"=2 is no neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"
+    whole = r"=2 is not a neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"
     rows: list[tuple[Any, Any, str]] = [
         (2, TargetError, f"neuron_selector{whole}"),
         (lambda x: x, TargetError, r"returned \(2, 11, 10\).*one number per example, a tensor \(2"),
-        ([1, 2], TargetError, r"neuron_selector=\[1, 2\] is no neuron"),
-        (None, TargetError, "neuron_selector=None is no neuron"),
+        ([1, 2], TargetError, r"neuron_selector=\[1, 2\] is not a neuron"),
+        (None, TargetError, "neuron_selector=None is not a neuron"),
         (lambda x: x.sum(), TargetError, r"returned \(\) of layer"),
         (lambda x: 3.0, TargetError, "returned float of layer"),
         (lambda x: x[:, 0, 0].detach(), GradientModeError, "does not depend linearly on layer"),
@@ -110,7 +110,7 @@ def test_what_selects_no_neuron() -> None:
     places: list[Any] = [(1, 2, 3), (11, 2), (1, -11), (1, 2.0), (1, True), (1, None), (..., 2)]
     slices = [slice(4, 4), slice(0, 4, 0), slice("a", None), slice(None, None, -1)]
     places += [(each, 2) for each in slices]
-    for selector, error, said in rows + [(at, TargetError, "is no neuron") for at in places]:
+    for selector, error, said in rows + [(at, TargetError, "is not a neuron") for at in places]:
         with pytest.raises(error, match=said):
             explain.attribute(ids, selector)
 

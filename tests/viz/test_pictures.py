@@ -88,7 +88,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "role 'key' has 3 numbers for 2": lambda: plot_roles(["a", "b"], {"key": torch.rand(3)}),
     "does not consist of real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
     "is complex": lambda: plot_text(["a", "b"], torch.zeros(2, dtype=torch.complex64)),
-    "which is no name of a token": lambda: plot_text([3, 4], torch.rand(2)),
+    "which is not a name of a token": lambda: plot_text([3, 4], torch.rand(2)),
 }
 
 

@@ -1,7 +1,7 @@
-"""What a method that decomposes the output says of each prediction, so that a page can switch.
+"""Relevance for each prediction, so a page can switch between them.
 
-Relevance is linear in what is explained: that of one prediction rather than another is the
-difference of theirs, which the page takes by itself.
+Relevance is linear in the explained number: for one prediction rather than another it is the
+difference of theirs, which the page computes.
 
 Shapes: L tokens, N layers.
 """
@@ -29,14 +29,14 @@ _STEPS = 2**15 - 1
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a method says of one prediction.
+    """A method's explanation of one prediction.
 
     Attributes:
         tokens: relevance in the form in which methods return it, (1, L) or a grid of patches.
-        roles: the same by role; empty where the rule tells none.
-        account: what the output is made of.
-        streams: relevance of each token of what enters each layer (N, L), without padding; None
-            where the layers do not all mix the example's tokens.
+        roles: the same by role; empty if the rule has no roles.
+        account: the parts of the output.
+        streams: relevance of each layer's input (N, L), without padding; None if the layers do not
+            all mix the example's tokens.
     """
 
     tokens: Tensor
@@ -46,11 +46,11 @@ class Answer:
 
 
 def switches(method: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a method, or a class of them, says more than one prediction's relevance in one run.
+    """Return True if a method, or a class of them, explains several predictions in one run.
 
     Args:
         method: the method.
-        options: its options; with a contrast what is explained is no prediction.
+        options: its options; a contrast explains no single prediction.
     """
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow) and options.get("contrast") is None
@@ -65,15 +65,15 @@ def answers_of(
     options: Mapping[str, Any],
     roles: bool,
 ) -> list[Answer]:
-    """What a method says of each of an outline's targets, from one forward run.
+    """Explain each of an outline's targets, in one forward run.
 
     Args:
         method: the method.
         subject: the model.
         example: the example.
         known: its outline.
-        options: those of the method's ``attribute``.
-        roles: whether relevance is told apart by role.
+        options: options of the method's ``attribute``.
+        roles: whether relevance is divided by role.
     """
     grid = PatchGrid(subject.module) if example.is_image else None
     with nullcontext() if grid is None else grid.watch():
@@ -96,7 +96,7 @@ def answers_of(
 
 
 def _streams(found: Decomposition, known: Outline) -> Tensor | None:
-    """Relevance of what enters each layer (N, L), without padding."""
+    """Return the relevance of each layer's input (N, L), without padding."""
     tokens = {layer.tokens for layer in known.layers} | {x.shape[-1] for x in found.streams}
     if len(tokens) > 1 or len(found.streams) != len(known.layers):
         return None
@@ -144,7 +144,7 @@ def packed_size(known: Outline) -> int:
 def facts_of(
     answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """What a page is told of a method's answers, and the blocks that hold their streams."""
+    """Return a page's facts of a method's answers, and the blocks with their streams."""
     facts, blocks = [], {}
     for number, answer in enumerate(answers):
         block = None if answer.streams is None else f"{name}-{number}"

@@ -1,4 +1,4 @@
-"""The examples of a report, one by one, from what the user has."""
+"""The examples of a report, one by one, from the user's arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShownExample:
 
     Attributes:
         inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W).
-        target: what is explained, in Captum's forms, or None.
+        target: the explained output, in Captum's forms, or None.
         additional: further arguments of the model, as a tuple.
         names: of its tokens, or None.
     """
@@ -38,16 +38,16 @@ class ShownExample:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is an image."""
+        """Return True if it is an image."""
         return self.inputs.dim() == 4
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is explained, and what it is read with.
+    """The explained model, and the names of its tokens and classes.
 
     Attributes:
-        forward_func: what runs the model.
+        forward_func: runs the model.
         module: the model.
         layers: names or modules of the mixers to use, or None for all.
         codec: the tokenizer, or None.
@@ -102,8 +102,8 @@ def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
     if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
         raise InputError(
             f"inputs is of type {type(texts).__name__}. Pass token ids (B, L), embeddings "
-            "(B, L, E), images (B, C, H, W), with a tokenizer a str, a conversation or a list of "
-            "them, or with transform= images of PIL."
+            "(B, L, E) or images (B, C, H, W). With a tokenizer pass a str, a conversation or a "
+            "list of them, with transform= images of PIL."
         )
     if not texts:
         raise InputError("inputs is an empty list; pass at least one text.")

@@ -1,4 +1,4 @@
-"""What a report says of one example.
+"""The explanation of one example in a report.
 
 Shapes: L tokens without padding.
 """
@@ -46,20 +46,20 @@ Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What is to be explained, and how.
+    """The requested explanations.
 
     Attributes:
         methods: the methods by name.
         options: further arguments of each.
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
-        kept: how many entries of each row of a map are kept.
-        cuts: how many of the strongest messages are cut.
-        graph: how many nodes of the graph are followed.
-        accounts: whether the accounts of methods that decompose the output are. For them, and for
-            roles where the rule tells some, such methods explain once more.
-        answers: whether methods that can also explain the other predictions, for which they explain
-            once more.
+        kept: number of entries kept in each row of a map.
+        cuts: number of the strongest messages to cut.
+        graph: number of nodes of the graph to follow.
+        accounts: whether to include accounts of methods that decompose the output. Accounts and
+            roles take one more explanation.
+        answers: whether to explain the other predictions by methods that can, which takes one more
+            explanation.
         show_progress: show progress bars.
     """
 
@@ -77,15 +77,14 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What is shown of an example.
+    """The displayed explanation of an example.
 
     Attributes:
         facts: all but the maps' numbers, ready for JSON.
-        tokens: the tokens as they are; those of ``facts`` are spelled.
+        tokens: the plain tokens; in ``facts`` they are spelled.
         layers: the mixers, in the order in which they ran.
         blocks: the maps' numbers, by the names that ``facts`` gives them.
-        accounts: what the explained number is made of, by the names of methods that say it.
-            Default: empty.
+        accounts: the parts of the explained number, by method. Default: empty.
     """
 
     facts: dict[str, Any]
@@ -176,10 +175,7 @@ def explain(
 def _parts(
     subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, names: Sequence[str]
 ) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
-    """What methods that decompose the output say beside relevance, by their names.
-
-    Accounts, roles, and what they say of each prediction.
-    """
+    """Return accounts, roles and answers of methods that decompose the output, by their names."""
     accounts, roles, answers = {}, {}, {}
     for name, chosen in zip(names, wanted.methods.values(), strict=True):
         method: Any = chosen
@@ -203,7 +199,7 @@ def _parts(
 
 
 def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
-    """The most bytes that a page holds of what enters layers."""
+    """Return the most bytes that a page holds of layers' inputs."""
     count = sum(switches(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 
@@ -216,7 +212,7 @@ def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | Non
 
 
 def _names(example: ShownExample, known: Outline) -> Sequence[str]:
-    """What the tokens are called, without padding."""
+    """Return the tokens' names, without padding."""
     if example.is_image:
         return patch_names(known)
     if example.names is None:
@@ -239,7 +235,7 @@ def _methods(
     wanted: Wanted,
     known: Outline,
 ) -> list[dict[str, Any]]:
-    """What each method says, and the token whose own entry is no relevance of a source."""
+    """Return each method's facts, with the token whose own entry is the identity."""
     facts = []
     for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
         values = _values(name, relevance, known)
@@ -264,7 +260,7 @@ def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
 
 
 def _pixels(relevance: Tensor) -> dict[str, Any] | None:
-    """Relevance (1, C, H, W) of the pixels of an image; None for what is of another form."""
+    """Return an image's relevance (1, C, H, W) by pixel; None for other forms."""
     if relevance.dim() != 4:
         return None
     return raster(relevance[0].sum(0), extremes=False)._asdict()

@@ -1,6 +1,6 @@
-"""A page of answers: point at a word or a sentence of one, and see what it is due to.
+"""A page of answers: point at a word or a sentence of one to see its sources.
 
-Shapes: S parts of the answer that were explained, F features of the prompt.
+Shapes: S explained parts of the answer, F features of the prompt.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def explain_answers(
     options: Mapping[str, Any] | None = None,
     show_progress: bool = False,
 ) -> list[SSMLLMAttributionResult]:
-    """The parts of an answer to each prompt.
+    """Explain the parts of an answer to each prompt.
 
     Args:
         explain: the method, and the tokenizer.
         texts: the prompts.
-        answer: what follows every prompt. Default: None, what the model generates.
-        generate: how many tokens it generates. Default: None, 25.
+        answer: the text behind every prompt. Default: None, the model's generation.
+        generate: number of generated tokens. Default: None, 25.
         spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
             words, and no hops.
-        contrast: what each token of the answer is held against, of methods that take an output
-            apart. A log-probability, ``"all"``, vanishes where the model is sure. Default:
-            ``"mean"``, the mean of all tokens.
+        contrast: the alternative to each token of the answer, for methods that decompose an output.
+            A log-probability, ``"all"``, vanishes for a sure model. Default: ``"mean"``, the mean
+            of all tokens.
         options: of the method. Default: None, none.
         show_progress: show progress bars. Default: False.
     """
@@ -75,7 +75,7 @@ def explain_answers(
 
 
 def about_answers(model: str, method: str, contrast: str | None, identity: bool) -> str:
-    """What stands below the heading of a page."""
+    """Return the line below the heading of a page."""
     said = {
         None: "",
         "mean": ", of each token's logit less the mean of all",
@@ -148,15 +148,15 @@ def answers_page(
     identity: bool = False,
     names: Sequence[str] | None = None,
 ) -> str:
-    """The page of some answers.
+    """Return the page of some answers.
 
     Args:
         found: the answers, each with its prompt.
         title: the heading.
-        about: what stands below it. Default: nothing.
-        identity: leave out what a word's rows hold of the words that ask for it, of methods that
-            add the identity there. Default: False.
-        names: what the answers are called. Default: None, ``Example 1``, ...
+        about: the line below it. Default: nothing.
+        identity: leave out the entries of a word and the one before it, for methods that add the
+            identity. Default: False.
+        names: names of the answers. Default: None, ``Example 1``, ...
     """
     check_labels(names, len(found), "names")
     examples: list[dict[str, Any]] = []
@@ -207,7 +207,7 @@ def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]
 
 
 def _without_asking(rows: Tensor) -> Tensor:
-    """Rows (S, F + S) without each part's entries of itself and of what stands before it."""
+    """Return rows (S, F + S) without each part's entries of itself and of the word before it."""
     words, columns = rows.shape
     place = torch.arange(words) + columns - words
     kept = rows.clone()

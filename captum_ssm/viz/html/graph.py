@@ -20,21 +20,21 @@ from .outline import Outline
 
 #: So many rows are drawn between the words and the target.
 _ROWS = 12
-#: So many nodes a graph may have, most of them not followed: it holds what each adds to each.
+#: The most nodes of a graph, whose edges are a square matrix; most nodes are not followed.
 _LARGEST = 4000
 
 
 #: For each activation that is followed a page holds at most so many links.
 _LINKS = 10
 
-#: Kinds of nodes that something enters, and that have a value of their own.
+#: Kinds of nodes with inputs and a value.
 _ENTERED = ("whole", "target")
 #: Source, target, and the relevance that the one passes to the other.
 Link: TypeAlias = tuple[int, int, float]
 
 
 def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    """What runs through which activations on the way to the target, or why this is not known."""
+    """Return the graph of the strongest activations on the way to the target, or the obstacle."""
     told: dict[str, Any] = {
         "rows": [],
         "kind": "blocks",
@@ -82,7 +82,7 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }
     mixers = [by_name[layer.name] for layer in known.layers]
-    # what the whole model returns is no step on the way
+    # the whole model's output is not an intermediate step
     if all(len(mixer.blocks) == 1 and mixer.blocks[0] is not subject.module for mixer in mixers):
         yield "blocks", list(dict.fromkeys(mixer.blocks[0] for mixer in mixers))
     yield "mixers", list(dict.fromkeys(mixer.module for mixer in mixers))
@@ -114,7 +114,7 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
             "kind": node.kind,
             "row": node.depth,
             "position": None if node.position is None else place.get(node.position),
-            # of what was not followed, what it adds to all that was
+            # for a node that was not followed, its contribution to all followed nodes
             "value": _short(node.activation if node.kind in _ENTERED else added[i]),
             "constants": _short(constants[i]),
         }

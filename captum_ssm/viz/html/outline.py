@@ -1,4 +1,4 @@
-"""What one forward run says of an example before anything is explained.
+"""Facts from one forward run of an example, before any explanation.
 
 Shapes: L tokens, V vocabulary, K classes.
 """
@@ -42,7 +42,7 @@ class LikelyClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Where an image's tokens lie.
+    """The layout of an image's tokens.
 
     Attributes:
         size: rows and columns of patches.
@@ -55,18 +55,18 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """What a forward run says.
+    """The facts from a forward run.
 
     Attributes:
         layers: the mixers, in the order in which they ran.
-        real: the positions that are no padding.
-        asking: the token, counted without padding, whose row methods of matrices read; None where
-            it is several.
-        grid: where an image's patches lie; None for sequences, and where there is no grid.
-        target: what is explained: the user's, or what the model predicts.
+        real: the positions without padding.
+        asking: the token, counted without padding, whose row methods of matrices read; None if
+            there are several.
+        grid: the layout of an image's patches; None without one.
+        target: the explained output: the user's, or the model's prediction.
         explained: the same in words.
-        predictions: the likeliest classes, or tokens where the target stands.
-        targets: each of these as a target in Captum's forms; the target alone where there are none.
+        predictions: the likeliest classes, or tokens at the target's position.
+        targets: each of these as a target in Captum's forms; only the target without predictions.
         asked: which of them is explained.
     """
 
@@ -124,7 +124,7 @@ def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | 
     """The token that is the query, if it is one."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
-    except QueryError:  # methods that ask for a row will say so
+    except QueryError:  # methods that read a row will raise
         return None
     asked = weights[0].nonzero().flatten().tolist()
     return int(asked[0]) if len(asked) == 1 else None
@@ -151,14 +151,14 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _said(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """What is explained, in words, the likeliest answers, each as a target, and which is asked."""
+    """Return the explained output in words, the likeliest answers, their targets, its number."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()
     logits = output[(0, *place)].cpu().double()
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
-    # what a model never answers has no logit to be explained
+    # impossible answers have no finite logit to explain
     named = list(dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen]))
     predictions = [
         LikelyClass(label_of(subject, k, output), float(logits[k]), float(chances[k]))
@@ -173,7 +173,7 @@ def _said(
 
 
 def label_of(subject: Subject, index: int, output: Tensor) -> str:
-    """What a class, or a token, is called."""
+    """Return the name of a class or a token."""
     if subject.labels is not None and index < len(subject.labels):
         return str(subject.labels[index])
     if output.dim() == 3 and subject.codec is not None:

@@ -26,7 +26,7 @@ from .example import ShownExample, Subject
 from .outline import Outline
 from .page import short
 
-#: The token-to-token maps there are, by the name that asks for them, and what they are called.
+#: Titles of the token-to-token maps, by the option's value.
 MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
 
 #: Cells along the side of an overview.
@@ -52,9 +52,9 @@ class PackedMap:
         overview_side: O.
         overview_cell: rows, and columns, of the map in a cell of the overview.
         largest: the largest absolute value of the map.
-        data: the row's largest absolute values (L,) and the shares of the rows' absolute sums that
-            are kept (L,), little-endian float32; the columns kept (L, K), uint16, unless all are;
-            the overview (O, O) in 127ths of ``largest``, int8, each cell its strongest entry; the
+        data: four little-endian parts. The rows' largest absolute values and kept shares of their
+            absolute sums (2, L), float32. The columns kept (L, K), uint16, unless all are. The
+            overview (O, O) of each cell's strongest entry in 127ths of ``largest``, int8. The
             values (L, K) in 127ths of the row's largest, int8.
     """
 
@@ -67,7 +67,7 @@ class PackedMap:
 
 
 def entries_kept(sizes: Sequence[int], room: int) -> int:
-    """How many entries of each row fit."""
+    """Return the number of entries of each row that fit."""
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
@@ -93,7 +93,7 @@ def maps_of(
     kept: int,
     show_progress: bool,
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """An example's maps: what the page is told of each, and its bytes."""
+    """Yield the facts and bytes of an example's maps."""
     maps = _matrices(subject, example, known, kind, layers, show_progress)
     for index, matrix in zip(layers, maps, strict=True):
         packed, layer = pack(matrix, kept), known.layers[index]

@@ -1,11 +1,10 @@
-"""The HTML file: a fixed skeleton, style and script, and data that none of them can be made of.
+"""The HTML file: a fixed skeleton, style and script, and data that cannot become any of them.
 
-The folder ``assets`` holds what pages are made of, this one and that of Insights, which share
+The folder ``assets`` holds the parts of this page and the page of Insights, which share
 ``common.css`` and ``common.js``.
 
-Whatever comes from a model or a text stands in data blocks, as JSON without a ``<`` or as base64,
-and reaches the page as text alone.  The policy in the page's head lets no other script run than the
-one that is written here, and nothing be fetched.
+Texts from a model or user are in data blocks, as JSON without a ``<`` or as base64, and are only
+shown as text. The policy in the page's head allows only this script, and no requests.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
 
 
 def short(number: float) -> float:
-    """A number in as many digits as a page has use for; of what is no number, 0."""
+    """Round a number to the digits that a page needs; 0 for NaN and infinity."""
     return float(f"{number:.5g}") if math.isfinite(number) else 0.0
 
 
@@ -86,14 +85,14 @@ def whole_page(
 
 
 def filled(skeleton: str, parts: Mapping[str, str]) -> str:
-    """A skeleton with its places filled, in one pass: what is put in is not searched again."""
+    """Fill the places of a skeleton in one pass; inserted text is not searched again."""
     return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
 def framed(page: str, title: str, height: int) -> str:
-    """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
+    """Return a page as an element of another, such as a notebook's cell, without an address.
 
-    Its styles and those of the notebook are kept apart, and its script from all but the page.
+    Its styles and script are isolated from the notebook's.
     """
     return (
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" '

@@ -1,4 +1,4 @@
-"""What methods that decompose the output say beside relevance: accounts, and roles of tokens."""
+"""Further results of methods that decompose the output: accounts, and roles of tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _OF_ATTRIBUTE = ("per_token", "internal_batch_size")
 
 
 class Account(NamedTuple):
-    """A sum: relevance, of all that the input holds, and ``bias`` and ``delta`` are ``output``.
+    """A sum: all relevance, ``bias`` and ``delta`` are ``output``.
 
     Attributes:
         output: the explained number.
-        bias: what biases and other constants add.
-        delta: what is missing.
-        references: of ``bias``, what belongs to what a rule compares keys and queries with.
-            Default: 0.0.
-        baselines: of ``bias``, what belongs to the input that relevance is in comparison with.
-            Default: 0.0.
+        bias: the contribution of biases and other constants.
+        delta: the missing part.
+        references: the part of ``bias`` from a rule's references for keys and queries. Default:
+            0.0.
+        baselines: the part of ``bias`` from the baseline input. Default: 0.0.
     """
 
     output: float
@@ -42,7 +41,7 @@ _NOTHING = 1e-3
 
 
 def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
-    """Whether a method says nothing of the tokens: all is zero, or as good as that beside its own.
+    """Return True if all relevance is zero, or negligible beside the token's own.
 
     Args:
         values: relevance of the tokens; None where there is none.
@@ -54,19 +53,18 @@ def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
 
 
 def decomposes(method: Any) -> bool:
-    """Whether a method, or a class of them, decomposes the output."""
+    """Return True if a method, or a class of them, decomposes the output."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow | LatimLogit)
 
 
 def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
-    """Whether a method, or a class of them, tells more roles than content.
+    """Return True if a method, or a class of them, has more roles than content.
 
     Args:
         method: the method.
         options: options of the method.
-        inputs: what is explained; images have no roles, for relevance by role is that of tokens.
-            Default: None, a text.
+        inputs: the explained inputs; images have no roles. Default: None, a text.
     """
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
@@ -76,9 +74,9 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
 
 
 def tells_pixels(method: Any) -> bool:
-    """Whether a method, or a class of them, tells the pixels of a patch apart.
+    """Return True if a method, or a class of them, has relevance per pixel.
 
-    Methods that read rows of matrices know tokens, which are patches.
+    Methods that read rows of matrices have relevance per token, which is a patch.
     """
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, FlowMethod) or not issubclass(kind, SSMAttribution)
@@ -101,7 +99,7 @@ def decomposition(
 
 
 def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options of ``attribute`` those that ``decompose`` has as well."""
+    """Return the options of ``attribute`` that ``decompose`` has as well."""
     return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from ...errors import InputError
 from ..figure import scale
 
-#: The share of the pixels with relevance that lie beyond the end of the colour scale, so that a few
-#: extreme ones do not leave the others pale.
+#: The share of pixels beyond the end of the color scale, so a few extremes do not make the others
+#: pale.
 _BEYOND = 0.02
-#: The grey of pixels that hold no number.
+#: The gray of pixels without a number.
 _NO_NUMBER = 128 / 255
-#: Steps from no relevance to the end of the scale, and what stands for no number.
+#: Steps from no relevance to the end of the scale, and the code for no number.
 _STEPS, _NO_STEP = 127, -128
 
 
@@ -29,8 +29,8 @@ class Raster(NamedTuple):
     Attributes:
         rows, columns: of patches, or of pixels.
         largest: the end of the scale.
-        steps: each value in 127ths of ``largest``, row by row, int8 in base64; what lies beyond
-            the scale is at its end, and -128 is no number.
+        steps: each value in 127ths of ``largest``, clipped, row by row, int8 in base64; -128 for
+            NaN.
     """
 
     rows: int
@@ -53,10 +53,10 @@ def raster(values: Tensor, *, extremes: bool) -> Raster:
 
 
 def png(picture: Tensor) -> bytes:
-    """An image (H, W, 3) in [0, 1] as a PNG file of 8 bits per colour."""
+    """Encode an image (H, W, 3) in [0, 1] as a PNG file of 8 bits per channel."""
     height, width, _ = picture.shape
     rows = (picture * 255).round().clamp(0, 255).to(torch.uint8).flatten(1)  # (H, 3 W)
-    rows[1:] -= rows[:-1].clone()  # filter 2: what differs from the row above, modulo 256
+    rows[1:] -= rows[:-1].clone()  # filter 2: the difference from the row above, modulo 256
     plain = torch.cat([torch.full_like(rows[:, :1], 2), rows], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
     pixels = zlib.compress(plain.contiguous().numpy().tobytes(), 9)
@@ -70,11 +70,11 @@ def in_base64(picture: Tensor) -> str:
 
 
 def photograph(image: Tensor) -> str:
-    """An image (C, H, W) or (1, C, H, W) as base64 of a PNG.
+    """Encode an image (C, H, W) or (1, C, H, W) as base64 of a PNG.
 
-    Three channels are red, green and blue; the mean of any other number is shown in grey.  Integers
-    run to 255, as do floats beyond 1 of which none is negative; floats that are negative somewhere
-    are stretched from their smallest to their largest.
+    Three channels are red, green and blue; the mean of any other number is gray. Integers run to
+    255, as do nonnegative floats beyond 1; floats with negative values are stretched from their
+    smallest to their largest.
     """
     pixels = torch.nan_to_num(_as_image(image).double(), 0.0, 1.0, 0.0)
     low, high = _ends(pixels, image.dtype)
@@ -85,9 +85,9 @@ def photograph(image: Tensor) -> str:
 
 
 def heat(relevance: Tensor) -> str:
-    """The relevance of an image, (C, H, W) or (1, C, H, W), summed over C, as base64 of a PNG.
+    """Encode an image's relevance (C, H, W) or (1, C, H, W), summed over C, as base64 of a PNG.
 
-    Colours are white at zero; pixels that are not a number are grey.
+    Zero is white; pixels that are not a number are gray.
     """
     from matplotlib import colormaps
 
@@ -95,9 +95,9 @@ def heat(relevance: Tensor) -> str:
     known = summed.isfinite()
     values = torch.where(known, summed, 0.0)
     end = _end_of_scale(values)
-    colours, low, high = scale(values.clamp(-end, end))
+    colors, low, high = scale(values.clamp(-end, end))
     shares = (values.clamp(low, high) - low) / (high - low)
-    pixels = torch.from_numpy(colormaps[colours](shares.numpy())[..., :3])
+    pixels = torch.from_numpy(colormaps[colors](shares.numpy())[..., :3])
     return in_base64(torch.where(known[..., None], pixels, _NO_NUMBER))
 
 
@@ -107,7 +107,7 @@ def _end_of_scale(values: Tensor) -> float:
 
 
 def _ends(pixels: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """What is shown as black and as white."""
+    """Return the values shown as black and as white."""
     low, high = float(pixels.min()), float(pixels.max())
     if low < 0:
         return low, high

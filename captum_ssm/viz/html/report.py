@@ -1,4 +1,4 @@
-"""A report: examples, what the model says of them, and why, in one HTML file."""
+"""A report: examples, the model's predictions, and their explanations, in one HTML file."""
 
 from __future__ import annotations
 
@@ -62,89 +62,82 @@ def report(
     path: str | Path = "report.html",
     show_progress: bool = False,
 ) -> Path:
-    """Explain examples by several methods and write one HTML file that needs nothing else.
+    """Explain examples by several methods and write one self-contained HTML file.
 
-    The page shows the model's predictions; the relevance of every token, or patch of an image, by
-    every method, with the strongest and what they add up to; what enters each layer; from token to
-    token, layer by layer, what a token takes from each other one; of a text, by
-    :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output;
-    and the messages between tokens, which a click cuts: what the model then says was found
-    beforehand by a run without them.  By LatimFlow and MambaLRP it explains each of the
-    predictions, and each rather than another, as one clicks.
-    It opens from the disk, asks for nothing from the network, and works by keyboard alone.
-    Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
+    The page shows the model's predictions, and each method's relevance of every token or patch,
+    with its sum. It shows each layer's input, token-to-token maps, for a text the
+    :func:`~captum_ssm.attribution_graph`, and messages between tokens. A click cuts messages and
+    shows the true outputs without them, from runs made beforehand. With LatimFlow and MambaLRP a
+    click explains another prediction, or one rather than another, and roles of tokens have rows.
+    The page makes no requests and works by keyboard alone.
 
-    With ``generate=`` the page is of the texts that the model writes: pointing at a word or
-    sentence colours the prompt, and the text up to there, by what it is due to.
+    With ``generate=`` the page explains texts that the model writes: pointing at a word or sentence
+    colors the prompt, and the text up to there, by relevance.
 
-    Over an image lie its patches, the outlines of those that matter, or its pixels, where a method
-    tells them apart: LatimFlow and MambaLRP do, and Captum's.
+    An image shows relevance by patch, by outlines of the strongest patches, or, with LatimFlow,
+    MambaLRP and Captum's methods, by pixel.
 
-    Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
-    source.  It is told and listed, but has no colour.
+    In rollouts the query's own entry is about 1, from the identity. It is listed, but has no color.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
-            tensor; with a tokenizer a text, a conversation, or a list of these, which need not be
-            of one length; or with a transform an image of PIL or a list of them.
+        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
+            such tensor. With a tokenizer a text, a conversation, or a list of these of any lengths;
+            with a transform an image of PIL or a list of them.
         methods: one or several, as in :func:`captum_ssm.compare`, with the same default.
-        target: what is explained, in Captum's forms, or the text of a token or the name of a class;
-            a list has one for each example. Default: None, what the model predicts: of a language
-            model, after the last token.
+        target: the explained output, in Captum's forms, or the text of a token or the name of a
+            class; a list has one for each example. Default: None, the model's prediction, after the
+            last token for a language model.
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         options: further arguments of ``attribute`` for each method, by its name in the result; as
             in :func:`captum_ssm.compare`. Default: None.
-        tokenizer: names tokens and, of a language model, predictions; anything with
-            ``encode(text)`` and ``decode(ids)``. Default: None.
-        transform: makes of an image what the model reads, (C, H, W): torchvision's transforms, or
-            an image processor of transformers. Default: None, for inputs that are tensors.
-        tokens: names of the tokens of one sequence, or a list of them for each. Default: None,
-            what the tokenizer says, else ids.
+        tokenizer: names tokens and a language model's predictions; anything with ``encode(text)``
+            and ``decode(ids)``. Default: None.
+        transform: converts an image to the model's input (C, H, W): torchvision's transforms, or an
+            image processor of transformers. Default: None, for tensors.
+        tokens: names of the tokens of one sequence, or a list of them for each. Default: None, the
+            tokenizer's, else ids.
         labels: names of the classes. Default: None, the model's own, else numbers.
         matrices: show token-to-token maps: True or ``"attention"`` for the implicit attention,
             ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
         shown_layers: indices of the layers whose maps are shown, in the order in which they ran;
             negative ones count from the end. Default: None, all.
-        megabytes: how much the maps, and what enters each layer, may add to the file; where not all
-            entries of maps fit, the strongest of each row are kept, and the page says how many.
-            Default: 12.
-        cuts: how many messages between tokens are cut, each by itself and the strongest in pairs,
-            those of the largest effects by :class:`~captum_ssm.EdgeEffects`; at most 60, and 0
-            for none. Default: None, 20 beside maps, and none without.
-        graph: how many activations are followed on the way from the words to the output, those
-            that add most to it, each by a backward pass, in texts of at most 2000 tokens; 0 for no
-            graph. Default: None, 24 beside maps, and none without.
-        generate: explain an answer of so many tokens to every text, in place of one prediction, by
-            one method, LatimFlow if none is named: each token's logit less the mean of all. What a
-            page of predictions alone shows is then
-            not asked for. Default: None, predictions.
+        megabytes: the most megabytes of maps and layers' inputs in the file. If not all entries of
+            maps fit, the strongest of each row are kept, with a note. Default: 12.
+        cuts: number of messages between tokens to cut, each by itself and the strongest in pairs,
+            by effect in :class:`~captum_ssm.EdgeEffects`; at most 60, and 0 for none. Default:
+            None, 20 with maps, and none without.
+        graph: number of activations to follow from the words to the output, each by a backward
+            pass, in texts of at most 2000 tokens; 0 for no graph. Default: None, 24 with maps, and
+            none without.
+        generate: explain an answer of so many tokens to every text by one method, in place of one
+            prediction: each token's logit less the mean of all. Arguments for pages of predictions
+            are then refused. Default: None, predictions.
         spans: the parts of an answer that are explained, each by one backward pass; see
             :meth:`~captum_ssm.SSMLLMAttribution.attribute`. The page sums words up to sentences.
             Default: ``"word"``.
-        prompt_spans: what of the prompt they are due to, likewise. Default: ``"word"``.
-        hops: how often relevance on the answer's own words goes on towards the prompt, likewise.
+        prompt_spans: the parts of the prompt, likewise. Default: ``"word"``.
+        hops: how often relevance of the answer's words is passed on towards the prompt, likewise.
             Default: 0.
-        names: what the examples are called. Default: None, ``ShownExample 1``, ...
+        names: names of the examples. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
-        path: the file to write; its folder is made if it is missing. Its ending says what:
-            .html a page; .json or .csv numbers; .png pictures, numbered from the second example on.
-            Default: ``"report.html"``.
+        path: the file to write; its folder is created. Ending .html writes a page, .json or .csv
+            numbers, .png pictures, numbered from the second example on. Default: ``"report.html"``.
         show_progress: show progress bars. Default: False.
 
     Returns:
         The path of the file, of several the first.
 
     Raises:
-        InputError: when inputs are of no such form, or labels, names or tokens are not as many as
-            what they name.
-        OptionError: when an option has a value that is not accepted.
+        InputError: when inputs have another form, or labels, names or tokens do not match in
+            number.
+        OptionError: for an unknown value of an option.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        WriteError: when the file cannot be written; it then is what it was.
+        WriteError: when the file cannot be written; an old file is then unchanged.
 
     Example:
         >>> from pathlib import Path
@@ -212,7 +205,7 @@ def report(
 
 
 def _check_left(**given: tuple[Any, Any]) -> None:
-    """Raise for arguments that pages of answers do not follow: what was given, and the default."""
+    """Raise for arguments that pages of answers ignore, given as (value, default)."""
     for name, (value, default) in given.items():
         if value is not default:
             raise OptionError(f"{name} is not for answers, which generate= asks for. Leave it out.")
@@ -233,14 +226,14 @@ def explain_all(
     answers: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
-    """What a report holds, example by example.
+    """Explain the examples of a report.
 
     Args:
         subject: the model.
         examples: the examples.
         methods, options, matrices, shown_layers, megabytes, cuts, graph, show_progress: as
             in :func:`report`, with the same defaults.
-        accounts: also say what else the explained number is made of. Default: False.
+        accounts: also find the other parts of the explained number. Default: False.
         answers: also explain the other predictions, by the methods that do so in the same run.
             Default: False.
     """
@@ -294,7 +287,7 @@ def _kept(
     megabytes: float,
     taken: int,
 ) -> int:
-    """How many entries of each row of a map fit into the file, beside so many bytes."""
+    """Return the number of entries of each row of a map that fit into the file."""
     sizes = [known.layers[i].tokens for known in outlines for i in chosen] * len(kinds)
     if not sizes:
         return 0

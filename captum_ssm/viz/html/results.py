@@ -1,4 +1,4 @@
-"""Pages of what methods return: coloured tokens or maps, and what they add up to.
+"""Pages of results: colored tokens or maps, and their sums.
 
 Shapes: L tokens, E features, Λ mixers.
 """

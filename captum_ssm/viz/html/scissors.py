@@ -36,17 +36,17 @@ State = tuple[int, ...]
 
 
 def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    """The messages whose cutting does most, and what the model says without them.
+    """Return the messages of the largest effects, and the model's outputs without them.
 
-    A state is what the model says without messages: the explained number, the probability of what
-    is explained, and of the likeliest answers the label's number and the probability.  Its name is
-    the rows' numbers, as ``"0-3"``; without any cut it is ``""``.
+    A state is the output without some messages: the explained number, its probability, and the
+    likeliest answers' label numbers and probabilities. Its name is the rows' numbers, as ``"0-3"``;
+    without any cut it is ``""``.
 
     Args:
         subject: the model.
         example: the example.
         known: its outline.
-        count: how many messages are cut, those of the largest estimated effects.
+        count: number of messages to cut, by estimated effect.
     """
     told: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
     if count == 0:
@@ -96,11 +96,11 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
 
 
 class _Says:
-    """What the model says without messages, as it is kept in a page."""
+    """The model's outputs without messages, as a page stores them."""
 
     def __init__(self, subject: Subject, known: Outline, run: Interventions) -> None:
         self.subject, self.known, self.run = subject, known, run
-        #: What classes are called, the explained one first, and the place of each in the list.
+        #: Names of classes, the explained one first, and the place of each in the list.
         self.labels = [spelled(known.predictions[known.asked].label)] if known.predictions else []
         self._places: dict[int, int] = {}
         self.classes, self.entries = 0, 1
@@ -113,7 +113,7 @@ class _Says:
         return {"-".join(map(str, state)): row for state, row in zip(states, said, strict=True)}
 
     def _rows(self, output: Tensor) -> Iterator[list[float]]:
-        """What each of a batch of outputs says."""
+        """Yield the stored numbers of each of a batch of outputs."""
         self.entries = output[0].numel()
         index = target_index(self.known.target, output[:1])
         scores = self.run.explained(output).tolist()
@@ -131,7 +131,7 @@ class _Says:
             yield row
 
     def _place(self, k: int, output: Tensor) -> int:
-        """Where a class stands among the labels."""
+        """Return a class's place among the labels."""
         if k not in self._places:
             self._places[k] = len(self.labels)
             self.labels.append(spelled(label_of(self.subject, k, output)))

@@ -1,4 +1,4 @@
-"""What is written: a report, pictures, or numbers."""
+"""Writing a report, pictures, or numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .parts import says_nothing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: What files end in, and what they hold.
+#: Endings and contents of files.
 FORMATS = {
     ".html": "a report",
     ".png": "pictures of each example",
@@ -40,14 +40,14 @@ ANSWERS = {".html": "a report"}
 def check_format(
     out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS), option: str = "--out"
 ) -> None:
-    """Raise unless the file's ending says what it is to hold."""
+    """Raise unless the file's ending is known."""
     if out.suffix.lower() not in formats:
         known = ", ".join(f"{end} ({what})" for end, what in formats.items())
         raise OptionError(f"{option} {out}: the ending says what to write: {known}.")
 
 
 def is_page(out: Path) -> bool:
-    """Whether a file is to hold a page."""
+    """Return True if a file is to hold a page."""
     return out.suffix.lower() == ".html"
 
 
@@ -73,7 +73,7 @@ def write(
 
 
 def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
-    """Write what :func:`explain_all` returned as a page."""
+    """Write the result of :func:`explain_all` as a page."""
     facts = {
         "model": type(subject.module).__name__,
         "layers": len(found[0].layers),
@@ -86,13 +86,12 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
 
 
 def json_of(found: Sequence[Explanation], model: str) -> str:
-    """Tokens, predictions and relevances of each example, in full precision.
+    """Return tokens, predictions and relevances of each example as JSON, in full precision.
 
-    Where a method decomposes the output, ``accounts`` says what it is: the sum of all relevance,
-    ``bias``, what constants add, and ``delta``, what is missing; of ``bias``, ``references`` and
-    ``baselines`` are what a rule compares with. ``sums`` holds, of methods that promise a sum,
-    the wanted number, the sum and the delta. ``roles`` holds relevance by what tokens did, of
-    methods whose rule tells it.
+    ``accounts`` holds the sum of all relevance, ``bias`` (constants) and ``delta`` (missing) of
+    methods that decompose the output. ``references`` and ``baselines`` are parts of ``bias``.
+    ``sums`` holds the wanted number, the sum and the delta of methods that promise a sum. ``roles``
+    holds relevance by role.
     """
     examples = [
         {
@@ -174,13 +173,13 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """A method's most relevant tokens in one line, and in a line for each role the first of it.
+    """Return a method's most relevant tokens in one line, and the first of each role in another.
 
     Args:
         facts: of an example, with its ``tokens``.
-        method: of those facts, with its ``name``, its ``values``, one per token or None, ``own``,
-            the token whose own entry is the identity, or None, and such values for its ``roles``.
-        count: how many tokens at most. Default: 5.
+        method: facts of the method: ``name``, ``values`` (one per token or None), ``own`` (the
+            token with the identity, or None), and ``roles``.
+        count: the most tokens. Default: 5.
     """
 
     def first(scores: Tensor, count: int) -> str:
@@ -196,7 +195,7 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
 
 def _caption(method: Mapping[str, Any]) -> str:
-    """A method's name, what :func:`_scores` leaves out, and whether what is left is nothing."""
+    """Return a method's name, the entry left out by :func:`_scores`, and whether the rest is 0."""
     own, name = method["own"], str(method["name"])
     if own is not None and method["values"][own] is not None:
         name += f" (without the own entry of token {own}, {method['values'][own]:.3g})"
