@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and read so that what is missing or broken is named."""
+"""Files: written whole or not at all, and read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it holds either all of the content or what it held before.
+    """Write a file that holds either all of the new content or the old one.
 
     Args:
         path: the file.
@@ -47,16 +47,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file that takes the place of ``path`` once it is written whole.
+    """Yield a file that replaces ``path`` once it is written whole.
 
     Args:
-        path: the file; of a link, what it leads to.
+        path: the file; of a link, its target.
 
     Yields:
         The path to write to instead: a file of the same name, on the same disk.
 
     Raises:
-        WriteError: when it cannot be written; ``path`` then is what it was.
+        WriteError: when it cannot be written; ``path`` is then unchanged.
     """
     real = Path(os.path.realpath(path))
     with writing(path):
@@ -69,16 +69,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """A folder whose files go to ``folder`` together, once all of them are written whole.
+    """Yield a folder whose files go to ``folder`` together, once all of them are written whole.
 
     Args:
-        folder: where they go, in place of files of the same names; made if it is missing.
+        folder: receives the files, replacing files of the same names; created if missing.
 
     Yields:
         The folder to write to instead.
 
     Raises:
-        WriteError: when a file cannot be written; those of ``folder`` then are what they were.
+        WriteError: when a file cannot be written; ``folder`` is then unchanged.
     """
     make_folder(folder)
     with writing(folder), _moved_to(folder) as beside:
@@ -87,16 +87,15 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Let what the system says of a failed write name the file, and what to do."""
+    """Name the file and advice in the system's errors of a failed write."""
     try:
         yield
     except OSError as error:
         # of files within files, the outermost is the one that the user knows
         cause = error.__cause__ if isinstance(error, WriteError) else error
         raise WriteError(
-            f"{path} could not be written: {getattr(cause, 'strerror', None) or cause}. What was "
-            "there before is unchanged. Make room or give write permission there, or name another "
-            "place."
+            f"{path} could not be written: {getattr(cause, 'strerror', None) or cause}. Old files "
+            "are unchanged. Make room or give write permission there, or name another place."
         ) from cause
 
 
@@ -118,11 +117,11 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 
 
 def existing_folder(path: str | Path, holds: str) -> Path:
-    """The folder, which must exist.
+    """Return the folder, which must exist.
 
     Args:
-        path: where it is.
-        holds: what should be in it, for the error.
+        path: its path.
+        holds: its expected contents, for the error.
     """
     found = Path(path)
     if not found.is_dir():
@@ -132,11 +131,11 @@ def existing_folder(path: str | Path, holds: str) -> Path:
 
 
 def existing_file(path: str | Path, what: str) -> Path:
-    """The file, which must exist.
+    """Return the file, which must exist.
 
     Args:
-        path: where it is.
-        what: what it is, for the error.
+        path: its path.
+        what: its name in the error.
     """
     found = Path(path)
     if not found.is_file():
@@ -146,7 +145,7 @@ def existing_file(path: str | Path, what: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Returns:
         The object.

@@ -7,12 +7,12 @@ from typing import Any
 
 
 def optional(name: str, package: str, need: str) -> Any:
-    """An optional package's module, imported at last.
+    """Import a module of an optional package.
 
     Args:
         name: of the module.
-        package: what pip calls it.
-        need: what it is needed for.
+        package: its name for pip.
+        need: its purpose, for the error.
     """
     try:
         return import_module(name)

@@ -1,7 +1,7 @@
 """Errors a user can act on.
 
 Each one is a :class:`CaptumSSMError` and also the builtin that a Captum user would expect to catch.
-Their messages say what was asked, what was found, what is accepted and what to do.
+Messages name the wrong value, the accepted ones, and a remedy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class CaptumSSMError(Exception):
 class NoMixerError(CaptumSSMError, ValueError):
     """No token mixer was found in the model, or none of them ran.
 
-    The message names families that are supported, or the mixers that stood still.  Register an
-    adapter for a mixer of your own with :func:`~captum_ssm.register_mixer`.
+    The message names supported families, or the mixers that did not run. Register an adapter for a
+    custom mixer with :func:`~captum_ssm.register_mixer`.
     """
 
 
@@ -37,9 +37,9 @@ class UnsupportedMixerError(CaptumSSMError, TypeError):
 
 
 class AdapterError(CaptumSSMError, RuntimeError):
-    """A mixer's adapter failed, or returned what cannot stand for the mixer.
+    """A mixer's adapter failed, or its result does not describe the mixer.
 
-    The message names the layer, the adapter, what was found and what is expected.
+    The message names the layer, the adapter, the wrong result and the expected one.
     """
 
 
@@ -94,7 +94,7 @@ class OptionError(CaptumSSMError, ValueError):
 class LayerError(CaptumSSMError, ValueError):
     """A layer has no activation to explain.
 
-    It is no module of the model, did not run, ran several times, or is a part of a mixer.
+    It is not a module of the model, did not run, ran several times, or is a part of a mixer.
     """
 
 
@@ -140,12 +140,12 @@ class DataError(CaptumSSMError, ValueError):
 class WriteError(CaptumSSMError, OSError):
     """A file or folder cannot be written, such as on a full disk.
 
-    The message names it and says what the system said; what was there before is unchanged.
+    The message names it and the system's error; old files are unchanged.
     """
 
 
 class WeightsError(CaptumSSMError, RuntimeError):
-    """A module's weights are not in memory when they are read, or lack what is asked of tensors."""
+    """A module's weights are not in memory when they are read, or lack an operation of tensors."""
 
 
 class CachedStateError(CaptumSSMError, ValueError):
@@ -163,15 +163,15 @@ class NonFiniteError(CaptumSSMError, ArithmeticError, ValueError):
 
 
 class NotLinearError(CaptumSSMError, NotImplementedError):
-    """The network uses a function for which no linear form is known.
+    """The network uses a function without a known linear form.
 
-    :class:`~captum_ssm.LatimFlow`, :class:`~captum_ssm.LatimLogit` and the methods under LRP's
-    rules need one; those of implicit attention do not.
+    :class:`~captum_ssm.LatimFlow`, :class:`~captum_ssm.LatimLogit` and methods with LRP's rules
+    need one; methods of implicit attention do not.
     """
 
 
 class ReconstructionError(CaptumSSMError, RuntimeError):
-    """A linearised mixer does not reproduce the real module's output.
+    """A linearized mixer does not reproduce the real module's output.
 
-    Raised where ``verify`` holds the one to the other: the module is not what its adapter expects.
+    Raised by ``verify``: the module differs from its adapter.
     """

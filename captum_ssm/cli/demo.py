@@ -25,7 +25,7 @@ _GRID_TITLE = (
     "Implicit attention: what each word takes from those before it "
     "(absolute values, the largest of each layer is 1)"
 )
-#: Of relevance, and of what the layers move.
+#: Files of relevance, and of the layers' matrices.
 _PICTURES = ("relevance.png", "matrices.png")
 #: Fresh prompts on which the methods are scored.
 _SCORED = 100
@@ -37,8 +37,8 @@ class _Method:
     """A method as the demo uses it.
 
     Attributes:
-        name: what it is called.
-        says: what its numbers are.
+        name: its name.
+        says: the meaning of its numbers.
         relevance: token ids (1, L) and the answer's id to relevance (L,).
     """
 

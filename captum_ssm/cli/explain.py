@@ -163,7 +163,7 @@ def loaded_by(options: argparse.Namespace) -> Loaded:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run ``captum-ssm explain``: load, explain, print what is most relevant, and write.
+    """Run ``captum-ssm explain``: load, explain, print the most relevant tokens, and write.
 
     Raises:
         CaptumSSMError: when an option or an input cannot be used; the message names it.
@@ -234,7 +234,7 @@ def run(options: argparse.Namespace) -> None:
 def _files(
     options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
 ) -> list[Path]:
-    """What will be written, of pictures with those of roles."""
+    """Return the files to write, of pictures also those by role."""
     from ..viz.html.parts import tells_roles
     from ..viz.html.writing import picture_files
 
@@ -250,7 +250,7 @@ def _files(
 
 
 def _is_answer(options: argparse.Namespace) -> bool:
-    """Whether spans of an answer are asked for."""
+    """Return True if spans of an answer are requested."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
     return any(getattr(options, name) is not None for name in names)
 
@@ -317,7 +317,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
 
 
 def _tell(found: list[Explanation]) -> None:
-    """Print what is explained, and the most relevant tokens by each method."""
+    """Print the explained output, and the most relevant tokens by each method."""
     from ..viz.html.writing import largest
 
     print_any_letters()
@@ -349,7 +349,7 @@ def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
     for name in ("maps", "layers"):
         if not is_page and getattr(options, name) is not None:
             raise OptionError(
-                f"--{name} says what maps a report shows, and {options.out} holds none. Leave it "
+                f"--{name} chooses the maps of a report, and {options.out} holds none. Leave it "
                 "out, or let --out end in .html."
             )
 
@@ -362,5 +362,5 @@ def _read(option: str, file: Path) -> str:
         raise OptionError(f"{option} {file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise OptionError(
-            f"{option} {file} is no text in UTF-8: {error}. Save it as one; images go by --image."
+            f"{option} {file} is not UTF-8 text: {error}. Save it as one; images go by --image."
         ) from error

@@ -102,7 +102,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run ``captum-ssm knockout``: load, cut, and print what the model then says.
+    """Run ``captum-ssm knockout``: load, cut, and print the model's new output.
 
     Raises:
         CaptumSSMError: when an option or the text cannot be used; the message names it.
@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> None:
     for name in () if named else _OF_NAMED:
         if getattr(options, name):
             raise OptionError(
-                f"--{name} says what is cut of edges that --from or --to name. Name some, or leave "
-                "it out."
+                f"--{name} chooses the part to cut of edges that --from or --to name. Name some, "
+                "or leave it out."
             )
     if options.top < 1:
         raise OptionError(f"--top {options.top}: at least 1 edge is to be found.")
@@ -206,7 +206,7 @@ def _layers(given: list[str]) -> Any:
 
 
 def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: ShownExample) -> Any:
-    """What comes in place of messages, as :func:`captum_ssm.knock_out` takes it."""
+    """Return the replacement of messages, as :func:`captum_ssm.knock_out` takes it."""
     if given is None or given == "mean":
         return given
     other = _read(loaded, subject, given)

@@ -20,18 +20,18 @@ def set_options(
     model: nn.Module,
     inputs: Tensor,
 ) -> None:
-    """Give each method what was typed for it, and else what its inputs suggest.
+    """Give each method its typed options, and else the defaults for its inputs.
 
     Args:
         methods: the methods by name.
-        options: those of each, to which they are added.
-        given: what was typed, such as ``"n_steps=50"``.
-        model: what is explained.
+        options: options of each, to which they are added.
+        given: typed options, such as ``"n_steps=50"``.
+        model: the explained model.
         inputs: of an example.
 
     Raises:
-        OptionError: when it is no NAME=VALUE, no method takes it, the value is none of its, or a
-            method does not fit the model.
+        OptionError: for another form than NAME=VALUE, an unknown name or value, or a method that
+            does not fit the model.
 
     Example:
         >>> import torch

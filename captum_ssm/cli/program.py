@@ -1,4 +1,4 @@
-"""A program of commands: its parser, its exit codes, and what it says of errors."""
+"""A program of commands: its parser, exit codes, and error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .surroundings import quiet_libraries
 #: Errors that speak for themselves; of others, their kind is told, and how to see where.
 _EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
 _UNEXPECTED = " ({0}; {1} --debug ... shows where)"
-#: What a shell says of a program that nobody reads on, and of one that is interrupted.
+#: Exit codes of shells for a closed pipe, and for an interrupt.
 _NOT_READ, _INTERRUPTED = 141, 130
 
 

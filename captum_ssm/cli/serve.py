@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
-    """What the command's page shows."""
+    """Return the visualizer of the command's page."""
     from ..explain.loading import Source, load
     from ..insights.files import Images, TextFiles, common_classes
     from ..insights.visualizer import AttributionVisualizer

@@ -1,4 +1,4 @@
-"""What surrounds a command: libraries that talk, and files that are already there."""
+"""The surroundings of a command: libraries that print, and files that exist already."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-#: What keeps libraries quiet that are not imported yet; a user's own setting stands.
+#: Variables that silence libraries before their import; a user's setting wins.
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep off what other packages warn of, recommend and count; this package's own is shown."""
+    """Hide warnings, advice and progress of other packages; this package's are shown."""
     before = dict(os.environ)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

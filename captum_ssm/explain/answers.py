@@ -1,4 +1,4 @@
-"""What the spans of a generated or given answer are due to, as the command writes it."""
+"""Sources of the spans of a generated or given answer, as the command writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..viz.html.writing import check_format, picture_files
 if TYPE_CHECKING:
     from .loading import Loaded
 
-#: What files of answers end in, and what they hold.
+#: Endings and contents of files of answers.
 FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
 #: Features of the prompt that are printed for a span.
 _SHOWN = 3
@@ -38,18 +38,18 @@ def explain_answers(
     options: Mapping[str, Any] | None = None,
     show_progress: bool = False,
 ) -> list[SSMLLMAttributionResult]:
-    """The spans of the answer to each text, by one method.
+    """Explain the spans of the answer to each text, by one method.
 
     Args:
         loaded: the model.
         texts: the prompts.
         method: the class of the method.
-        answer: what follows every prompt. Default: None, what the model generates.
-        generate: how many tokens it generates. Default: None, 25.
+        answer: the text behind every prompt. Default: None, the model's generation.
+        generate: number of generated tokens. Default: None, 25.
         spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
             sentences, and no hops.
-        contrast: what each token of the answer is held against, of methods that take an output
-            apart. Default: ``"all"``, so that log-probabilities are explained.
+        contrast: the alternative to each token of the answer, for methods that decompose an output.
+            Default: ``"all"``, log-probabilities.
         options: of the method. Default: None, none.
         show_progress: show progress bars. Default: False.
 
@@ -85,7 +85,7 @@ def explain_answers(
 
 
 def told(result: SSMLLMAttributionResult) -> str:
-    """An answer's spans in a line each, with what they are most due to."""
+    """Return an answer's spans in a line each, with their strongest sources."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..models import VisionMamba, VMamba
 from ..models.image_files import read_image
 
-#: Mean and standard deviation of the colours of ImageNet, which the released models were trained
+#: Mean and standard deviation of the colors of ImageNet, which the released models were trained
 #: with, and the side of their images.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RELEASED = 224
@@ -49,11 +49,11 @@ def side_of(model: Any) -> int:
 
 
 def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
-    """An image (3, H, W) as the released models see it: resized, its middle, normalised."""
+    """Return an image (3, H, W) for the released models: resized, cropped, normalized."""
     projection: Any = next(m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d))
     if projection.in_channels != 3:
         raise InputError(
-            f"The model takes images of {projection.in_channels} colour channels; files are read "
+            f"The model takes images of {projection.in_channels} color channels; files are read "
             "with three. Prepare the image in Python and use captum_ssm.report."
         )
     height, width = _size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)

@@ -1,4 +1,4 @@
-"""What cutting edges does to one example: the prediction with and without, and effects."""
+"""Effects of cutting edges on one example: the prediction with and without them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChangedAnswer(NamedTuple):
     """A class or a token, and its probability.
 
     Attributes:
-        label: what it is called.
-        before: its probability in the model as it is.
+        label: its name.
+        before: its probability in the whole model.
         without: its probability without the edges.
     """
 
@@ -38,15 +38,14 @@ class ChangedAnswer(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What cutting edges does to one example.
+    """The effect of cutting edges on one example.
 
     Attributes:
         answers: the likeliest before and without, and the explained one; none for a model that
             returns one number.
-        before: the explained number of the model as it is.
+        before: the explained number of the whole model.
         without: the same without the edges.
-        estimated: what it was expected to lose; None where edges are not simply cut, but by
-            ``selection`` or with something in their place.
+        estimated: the estimated loss; None with ``selection`` or a replacement.
     """
 
     answers: list[ChangedAnswer]
@@ -56,7 +55,7 @@ class Cut(NamedTuple):
 
     @property
     def true(self) -> float:
-        """What the explained number lost."""
+        """The loss of the explained number."""
         return self.before - self.without
 
 
@@ -73,21 +72,21 @@ def cut_edges(
     """Run one example without edges.
 
     Args:
-        method: what estimates effects, of the model.
+        method: estimates effects on the model.
         inputs: the example, a batch of one.
-        target: what is explained, in Captum's forms.
-        edges: those that are cut.
-        label: what a class or token is called, by its index and what the model returned.
+        target: the explained output, in Captum's forms.
+        edges: the edges to cut.
+        label: returns the name of a class or token, by its index and the model's output.
         additional: further arguments of the model. Default: None.
-        replace: what comes in place of messages, as in :func:`~captum_ssm.knock_out`.
-            Default: None, nothing.
+        replace: the replacement of messages, as in :func:`~captum_ssm.knock_out`. Default: None,
+            nothing.
 
     Returns:
         The prediction with and without the edges, and their effect, estimated and true.
 
     Raises:
-        CaptumSSMError: as :func:`~captum_ssm.knock_out` and
-            :meth:`EdgeEffects.attribute <captum_ssm.EdgeEffects.attribute>` do.
+        CaptumSSMError: as :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute
+            <captum_ssm.EdgeEffects.attribute>`.
 
     Example:
         >>> import torch

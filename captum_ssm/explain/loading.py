@@ -1,4 +1,4 @@
-"""The model that is to be explained, and what its inputs are made with."""
+"""Loading the model to explain, and its tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .image_inputs import for_vim, processed, scene, side_of
 #: Makes images (B, C, H, W), as the model wants them, of files.
 Prepare = Callable[[Sequence[Path]], Tensor]
 
-#: What a folder's configuration ends in, and the class of transformers that loads it.
+#: Endings of the class in a configuration, and the class of transformers that loads it.
 _KINDS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -38,13 +38,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is, and what may be done to load it.
+    """The place of a model, and permissions to load it.
 
     Attributes:
-        name: the bundled model, a folder of transformers or of ``captum-ssm-bench train``, a file
-            of Vision Mamba's or VMamba's weights, or with ``hub`` a name on the Hugging Face hub.
-        tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's
-            own.
+        name: the bundled model, a folder of transformers or ``captum-ssm-bench train``, a file of
+            Vision Mamba's or VMamba's weights, or with ``hub`` a name on the hub.
+        tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's.
         hub: whether it may be fetched. Default: False.
         trust_remote_code: whether Python files beside the weights may be run. Default: False.
 
@@ -61,22 +60,21 @@ class Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers is told."""
+        """Arguments for transformers."""
         return {"local_files_only": not self.hub, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model in evaluation mode, with its tokenizer, or what prepares its images.
+    """A model in evaluation mode, with its tokenizer or image processor.
 
     Attributes:
         model: the model.
         tokenizer: for texts, or None. Default: None.
         prepare: for images, or None. Default: None.
         is_language: whether it predicts the next token. Default: False.
-        is_dense: whether it answers for every pixel. Default: False.
-        labels: the names of its classes, where its configuration does not hold them; or None.
-            Default: None.
+        is_dense: whether it predicts every pixel. Default: False.
+        labels: the names of its classes, if its configuration lacks them. Default: None.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -93,11 +91,11 @@ class Loaded:
     labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
-        """The same on a device, in a precision.
+        """Move the model to a device and a precision; return itself.
 
         Args:
             device: name of the device, such as ``"cuda:0"``.
-            dtype: name of a dtype of torch; ``"auto"`` leaves that of the file.
+            dtype: name of a dtype of torch; ``"auto"`` keeps the file's.
         """
         try:
             self.model.to(device)
@@ -115,17 +113,17 @@ class Loaded:
 
 
 def load(source: Source) -> Loaded:
-    """The model; nothing is fetched unless ``source.hub``.
+    """Load the model; nothing is fetched unless ``source.hub``.
 
     Returns:
-        The model with what reads its inputs.
+        The model with its tokenizer or image processor.
 
     Raises:
         DataNotFoundError: when there is no such model, folder or file.
-        OptionError: when the folder holds none of a language model, a classifier and a model that
+        OptionError: when the folder holds neither a language model, a classifier nor a model that
             segments images.
-        CheckpointError: when its configuration and its weights make no model, or when weights are
-            missing, in whose place transformers would put random ones.
+        CheckpointError: when its configuration and weights do not fit, or weights are missing,
+            which transformers would fill at random.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -151,7 +149,7 @@ def load(source: Source) -> Loaded:
 
 
 def _is_trained_here(folder: Path) -> bool:
-    """Whether a folder holds a classifier that ``captum-ssm-bench train`` has written."""
+    """Return True if a folder holds a classifier written by ``captum-ssm-bench train``."""
     with suppress(CaptumSSMError, OSError):  # of folders of others
         named = read_config(folder).get("architectures")
         return any(named == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
@@ -190,7 +188,7 @@ class SentenceClassifier(nn.Module):
         self.model, self._reader = model, reader
 
     def forward(self, ids: Tensor) -> Tensor:
-        """What the model says of the classes, (B, 2).
+        """Return the logits of the classes, (B, 2).
 
         Args:
             ids: words and mark (B, L).
@@ -202,7 +200,7 @@ class _Sentences:
     """The tokenizer of a bundled classifier of sentences.
 
     Args:
-        reader: what it reads of a text.
+        reader: encodes texts.
     """
 
     def __init__(self, reader: TextReader) -> None:
@@ -242,7 +240,7 @@ def _of_transformers(source: Source) -> Loaded:
         )
     kind, auto = found
     remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
-    # asked for by name: other packages exchange what the Auto classes of transformers return
+    # asked for by name: other packages replace the models of transformers' Auto classes
     model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
     with naming(f"{source.name}: its configuration and its weights make no model"):
         # weights of another shape would be refused as well, but not named
@@ -263,7 +261,7 @@ def _of_transformers(source: Source) -> Loaded:
 
 
 def _tokenizer(transformers: Any, source: Source) -> Any:
-    """The tokenizer; that of a model made by captum-ssm-bench train is a list of words."""
+    """Return the tokenizer; for models of captum-ssm-bench train a list of words."""
     where = source.name if source.tokenizer is None else source.tokenizer
     folder = Path(where)
     words = folder / VOCABULARY

@@ -41,19 +41,19 @@ def under_rules(
     rules: Sequence[Rule] | None,
     baselines: str | None,
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """The methods by name, LatimFlow under each of several rules, and their options.
+    """Return the methods by name, LatimFlow under each of several rules, and their options.
 
     Args:
         methods: the classes.
         rules: the rules of LatimFlow; None for its own.
-        baselines: what methods that take baselines are given: ``"mean"`` or a number as text; None
-            for nothing.
+        baselines: for methods that take baselines, ``"mean"`` or a number as text; None for
+            nothing.
 
     Returns:
         The classes and their options, as :func:`captum_ssm.compare` takes them.
 
     Raises:
-        OptionError: when none of the methods takes what was given.
+        OptionError: when none of the methods takes an option.
 
     Example:
         >>> from captum_ssm import LatimFlow

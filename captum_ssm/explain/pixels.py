@@ -1,4 +1,4 @@
-"""Which pixels of an answer are explained, from what the user named."""
+"""The explained pixels of a dense prediction, from the user's choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models.image_files import read_image
 if TYPE_CHECKING:
     from .loading import Loaded
 
-#: From this mean of its colours on, of 0 to 255, a pixel of a mask is light.
+#: From this mean of its colors on, of 0 to 255, a pixel of a mask is light.
 _LIGHT = 128
 
 
@@ -28,19 +28,19 @@ def over_pixels(
     mask: Path | None = None,
     pixel: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """What is explained: the model, or if it answers for every pixel means over some of them.
+    """Return the function to explain: the model, or means over some pixels of a dense model.
 
     Args:
         loaded: the model.
-        inputs: what it reads.
-        mask: image file whose light pixels count, once it is scaled to the model's answer. Default:
-            None, ``pixel`` counts.
-        pixel: row and column of the only pixel of its answer that counts. Default: None, those
-            that the model gives to the class.
+        inputs: its inputs.
+        mask: image file whose light pixels count, scaled to the model's output. Default: None,
+            ``pixel`` counts.
+        pixel: row and column of the only pixel that counts. Default: None, the pixels that the
+            model assigns to the class.
 
     Raises:
         OptionError: when the model has one answer for an image, or mask or pixel do not fit.
-        DataError: when the file is no image.
+        DataError: when the file is not an image.
     """
     if not loaded.is_dense:
         if mask is not None or pixel is not None:

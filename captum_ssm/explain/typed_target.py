@@ -1,4 +1,4 @@
-"""What is explained, from what the user typed."""
+"""Targets, from the user's text."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
     known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
     raise OptionError(
-        f"{option} {text!r} is no number and none of the classes ({known}). Give a class's number, "
-        "or name the classes by --labels."
+        f"{option} {text!r} is neither a number nor one of the classes ({known}). Give a "
+        "class's number, or name the classes by --labels."
     )

@@ -1,4 +1,4 @@
-"""The successor of Captum Insights: examples, what models predict for them, and why.
+"""The successor of Captum Insights: examples, models' predictions, and their explanations.
 
 A script written for Captum 0.8 runs with ``captum.insights`` replaced by ``captum_ssm.insights`` in
 its imports, or unchanged after :func:`install_alias`.

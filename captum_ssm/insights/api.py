@@ -1,4 +1,4 @@
-"""What the page can ask for, and what it is sent."""
+"""Requests of the page and their answers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Api:
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked for.  Questions wait for each other, so that choices do not mix.
+        """Answer a request of the page, one at a time, so choices do not mix.
 
         Args:
             question: ``"config"``, ``"examples"``, ``"relevance"``, ``"cut"`` or
                 ``"flow"``.
-            request: what the page sent with it.
+            request: the page's arguments.
         """
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
@@ -142,7 +142,7 @@ class Api:
         example, model, target = self._asked(request)
         layer, *ends = (request.get(key) for key in ("layer", "from", "to"))
         if not isinstance(layer, str):
-            raise OptionError(f"layer={layer!r} is no name of a layer.")
+            raise OptionError(f"layer={layer!r} is not a name of a layer.")
         source, receiver = map(_position, ends)
         edges = Edges(layer, source, receiver)
         cut = self._visualizer.cut
@@ -161,7 +161,7 @@ class Api:
         if type(model) is not int or not 0 <= model < len(visualizer.models):
             raise OptionError(f"model={model!r} is none of the {len(visualizer.models)} models.")
         if type(target) is not int or not 0 <= target < len(visualizer.classes):
-            raise OptionError(f"target={target!r} is no class.")
+            raise OptionError(f"target={target!r} is not a class.")
         return self._shown[identity], model, target
 
     def _view(self, example: DatasetExample, index: int) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ def _position(given: Any) -> int:
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:
-    """The choices on the page; what is left out has its default."""
+    """Return the choices on the page, with defaults for missing ones."""
     given = request.get("filter", {})
     if not isinstance(given, Mapping):
         raise OptionError("filter must be an object.")

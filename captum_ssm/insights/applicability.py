@@ -1,4 +1,4 @@
-"""Which methods fit a model and its inputs, by rules alone: nothing is run to find out."""
+"""Rules for the methods that fit a model and its inputs; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..tracing import find_mixers, find_model
 
 
 def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-    """Why a method cannot explain a model on such inputs, or None if it can.
+    """Return the reason why a method cannot explain a model on such inputs; None if it can.
 
     Args:
         method: the class of the method.
-        model: what it would explain.
-        inputs: what the model is given, one tensor per feature, each a batch.
+        model: the model.
+        inputs: the model's inputs, one tensor per feature, each a batch.
     """
     if issubclass(method, SSMAttribution):
         return _of_mixers(model, inputs)

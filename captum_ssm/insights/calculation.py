@@ -1,4 +1,4 @@
-"""What a model predicts for one example, and what a method says of it."""
+"""Predictions of models, and methods' explanations of one example."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ _CERTAIN = 100.0
 
 
 class Prediction(NamedTuple):
-    """What a model says of an example.
+    """A model's prediction for an example.
 
     Attributes:
-        scores: its likeliest classes, likeliest first; empty where the output names no class.
-        output: what the model returned, (1, ...).
-        grid: height and width of the grid of patches that it cut an image into. Default: None,
-            there is none.
+        scores: the likeliest classes first; empty if the output has no classes.
+        output: the model's output, (1, ...).
+        grid: height and width of an image's grid of patches. Default: None, no grid.
     """
 
     scores: list[OutputScore]
@@ -57,30 +56,29 @@ class Prediction(NamedTuple):
     grid: tuple[int, int] | None = None
 
     def target(self, index: int) -> Any:
-        """Captum's target of a class: of a sequence's output, that of its last position."""
+        """Return Captum's target of a class, at the last position of a sequence."""
         if self.output.numel() == 1:
             return None
         return (-1, index) if self.output.dim() == 3 else index
 
 
 class VisualizationOutput(NamedTuple):
-    """What one model and one method say of an example.
+    """The displayed prediction and explanation of one example by one model and method.
 
     Attributes:
-        feature_outputs: what is shown of each feature.
-        actual: the class the example is labelled with, or None.
+        feature_outputs: the display of each feature.
+        actual: the example's label, or None.
         predicted: the likeliest classes, likeliest first.
-        active_index: the class that the relevance is of; None where it is of none.
-        model_index: which of the models.
-        roles: of a text, the relevance of each word by what it did, from -100 to 100, where the
-            method's rule tells it; 100 is the largest of all roles. Default: empty.
-        rasters: of each feature that is an image, its relevance as ``"patches"``, where the model
-            has some, and as ``"pixels"``, where the method tells them apart; nothing of others.
-            Default: empty.
+        active_index: the explained class, or None.
+        model_index: number of the model.
+        roles: for a text, the relevance of each word by role, if the method's rule has roles, from
+            -100 to 100, the largest of all roles. Default: empty.
+        rasters: for each image feature, its relevance as ``"patches"`` and ``"pixels"``, as far as
+            the model and the method have them. Default: empty.
         method: the method, with the arguments that are set. Default: ``""``.
-        method_index: which of the methods that are shown. Default: 0.
-        sum: what the relevance should add up to, and does, of a method that promises a sum.
-            Default: None.
+        method_index: number of the method. Default: 0.
+        sum: the wanted and the actual sum of relevance, of a method that promises a sum. Default:
+            None.
     """
 
     feature_outputs: list[FeatureOutput]
@@ -113,7 +111,7 @@ class AttributionCalculation:
         self.use_label_for_attr = use_label_for_attr
 
     def transformed(self, example: DatasetExample) -> tuple[Tensor, ...]:
-        """What the models are given: the inputs after each feature's transforms."""
+        """Return the models' inputs, after each feature's transforms."""
         if len(example.inputs) != len(self.features):
             raise InputError(
                 f"features has {len(self.features)} entries, but the examples have "
@@ -126,7 +124,7 @@ class AttributionCalculation:
         )
 
     def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What each transformed input is held against, one for each example."""
+        """Return the baseline of each transformed input, one for each example."""
         return tuple(
             _applied(feature.baseline_transforms[:1], tensor).expand_as(tensor)
             if feature.baseline_transforms
@@ -135,7 +133,7 @@ class AttributionCalculation:
         )
 
     def predict(self, model: Any, inputs: tuple[Tensor, ...], additional: Any) -> Prediction:
-        """What a model says of transformed inputs."""
+        """Return a model's prediction for transformed inputs."""
         patches = patches_of(model, inputs)
         with torch.no_grad(), nullcontext() if patches is None else patches.watch():
             output = _output(model, inputs, additional)
@@ -183,10 +181,9 @@ class AttributionCalculation:
         name: str,
         arguments: Mapping[str, Any],
     ) -> tuple[tuple[Tensor, ...], Sums | None]:
-        """What a method says of transformed inputs, one tensor for each, and its sums.
+        """Return a method's relevance of transformed inputs, one tensor for each, and its sums.
 
-        It is of the input's shape; by a method that tells no pixels of an image apart it is of the
-        patches, (1, h, w).
+        It has the input's shape, or (1, h, w) patches of an image from a method without pixels.
         """
         if (reason := self.obstacle(name, model, inputs)) is not None:
             raise OptionError(f"{name} does not fit this model: {reason}.")
@@ -247,7 +244,7 @@ class AttributionCalculation:
             return []
 
     def cut(self, model: Any, example: DatasetExample, target: int, edges: Edges) -> Cut:
-        """What a model predicts of a text without messages between its words."""
+        """Return a model's predictions for a text with and without messages between its words."""
         ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None
 
@@ -257,7 +254,7 @@ class AttributionCalculation:
         return cut_edges(method, ids, asked, edges, label, additional=additional)
 
     def flow(self, model: Any, example: DatasetExample, target: int) -> Flow:
-        """What runs through a model's layers from the words of a text to a class."""
+        """Return the flow through a model's layers from the words of a text to a class."""
         return flow_of(model, *self._text(model, example, target), example.additional)
 
     def _text(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
@@ -271,7 +268,7 @@ class AttributionCalculation:
     def _options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any
     ) -> dict[str, Any]:
-        """A method's options, with what the features and the inputs say of them."""
+        """Return a method's options, completed from the features and the inputs."""
         accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
         chosen = parameters_of(name).parse(arguments)
         if unknown := set(chosen) - (set(accepted) - _GIVEN):
@@ -291,7 +288,7 @@ class AttributionCalculation:
         """A class by its name, as a target of the form of another."""
         if label not in self.classes:
             raise OptionError(
-                f"contrast={label!r} is no class, and none of {', '.join(CONTRASTS)}. Use one."
+                f"contrast={label!r} is neither a class nor one of {', '.join(CONTRASTS)}. Use one."
             )
         index = list(self.classes).index(label)
         return (*target[:-1], index) if isinstance(target, tuple) else index
@@ -323,16 +320,16 @@ def explanation(
     filtered: bool = False,
     method_index: int = 0,
 ) -> VisualizationOutput | None:
-    """What a model and a method make of an example.
+    """Explain an example by a model and a method.
 
     Args:
         calculation: holds models and features.
         config: names the method and its arguments, and the filter.
         example: a batch of one.
-        model_index: which of the models.
-        target: the class to explain. Default: None, the one that this model predicts.
+        model_index: number of the model.
+        target: the class to explain. Default: None, the model's prediction.
         filtered: return None if the example does not pass the filter. Default: False.
-        method_index: which of the methods. Default: 0, the first.
+        method_index: number of the method. Default: 0, the first.
     """
     model = calculation.models[model_index]
     name, arguments = config.methods[method_index]

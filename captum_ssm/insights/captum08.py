@@ -1,4 +1,4 @@
-"""Captum's own Insights: ours under its name, and our methods in that of Captum 0.8."""
+"""Captum's own Insights: this package's under Captum's name, and its methods in Captum 0.8."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _MODULES = (
 
 
 def install_alias() -> None:
-    """Lets ``import captum.insights`` find :mod:`captum_ssm.insights`, for this process.
+    """Let ``import captum.insights`` find :mod:`captum_ssm.insights`, for this process.
 
-    A Captum that has an Insights of its own (0.8) keeps it.
+    Captum 0.8 keeps its own Insights.
 
     Example:
         >>> import importlib.util
@@ -62,13 +62,13 @@ def install_alias() -> None:
 
 
 def register_with_captum() -> list[str]:
-    """Adds the methods of this package to ``captum.insights``, which Captum has up to 0.8.
+    """Add the methods of this package to ``captum.insights``, which Captum has up to 0.8.
 
     Returns:
         Their names, under which its page offers them.
 
     Raises:
-        OptionError: where Captum has no Insights of its own.
+        OptionError: if Captum has no Insights.
 
     Example:
         Where Captum 0.8, flask and flask-compress are installed:
@@ -99,10 +99,7 @@ def register_with_captum() -> list[str]:
 
 
 def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
-    """The method, not to be handed the baselines of features: zeros, which are ids as well.
-
-    Captum 0.8 hands them to all methods whose signature names them.
-    """
+    """Return the method without ``baselines``: Captum 0.8 would pass zeros, which are ids."""
     if "baselines" not in inspect.signature(method.attribute).parameters:
         return method
 

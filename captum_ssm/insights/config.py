@@ -1,8 +1,8 @@
-"""What arguments of a method may be: each kind has a default, says what it is, and reads a value.
+"""Kinds of arguments of a method: each has a default, a description, and reads a value.
 
-The names are those of ``captum.insights.attr_vis.config``, so that a script that adds a method of
-its own to the tables still can; :class:`BaselinesConfig`, :class:`BoolConfig`,
-:class:`ContrastConfig` and :class:`TupleConfig` are new.
+The names are the same as in ``captum.insights.attr_vis.config``, so scripts that add a method to
+the tables still work. :class:`BaselinesConfig`, :class:`BoolConfig`, :class:`ContrastConfig` and
+:class:`TupleConfig` are new.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NumberConfig(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it must be an integer."""
+        """Return True if it must be an integer."""
         return not any(isinstance(number, float) for number in (self.value, *self.limit))
 
     def parse(self, name: str, value: Any) -> float:
@@ -63,10 +63,10 @@ class StrEnumConfig(NamedTuple):
 
 
 class BaselinesConfig(NamedTuple):
-    """What relevance by a method of this package is in comparison with.
+    """The baselines of a method of this package.
 
     Attributes:
-        value: the default. Default: None, what suits the method's rule.
+        value: the default. Default: None, the default of the method's rule.
         limit: the words that the page offers. Default: None, the mean, and zero.
     """
 
@@ -75,17 +75,17 @@ class BaselinesConfig(NamedTuple):
     type: str = "enum"
 
     def parse(self, name: str, value: Any) -> Any:
-        """The word, or zero for its word. What a script passes is the method's to judge."""
+        """Return zero for its word, else the word; the method checks a script's value."""
         return 0.0 if isinstance(value, str) and value == "0" else value
 
 
 class ContrastConfig(NamedTuple):
-    """What a class is held against: a word that contrasts have, or another class by its name.
+    """The contrast of a class: a contrast's name, or another class by its name.
 
     Attributes:
         value: the default. Default: None, nothing.
-        limit: the words, and None. A class that is called like one of them cannot be named.
-            Default: None alone.
+        limit: the words, and None; a class with the name of one cannot be named. Default: None
+            alone.
     """
 
     value: str | None = None
@@ -108,7 +108,7 @@ class StrConfig(NamedTuple):
     type: str = "string"
 
     def parse(self, name: str, value: Any) -> Any:
-        """The text. What a script passes in place of one is the method's to judge."""
+        """Return the text; the method checks other values."""
         return value
 
 
@@ -172,8 +172,7 @@ class ConfigParameters(NamedTuple):
     Attributes:
         params: their kinds, by name.
         help_info: a line about the method. Default: None.
-        post_process: by name, what makes of a value that was read what the method is given.
-            Default: None, nothing.
+        post_process: by name, a function that converts a value for the method. Default: None, none.
     """
 
     params: Mapping[str, Config]
@@ -181,9 +180,9 @@ class ConfigParameters(NamedTuple):
     post_process: Mapping[str, Callable[[Any], Any]] | None = None
 
     def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the method is given: those arguments that it has kinds for are read and checked.
+        """Return the method's arguments: values of known kinds are read and checked.
 
-        One that is not given has its default; None says that the method's own is to hold.
+        A missing value has its default; None means the method's own default.
         """
         final = self.post_process or {}
         read = dict(given)

@@ -113,11 +113,11 @@ def _labels(labels: Any, size: int) -> list[int | None]:
 
 
 class Pages:
-    """Goes through a dataset page by page, and after its end from the beginning again.
+    """Read a dataset page by page, and after its end from the beginning again.
 
     Args:
-        dataset: batches.  An iterator can be gone through only once: after its end, the last
-            :data:`KEPT` examples are shown again.
+        dataset: batches. After the end of an iterator, the last :data:`KEPT` examples are shown
+            again.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
@@ -193,10 +193,10 @@ class Found(Generic[Seen]):
     """The examples that passed the filter.
 
     Attributes:
-        examples: each with what the views that it passed for show of it.
-        searched: how many examples were run.
-        ended: whether the end of the dataset was met.
-        labelled: how many of those that were run have a label.
+        examples: each with its views that passed.
+        searched: number of examples that were run.
+        ended: whether the end of the dataset was reached.
+        labelled: number of examples with a label, of those that were run.
     """
 
     examples: list[tuple[DatasetExample, list[Seen]]]
@@ -212,14 +212,14 @@ def search(
     view: Callable[[DatasetExample, int], Seen | None],
     again: bool = False,
 ) -> Found[Seen]:
-    """Goes on through a stream until enough examples passed, or the dataset ends.
+    """Search a stream until enough examples passed, or the dataset ends.
 
     Args:
         stream: the examples.
-        count: how many are enough.
-        views: how many views of an example there are: models, each by each method.
-        view: what the view of an index shows of an example; None if it does not pass.
-        again: begin where the last search began. Default: False, where it ended.
+        count: number of examples wanted.
+        views: number of views of an example: models times methods.
+        view: returns an example's view by index; None if it does not pass.
+        again: begin at the start of the last search. Default: False, at its end.
     """
     found: list[tuple[DatasetExample, list[Seen]]] = []
     searched = labelled = 0

@@ -1,4 +1,4 @@
-"""Features: what the inputs of a model are, and how each is shown."""
+"""Features: the inputs of a model, and their display."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Transforms = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
 
 class FeatureOutput(NamedTuple):
-    """What is shown of one feature of one example.
+    """The display of one feature of one example.
 
     Attributes:
         name: of the feature.
@@ -38,13 +38,12 @@ class BaseFeature:
     """Base of all features; a new one defines ``visualization_type`` and ``visualize``.
 
     Args:
-        name: what it is called, such as ``"Photo"``.
-        baseline_transforms: made of a transformed input, without its batch dimension, its baseline;
-            of several the first is used. None stands for zeros.
-        input_transforms: applied one after the other to an input, without its batch dimension,
-            before the model is given it. None stands for none.
-        visualization_transform: applied to the input as it comes from the dataset before it is
-            shown. None stands for none.
+        name: its name, such as ``"Photo"``.
+        baseline_transforms: convert a transformed input, without its batch dimension, to its
+            baseline; the first of several is used. None means zeros.
+        input_transforms: convert an input, without its batch dimension, to the model's input, one
+            after the other. None means none.
+        visualization_transform: converts the dataset's input for display. None means none.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class BaseFeature:
 
     @staticmethod
     def visualization_type() -> str:
-        """How it is shown; one of the types of :class:`FeatureOutput`."""
+        """Return the type of its display, one of the types of :class:`FeatureOutput`."""
         raise NotImplementedError
 
     def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
-        """What is shown of an example.
+        """Return the display of an example.
 
         Args:
             attribution: the relevance of the transformed input, a batch of one.
@@ -79,15 +78,15 @@ class BaseFeature:
 
 
 class ImageFeature(BaseFeature):
-    """An image (1, C, H, W): red, green and blue, or shades of grey.
+    """An image (1, C, H, W): red, green and blue, or shades of gray.
 
     Args:
-        name: what it is called.
+        name: its name.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
         visualization_transform: see :class:`BaseFeature`. Default: None.
 
     Raises:
-        InputError: when what is to be shown is no image.
+        InputError: when the input to show is not an image.
 
     Example:
         >>> import torch
@@ -120,11 +119,11 @@ class TextFeature(BaseFeature):
     """A text: token ids (1, L), or embeddings, whose relevance is summed over features.
 
     Args:
-        name: what it is called.
+        name: its name.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
-        visualization_transform: makes of the ids the words; of :class:`~captum_ssm.viz.Tokens`,
-            as in ``lambda ids: Tokens.of(tokenizer, ids[0])``, parts of a word are joined. None
-            leaves the numbers.
+        visualization_transform: converts ids to words; with :class:`~captum_ssm.viz.Tokens`, as in
+            ``lambda ids: Tokens.of(tokenizer, ids[0])``, parts of a word are joined. None keeps the
+            numbers.
 
     Example:
         >>> import torch
@@ -154,7 +153,7 @@ class GeneralFeature(BaseFeature):
     """Numbers (1, C), one for each of several categories.
 
     Args:
-        name: what it is called.
+        name: its name.
         categories: the names of the numbers, in their order.
 
     Raises:
@@ -196,7 +195,7 @@ class EmptyFeature(BaseFeature):
     """An input that is not shown.
 
     Args:
-        name: what it is called. Default: ``"empty"``.
+        name: its name. Default: ``"empty"``.
         baseline_transforms, input_transforms, visualization_transform: see :class:`BaseFeature`.
             Default: None.
 

@@ -1,4 +1,4 @@
-"""Files as examples: texts and images, labelled by the folders they are in."""
+"""Files as examples: texts and images, with their folders' names as labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vocabularies import check_tokenizers
 
 
 def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
-    """The names of a model's classes; for a language model, those of its vocabulary."""
+    """Return the names of a model's classes; for a language model its vocabulary."""
     config = getattr(loaded.model, "config", None)
     if names is None and loaded.labels is not None:
         return list(loaded.labels)
@@ -78,7 +78,7 @@ class TextFiles:
 
     @property
     def feature(self) -> TextFeature:
-        """How a text is shown: token by token."""
+        """The display of a text: token by token."""
         return TextFeature("Text", None, None, lambda ids: Tokens.of(self._codecs[0], ids[0]))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -104,7 +104,7 @@ class Images:
 
     @property
     def feature(self) -> ImageFeature:
-        """How an image is shown: as the models see it."""
+        """The display of an image: the models' input."""
         return ImageFeature("Image", None, None)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -112,7 +112,7 @@ class Images:
             image, *others = (each.prepared([file]) for each in self._loaded)
             if not all(torch.equal(image, other) for other in others):
                 raise OptionError(
-                    "the models want images of different sizes or colours. Show them one by one."
+                    "the models want images of different sizes or colors. Show them one by one."
                 )
             yield Batch(image.to(self._device), _label(label))
 
@@ -128,7 +128,7 @@ def _label(label: int | None) -> Any:
 def _labelled(
     path: Path, suffixes: Sequence[str], classes: Sequence[str]
 ) -> list[tuple[Path, int | None]]:
-    """Files of a folder, then those of the folders in it with the class that is their name."""
+    """Return files of a folder, then files of its inner folders, whose names are classes."""
     top = existing_folder(path, f"files that end in {', '.join(suffixes)}")
     numbers = {name: number for number, name in enumerate(classes)}
     labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]

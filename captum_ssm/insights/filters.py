@@ -1,4 +1,4 @@
-"""Which examples are shown, and by which method."""
+"""Choice of the examples to show, and of the method."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_BESIDE = 3
 
 
 class OutputScore(NamedTuple):
-    """A class, and how likely a model finds it.
+    """A class, and its score by a model.
 
     Attributes:
-        score: what ``score_func`` makes of the model's output.
+        score: the result of ``score_func`` for the model's output.
         index: of the class.
         label: its name.
     """
@@ -34,20 +34,20 @@ class OutputScore(NamedTuple):
 
 
 class FilterConfig(NamedTuple):
-    """What is shown.
+    """The choices of a user.
 
     Attributes:
         attribution_method: the method's name. Default: ``"Integrated Gradients"``.
         attribution_arguments: its arguments. Default: {}; those left out have their defaults.
         prediction: ``"all"``, ``"correct"`` or ``"incorrect"``; an example without a label is
             neither of the latter. Default: ``"all"``.
-        classes: names of the classes one of which must be the predicted one. Default: [], any.
-        num_examples: how many examples at a time. Default: 4.
+        classes: names of the accepted predictions. Default: [], any.
+        num_examples: number of examples at a time. Default: 4.
         beside: further methods, each its name and its arguments, shown beside the first.
             Default: (), none.
 
     Raises:
-        OptionError: when it is given to a visualizer and something in it is not known.
+        OptionError: when a visualizer does not know one of the choices.
 
     Example:
         >>> from captum_ssm.insights import FilterConfig
@@ -71,7 +71,7 @@ class FilterConfig(NamedTuple):
         return [first, *((name, arguments) for name, arguments in self.beside)]
 
     def checked(self, classes: Sequence[str]) -> FilterConfig:
-        """The same, with the method's name as it is listed; raises for what is not known.
+        """Return the same with the method's listed name; raise for unknown choices.
 
         Args:
             classes: the names of all classes.
@@ -112,11 +112,11 @@ class FilterConfig(NamedTuple):
         return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
-        """Whether an example is to be shown.
+        """Return True if an example is to be shown.
 
         Args:
-            predicted: what a model predicts, likeliest first; empty where that is no class.
-            actual: the class it is labelled with.
+            predicted: a model's predictions, likeliest first; empty without classes.
+            actual: its label.
         """
         best = predicted[0] if predicted else None
         if self.classes and (best is None or best.label not in self.classes):

@@ -16,11 +16,11 @@ _FOLLOWED = 24
 
 
 class Flow(NamedTuple):
-    """What runs through a model's layers on the way to a class.
+    """The flow of relevance through a model's layers to a class.
 
     Attributes:
-        tokens: how many tokens the model read.
-        graph: as :func:`~captum_ssm.viz.html.graph.graph_of` tells a page.
+        tokens: number of tokens that the model read.
+        graph: the result of :func:`~captum_ssm.viz.html.graph.graph_of`.
     """
 
     tokens: int
@@ -28,7 +28,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -> Flow:
-    """What runs through a model's layers on the way to a class."""
+    """Return the flow of relevance through a model's layers to a class."""
     subject = find_subject(model, None, None, None, None)
     example = ShownExample(ids, target, additional, None)
     known = outline(subject, example)

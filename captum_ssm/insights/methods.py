@@ -1,7 +1,7 @@
 """The methods that the page offers, and their arguments.
 
-The names of the tables are those of ``captum.insights.attr_vis.config``.  A script may add a method
-of its own: its class to :data:`ATTRIBUTION_NAMES_TO_METHODS`, and what may be set to
+The tables have the same names as in ``captum.insights.attr_vis.config``. A script may add a method:
+its class to :data:`ATTRIBUTION_NAMES_TO_METHODS`, and its arguments to
 :data:`ATTRIBUTION_METHOD_CONFIG`.
 """
 
@@ -49,7 +49,7 @@ _APPROXIMATIONS = (
 )
 _AT_A_TIME = NumberConfig(1, (1, 100))
 
-#: Of Captum's methods, what may be set on the page.
+#: Arguments of Captum's methods on the page.
 _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
     IntegratedGradients: {
         "n_steps": NumberConfig(25, (2, None)),
@@ -78,12 +78,12 @@ def _kind(option: Option) -> Config:
     return BoolConfig(option.default) if isinstance(option.default, bool) else TupleConfig()
 
 
-#: What the rules of a method tell, where it has some.
+#: Help on the rules of a method.
 _RULES = "By rule centered: what mattered. By rule frozen: whose content was moved."
 
 
 def _parameters(entry: Entry) -> ConfigParameters:
-    """What may be set of a method of this package, and what it says."""
+    """Return the page's arguments of a method of this package, and its description."""
     kinds = {option.name: _kind(option) for option in entry.options}
     says = entry.says[0].upper() + entry.says[1:] + "."
     return ConfigParameters(kinds, f"{says} {_RULES}" if "rule" in kinds else says)
@@ -130,7 +130,7 @@ DEFAULTS_FROM_INPUTS: dict[str, Callable[[tuple[Tensor, ...]], dict[str, object]
 
 
 def parameters_of(name: str) -> ConfigParameters:
-    """What may be set of a method; nothing where the tables do not say."""
+    """Return the page's arguments of a method; none without an entry in the tables."""
     return ATTRIBUTION_METHOD_CONFIG.get(name, ConfigParameters({}))
 
 

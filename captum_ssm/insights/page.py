@@ -1,4 +1,4 @@
-"""The page of Insights: asked for part by part from a server, or whole, with what it shows."""
+"""The page of Insights: served part by part, or whole with its examples."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]
 
 
 def as_given(found: Tensor, given: Tensor) -> Tensor:
-    """Relevance in the shape of the input; that of patches is spread over their pixels."""
+    """Return relevance in the shape of the input, with patches spread over their pixels."""
     of_patches = given.dim() == 4 and found.dim() == 3
     return spread_over_image(found, given) if of_patches else found
 
 
 def patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:
-    """What finds the patches that a model cuts an image into; None where it knows no tokens."""
+    """Return a finder of the patches of an image; None if the model has no tokens."""
     if len(inputs) != 1 or inputs[0].dim() != 4:
         return None
     try:

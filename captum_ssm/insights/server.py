@@ -29,12 +29,12 @@ _SILENCE = 30
 #: Seconds that the end of the server may take.
 _PATIENCE = 0.1
 
-#: By path, what holds no data, and is handed out without a token.
+#: Files without data, served without a token, by path.
 _ASSETS = {f"/{name}": name for name in (*STYLES, *SCRIPTS)}
-#: By the ending of its name, what a file is.
+#: Content types by ending.
 _KINDS = {"css": "text/css", "js": "text/javascript"}
 _HTML = "text/html; charset=utf-8"
-#: By path, how it is asked and what of.
+#: Method and question by path.
 _QUESTIONS = {
     "/api/config": ("GET", "config"),
     "/api/examples": ("POST", "examples"),
@@ -69,7 +69,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port of the server."""
         return self._http.server_port
 
     @property
@@ -105,7 +105,7 @@ class _Http(ThreadingHTTPServer):
         self.server_name, self.server_port = _LOOPBACK, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no error."""
+        """Ignore a browser that went away."""
         if self.debug:
             super().handle_error(request, client_address)
 
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         address = urlsplit(self.path)
         try:
-            content = self._content()  # before any refusal: what is not read breaks the connection
+            content = self._content()  # before any refusal: an unread body breaks the connection
             self._check_origin()
             if method == "GET" and address.path in _ASSETS:
                 return self._send_asset(_ASSETS[address.path])
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     def _check_origin(self) -> None:
-        """Refuse what other sites make a browser send here, also under a name that they own."""
+        """Refuse requests that other sites make a browser send, also under a name that they own."""
         own = {f"{host}:{self.server.server_port}" for host in (_LOOPBACK, "localhost")}
         if self.headers.get("Host", "") not in own:
             raise _Refusal(HTTPStatus.FORBIDDEN, "This page is served to this machine alone.")
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _content(self) -> bytes | None:
-        """What was sent; None where its length is not told, or is none."""
+        """Return the request's body; None if its length is missing or invalid."""
         size = self.headers.get("Content-Length", "")
         known = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
         return self.rfile.read(int(size)) if known else None
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _request(content: bytes | None) -> Mapping[str, Any]:
-    """What the page sent as JSON."""
+    """Return the page's JSON object."""
     if content is None:
         raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or too large.")
     try:

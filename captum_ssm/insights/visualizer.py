@@ -1,4 +1,4 @@
-"""Looking through a dataset, with a method's word on what models predict."""
+"""A visualizer of a dataset, with explanations of models' predictions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RUNNING = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Of a forked process: nobody came along who would open the one that another thread held."""
+    """Replace the lock of a forked process, which another thread may have held."""
     global _RUNNING
     _RUNNING = threading.RLock()
 
@@ -47,28 +47,28 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class AttributionVisualizer:
-    """Shows examples of a dataset, what models predict for them, and why.
+    """Show examples of a dataset, models' predictions, and their explanations.
 
-    The successor of Captum Insights, with its interface.  :meth:`serve` shows a page that only this
-    machine can open, :meth:`render` shows it in a notebook, :meth:`snapshot` makes one file of it,
-    :meth:`visualize` returns what the page shows.  The server runs beside the script and ends with
-    it, or with :meth:`close`, or with the ``with`` that the visualizer is used in.
+    The successor of Captum Insights, with its interface. :meth:`serve` shows a page that only this
+    machine can open, :meth:`render` shows it in a notebook, :meth:`snapshot` writes one file,
+    :meth:`visualize` returns its data. The server ends with the script, :meth:`close`, or a
+    ``with`` of the visualizer.
 
     Args:
         models: a model, or several to be shown side by side.
         classes: the names of the classes, in the order of the model's outputs.
         features: the features, one for each input of the models.
         dataset: batches of examples.
-        score_func: makes of the model's output, (1, classes), the scores that are shown, for
-            example a softmax. Default: None, the output itself.
+        score_func: converts the model's output (1, classes) to the displayed scores, for example a
+            softmax. Default: None, the output itself.
         use_label_for_attr: whether methods are given the class as their target; False for models
             that return one number. Default: True.
 
     Raises:
         OptionError: when there is no model or no feature, or models read vocabularies of different
             sizes.
-        InputError: when the examples are looked through and do not have one input for each
-            feature, or the model has more scores than classes have names.
+        InputError: when examples do not have one input for each feature, or the model has more
+            scores than there are names of classes.
 
     Example:
         >>> import torch
@@ -112,7 +112,7 @@ class AttributionVisualizer:
 
     @property
     def config(self) -> FilterConfig:
-        """What is shown. At first, any example by LatimFlow, or by the first method that fits."""
+        """The choices. At first, any example by LatimFlow, or by the first method that fits."""
         if self._config is None:
             self._config = self._first_config()
         return self._config
@@ -122,9 +122,9 @@ class AttributionVisualizer:
         self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
-        """By method, why each of the models cannot be explained by it, or None if it can.
+        """Return for each method and model the reason why it cannot be explained, or None.
 
-        The inputs are those of the next example; without any example, all methods seem to fit.
+        The inputs come from the next example; without any example, all methods seem to fit.
         """
         calculation = self.attribution_calculation
         with _RUNNING:
@@ -138,7 +138,7 @@ class AttributionVisualizer:
         }
 
     def get_insights_config(self) -> dict[str, Any]:
-        """What can be chosen: classes, methods, their arguments, and which method is chosen."""
+        """Return the choices: classes, methods and their arguments, and the chosen method."""
         return {
             "classes": self.classes,
             "methods": list(ATTRIBUTION_NAMES_TO_METHODS),
@@ -154,34 +154,33 @@ class AttributionVisualizer:
 
     @log_usage()  # type: ignore[untyped-decorator]
     def visualize(self) -> list[list[VisualizationOutput]]:
-        """The next examples that pass the filter, each with what the models that pass make of it.
+        """Return the next examples that pass the filter, each with its explanations.
 
-        Fewer than asked for are returned at the end of the dataset, behind which the next call
-        begins at its start, and where too few pass of as many examples as one call runs; see
-        :data:`~captum_ssm.insights.dataset.MOST_SEARCHED`.
+        Fewer are returned at the end of the dataset, where the next call begins again, and after
+        :data:`~captum_ssm.insights.dataset.MOST_SEARCHED` examples.
         """
         return [outputs for _, outputs in self.search(self.view).examples]
 
     def search(
         self, view: Callable[[DatasetExample, int], Seen | None], again: bool = False
     ) -> Found[Seen]:
-        """Goes on through the dataset until as many examples as asked for pass the filter.
+        """Search the dataset until enough examples pass the filter.
 
         Args:
-            view: what is shown of an example by an index, which counts models, and within them
+            view: returns an example's view by an index, which counts models, and within them
                 methods; None if it does not pass.
-            again: begin where the last search began. Default: False, where it ended.
+            again: begin at the start of the last search. Default: False, at its end.
         """
         with _RUNNING:
             views = len(self.models) * len(self.config.methods)
             return search(self._stream, self.config.num_examples, views, view, again)
 
     def view(self, example: DatasetExample, index: int) -> VisualizationOutput | None:
-        """What a model and a method make of an example, if it passes the filter.
+        """Explain an example by a model and a method, if it passes the filter.
 
         Args:
             example: a batch of one.
-            index: of the model, times the number of methods, plus that of the method.
+            index: number of the model, times the number of methods, plus the method's.
         """
         model, method = divmod(index, len(self.config.methods))
         return self.explain(example, model, filtered=True, method_index=method)
@@ -194,14 +193,14 @@ class AttributionVisualizer:
         filtered: bool = False,
         method_index: int = 0,
     ) -> VisualizationOutput | None:
-        """What a model and a method make of an example.
+        """Explain an example by a model and a method.
 
         Args:
             example: a batch of one.
-            model_index: which of the models.
+            model_index: number of the model.
             target: the class to explain. Default: None, the predicted one.
             filtered: return None if the example does not pass the filter. Default: False.
-            method_index: which of the methods that are shown. Default: 0, the first.
+            method_index: number of the method. Default: 0, the first.
         """
         with _RUNNING:
             return explanation(
@@ -215,16 +214,16 @@ class AttributionVisualizer:
             )
 
     def layers(self) -> list[list[str]]:
-        """By model, the names of the layers in which messages between words can be cut."""
+        """Return for each model the names of the layers whose messages can be cut."""
         return [self.attribution_calculation.layers(model) for model in self.models]
 
     def cut(self, example: DatasetExample, model_index: int, target: int, edges: Edges) -> Cut:
-        """What a model predicts of a text without messages between its words.
+        """Return a model's predictions for a text without messages between its words.
 
         Args:
             example: a batch of one.
-            model_index: which of the models.
-            target: the class that effects are on.
+            model_index: number of the model.
+            target: the class whose effects are measured.
             edges: the messages, as :func:`~captum_ssm.knock_out` takes them.
         """
         with _RUNNING:
@@ -232,11 +231,11 @@ class AttributionVisualizer:
             return self.attribution_calculation.cut(model, example, target, edges)
 
     def flow(self, example: DatasetExample, model_index: int, target: int) -> Flow:
-        """What runs through a model's layers from the words of a text to a class.
+        """Return the flow through a model's layers from the words of a text to a class.
 
         Args:
             example: a batch of one.
-            model_index: which of the models.
+            model_index: number of the model.
             target: the class.
         """
         with _RUNNING:
@@ -244,7 +243,7 @@ class AttributionVisualizer:
 
     @property
     def url(self) -> str:
-        """Where the page is, with the token that opens it."""
+        """The page's address, with the token that opens it."""
         if self._server is None:
             raise OptionError("the visualizer has no page yet. Call serve() or render() first.")
         return self._server.url
@@ -292,21 +291,20 @@ class AttributionVisualizer:
         return server.port
 
     def snapshot(self, path: str | Path | None = None, *, classes: int = 2) -> str:
-        """The page with the examples that it shows now, whole: it needs no server and no network.
+        """Return the page with its present examples, which needs no server and no network.
 
-        It opens from the disk, and in notebooks whose kernel runs elsewhere, where the visualizer
-        shows it as the value of a cell.  Searching on and cutting messages need :meth:`serve`.
+        It opens from the disk, and in notebooks with a remote kernel, as the value of a cell.
+        Searching on and cutting messages need :meth:`serve`.
 
         Args:
-            path: a file to write it to; its folder is made if it is missing. Default: None, none.
-            classes: how many of the likeliest classes of each example are explained, to be chosen
-                from. Default: 2.
+            path: a file to write it to; its folder is created. Default: None, none.
+            classes: number of the likeliest classes of each example to explain. Default: 2.
 
         Returns:
             The HTML.
 
         Raises:
-            OptionError: when classes is no number of at least 1.
+            OptionError: when classes is not an integer of at least 1.
             WriteError: when the file cannot be written.
         """
         from .api import Api
@@ -327,10 +325,10 @@ class AttributionVisualizer:
 
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:
-        """Shows the page in a notebook whose kernel runs on the browser's machine.
+        """Show the page in a notebook whose kernel runs on the browser's machine.
 
-        In others, such as those of Colab or a remote Jupyter, let the visualizer itself be the
-        value of the cell: it shows a :meth:`snapshot`.
+        With a remote kernel, such as Colab's, let the visualizer itself be the value of the cell:
+        it shows a :meth:`snapshot`.
 
         Args:
             debug: as in :meth:`serve`. Default: True.

@@ -34,9 +34,9 @@ def check_sizes(models: Sequence[Any]) -> None:
         filled_up = min(size, wanted) >= _SMALL and abs(size - wanted) < _FILLED_UP
         if size != wanted and not filled_up:
             raise OptionError(
-                f"{first} reads a vocabulary of {wanted} tokens and {name} one of {size}, so that "
-                "a number is not the same word to both. Show models of one tokenizer side by side, "
-                "and the others by a visualizer of their own."
+                f"{first} reads a vocabulary of {wanted} tokens and {name} one of {size}, so a "
+                "number is not the same word to both. Show models of one tokenizer side by side, "
+                "and the others by another visualizer."
             )
 
 

@@ -1,9 +1,9 @@
-"""Measures of explanations: pure functions over tensors, and what gathers them over batches.
+"""Measures of explanations: pure functions over tensors, and classes that gather batches.
 
-Tables and figures that are named here are those of three papers: HA is `The Hidden Attention of
-Mamba Models <https://arxiv.org/abs/2403.01590>`_, UN is `Explaining Modern Gated-Linear RNNs via a
-Unified Implicit Attention Formulation <https://arxiv.org/abs/2405.16504>`_, and LATIM is `LaTIM:
-Measuring Latent Token-to-Token Interactions in Mamba Models <https://arxiv.org/abs/2502.15612>`_.
+Tables and figures are from three papers. HA is `The Hidden Attention of Mamba Models
+<https://arxiv.org/abs/2403.01590>`_. UN is `Explaining Modern Gated-Linear RNNs via a Unified
+Implicit Attention Formulation <https://arxiv.org/abs/2405.16504>`_. LATIM is `LaTIM: Measuring
+Latent Token-to-Token Interactions in Mamba Models <https://arxiv.org/abs/2502.15612>`_.
 """
 
 from .alignment import (

@@ -55,23 +55,23 @@ def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
 def words_of_tokens(
     maps: Tensor, target_words: Sequence[int], source_words: Sequence[int]
 ) -> Tensor:
-    """A map over words made of one over tokens: sums over source, means over target tokens.
+    """Return a map over words from a map over tokens: sums over source, means over target tokens.
 
-    The relevance of a word is that of its tokens together; a translated word is asked about once
-    for each of its tokens (Ferrando et al. 2022)::
+    A source word's relevance is the sum over its tokens, a target word's row the mean over its
+    tokens (Ferrando et al. 2022)::
 
         words[t, s] = mean over the tokens i of t of the sum over the tokens j of s of maps[i, j]
 
     Args:
         maps: (..., T', S') over tokens.
         target_words: the word, from 0, that each target token is a part of; -1 for none.
-        source_words: the same of the source tokens.
+        source_words: the same for source tokens.
 
     Returns:
         (..., T, S); words without a token are rows or columns of 0.
 
     Raises:
-        InputError: when the words are not as many as the tokens, or are no whole numbers from -1.
+        InputError: when the words are not as many as the tokens, or not integers from -1.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def words_of_tokens(
 
 
 class LinkCounts(NamedTuple):
-    """What an alignment error rate is made of, one number per sentence, (B,).
+    """The counts of an alignment error rate, one number per sentence, (B,).
 
     Attributes:
         predicted: ``|A|``.
@@ -294,7 +294,7 @@ def _sample_rates(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _membership(words: Sequence[int], name: str) -> Tensor:
-    """Which token belongs to which word, (tokens, words) of 0 and 1."""
+    """Return each token's word as (tokens, words) of 0 and 1."""
     index = torch.as_tensor(words)
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < -1:
         raise InputError(f"{name}={list(words)!r}: pass a word from 0, or -1, for each token.")

@@ -1,8 +1,8 @@
-"""AMPLIFY: few-shot prompts whose examples say which words matter (HA table 7, UN table 5).
+"""AMPLIFY: few-shot prompts whose examples name important words (HA table 7, UN table 5).
 
-Krishna et al. (2023) take the training examples that a model gets most wrong, have a small proxy
-model's attribution name the words that speak for the right label, and put these in sentences
-between each example and its label.
+Krishna et al. (2023) take the training examples with the most confident errors. A small proxy
+model's attribution names words for the right label, which sentences put between each example and
+its label.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Demonstration:
 
 
 def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor) -> Tensor:
-    """By how much the best wrong class is more probable than the right one, (B,).
+    """Return the probability of the best wrong class less the right one's, (B,).
 
     ::
 
@@ -62,7 +62,7 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
 
     Raises:
         InputError: when there is one class alone.
-        TargetError: when labels are no classes, or not one for each example.
+        TargetError: when labels are not classes, or not one for each example.
 
     Example:
         >>> import torch
@@ -136,11 +136,11 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
 
 
 def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> str:
-    """The demonstrations, each with its rationale and answer, then the open question.
+    """Return the demonstrations, each with its rationale and answer, then the open question.
 
     Args:
         demonstrations: one or more.
-        question: what is asked.
+        question: the question.
 
     Returns:
         The prompt, which ends in ``Answer:``.

@@ -1,9 +1,9 @@
-"""Captum's infidelity and sensitivity_max for sequences: what is changed are whole tokens.
+"""Captum's infidelity and sensitivity_max for sequences, by changes of whole tokens.
 
-Captum's own perturbations add noise to numbers.  Token ids cannot be a little different, and noise
-on padding would be held against a method that rightly ignores it; these adapters remove, replace
-or shake real tokens alone.  They take token ids and embeddings, and attributions of Captum as well
-as of this package.
+Captum's own perturbations add noise to numbers. Token ids cannot change a little, and noise on
+padding would count against a method that rightly ignores it. These adapters remove, replace or
+perturb real tokens only. They take token ids and embeddings, and attributions of Captum and of this
+package.
 
 Shapes: B examples, L tokens, E width; R = B times the draws for each example.
 """
@@ -43,22 +43,21 @@ def token_infidelity(
 ) -> Tensor:
     """Infidelity under the removal of random tokens (Yeh et al. 2019; Captum's infidelity), (B,).
 
-    The expected square of (relevance of the removed tokens) - (what their removal costs the
-    target)::
+    The expected square of the relevance of removed tokens less the target's loss::
 
         E over draws I of (sum over i in I of r[i]  -  (f(x) - f(x without I)))^2
 
-    Relevance must be in the output's units to score well, unless it is normalised.
+    Relevance must be in the output's units to score well, unless it is normalized.
 
     Args:
         method: an attribution, whose forward_func is the function explained.
         inputs: token ids (B, L) or embeddings (B, L, E).
         target: in Captum's forms. Default: None.
         additional_forward_args: further positional arguments of forward_func. Default: None.
-        fill: what takes a removed token's place: an id, or for embeddings a number or vector (E,).
-        attributions: what the method says of inputs, of their shape. Default: None, it is asked.
+        fill: the replacement of removed tokens: an id, or for embeddings a number or vector (E,).
+        attributions: the method's attributions of inputs, of their shape. Default: None, computed.
         mask: tokens that may be removed, (B, L), such as an attention mask. Default: None, all.
-        share: of an example's tokens that each draw removes, at least one. Default: 0.25.
+        share: the share of an example's tokens that each draw removes, at least one. Default: 0.25.
         samples: draws for each example. Default: 10.
         normalize: scale relevance by the factor that fits best, see Captum. Default: False.
         seed: of the draws. Default: 0.
@@ -69,8 +68,8 @@ def token_infidelity(
         (B,); 0 is best.
 
     Raises:
-        InputError: when inputs are no sequence, attributions are not of their shape, or mask
-            leaves an example without a token to remove.
+        InputError: when inputs are not a sequence, attributions differ in shape, or mask leaves an
+            example without a token to remove.
         OptionError: when share, samples, fill or internal_batch_size is not accepted.
 
     Example:

@@ -1,4 +1,4 @@
-"""What every metric asks of its tensors before it counts anything."""
+"""Checks of the tensors that metrics take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..operators.kernels.arithmetic import where_double_is
 
 
 def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
-    """``scores`` in a precision that can be sorted and summed: half precision in float32.
+    """Return ``scores`` in a precision that can be sorted and summed: half precision in float32.
 
     Args:
         scores: finite numbers of any real dtype.
-        name: what the caller calls them.
-        dims: how many dimensions they must have. Default: None, any number.
+        name: their name in errors.
+        dims: the required number of dimensions. Default: None, any number.
     """
     return _finite(_numbers(scores, name, dims), name)
 
@@ -25,13 +25,13 @@ def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
 def masked_scores(
     scores: Any, mask: Tensor | None, name: str, dims: int | None = None, *, features: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Scores as of :func:`as_scores`, 0 where they do not count, and where they do, as booleans.
+    """Return scores as :func:`as_scores`, 0 if they do not count, and booleans of those that do.
 
-    What does not count, such as padding, may be NaN or infinite.
+    Scores that do not count, such as padding, may be NaN or infinite.
 
     Args:
         scores, name, dims: as there.
-        mask: what counts. Default: None, everything.
+        mask: True for scores that count. Default: None, all.
         features: whether the mask lacks the scores' last dimension. Default: False.
     """
     found = _numbers(scores, name, dims)
@@ -69,12 +69,12 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """``flags`` as booleans of the shape and on the device of ``like``.
+    """Return ``flags`` as booleans of the shape and on the device of ``like``.
 
     Args:
         flags: booleans, or numbers of which each is 0 or 1.
         like: the tensor they belong to.
-        name: what the caller calls them.
+        name: their name in errors.
     """
     if not isinstance(flags, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(flags).__name__}.")
@@ -96,7 +96,7 @@ def as_mask(mask: Tensor | None, like: Tensor, name: str = "mask") -> Tensor:
 
 
 def as_fractions(fractions: Any) -> Tensor:
-    """Shares of what is changed, (F,), in float64 on the CPU."""
+    """Return shares to change, (F,), in float64 on the CPU."""
     try:
         found = torch.as_tensor(fractions, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):

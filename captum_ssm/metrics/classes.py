@@ -1,4 +1,4 @@
-"""What a model says of classes, once before and many times after its input was changed."""
+"""A model's class scores, before and after changes of its input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Classifier = Callable[[Tensor], Any]
 
 
 class Perturbed(NamedTuple):
-    """What changing the input does to a class: curves of a value per example and share.
+    """Effects of changed inputs on a class: curves of a value per example and share.
 
     Attributes:
         correct: 1 where the class is still the most likely one, else 0.
@@ -48,10 +48,10 @@ def class_logits(forward_func: Classifier, inputs: Tensor) -> Tensor:
 
 
 def class_targets(target: Any, logits: Tensor) -> Tensor:
-    """The class of each example, (B,).
+    """Return the class of each example, (B,).
 
     Args:
-        target: an int, a list or tensor of one per example, or None for what the model predicts.
+        target: an int, a list or tensor of one per example, or None for the model's prediction.
         logits: of the unchanged inputs, (B, K).
     """
     batch, classes = logits.shape
@@ -63,8 +63,8 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
         found = torch.empty(0)
     if found.is_floating_point() or found.dim() > 1 or (found.dim() == 1 and len(found) != batch):
         raise TargetError(
-            f"target={target!r}: pass a class, or one class for each of the {batch} examples; None "
-            "stands for what the model predicts."
+            f"target={target!r}: pass a class, or one class for each of the {batch} examples, or "
+            "None for the model's predictions."
         )
     if not bool(((found >= 0) & (found < classes)).all()):
         raise TargetError(f"target={target!r}: the model has classes 0 to {classes - 1}.")
@@ -72,7 +72,7 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
 
 
 def curves(logits: Tensor, target: Tensor, fractions: Tensor) -> Perturbed:
-    """What logits (B, F, K) say of each example's class (B,)."""
+    """Return curves of each example's class (B,) from logits (B, F, K)."""
     index = target[:, None, None].expand(*logits.shape[:2], 1)
     chosen = [logits.argmax(-1) == target[:, None]]
     chosen += [x.gather(-1, index)[..., 0] for x in (logits.double().softmax(-1), logits)]

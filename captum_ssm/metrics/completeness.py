@@ -1,7 +1,7 @@
-"""What a decomposition misses of the thing it takes apart (LATIM, figure 4 and table 4).
+"""Errors of decompositions (LATIM, figure 4 and table 4).
 
-:meth:`LatimNorm.decomposition_error <captum_ssm.LatimNorm.decomposition_error>` measures the
-mixers of a model; these functions take any parts.
+:meth:`LatimNorm.decomposition_error <captum_ssm.LatimNorm.decomposition_error>` measures the mixers
+of a model; these functions take any parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .checks import as_scores, masked_scores
 
 
 def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What the parts of an output y miss of it, over tokens and features, (B,).
+    """Return the error of an output y's parts over tokens and features, (B,).
 
     ::
 
@@ -51,7 +51,7 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
 
 def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
-    """What relevance misses of the number that it should sum to, (B,).
+    """Return the difference between relevance and the number that it should sum to, (B,).
 
     ::
 
@@ -59,15 +59,15 @@ def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
 
     Args:
         relevance: (B, ...).
-        explained: what the relevance should sum to, (B,): the output, less what constants add
-            where a method reports that.
+        explained: the number that relevance should sum to, (B,): the output, less the constants if
+            a method reports them.
 
     Returns:
         (B,); NaN where there is nothing to explain.
 
     Raises:
-        InputError: when there is not one number to explain for each example.
-        NonFiniteError: when something is NaN or infinite.
+        InputError: when ``explained`` does not have one number per example.
+        NonFiniteError: when a number is NaN or infinite.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""Which class each pixel was given and which it has, counted; every segmentation score is of this.
+"""Confusion counts of pixels' predicted and true classes, the basis of segmentation scores.
 
-Counts add up over images, so that a score can be taken of one image or of a whole data set.
+Counts add up over images, so a score can cover one image or a whole data set.
 
 Shapes: K classes; confusion[..., i, j] counts the pixels of true class i that were given class j.
 """
@@ -55,13 +55,13 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
 
 
 def pixel_accuracy(counts: Tensor) -> Tensor:
-    """The share of pixels given their class, (...); NaN where no pixel counts.
+    """Return the share of pixels given their class, (...); NaN if no pixel counts.
 
     Args:
         counts: (..., K, K), of :func:`confusion` or a sum over images.
 
     Returns:
-        (...), float64: the diagonal's sum over that of all counts.
+        (...), float64: the diagonal's sum divided by the sum of all counts.
 
     Raises:
         InputError: when counts is not (..., K, K).

@@ -28,7 +28,7 @@ class Curve:
 
     Attributes:
         fractions: the shares, rising, (F,).
-        values: what was measured, (B, F), float64.
+        values: the measurements, (B, F), float64.
 
     Raises:
         InputError: when values does not have one column for each share.
@@ -118,7 +118,7 @@ def change_order(
 
 
 def changed(order: Tensor, fractions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Which units are changed at each share, (B, F, N).
+    """Return True for the units that change at each share, (B, F, N).
 
     Of n units that may be changed, the share f changes the first floor(f n).
 

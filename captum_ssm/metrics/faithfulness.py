@@ -39,16 +39,15 @@ def token_faithfulness(
     k: int | None = None,
     per_row: bool = False,
 ) -> Faithfulness:
-    """How well maps rank the pairs of tokens that the gold names.
+    """Score the ranking of gold pairs of tokens by maps.
 
     Args:
         maps: relevance of sources for targets, (B, T, S).
-        gold: which pairs are true, (B, T, S) of booleans or of 0 and 1.
-        mask: which pairs count, (B, T, S). Default: None, all.
+        gold: the true pairs, (B, T, S) of booleans or of 0 and 1.
+        mask: the pairs that count, (B, T, S). Default: None, all.
         k: of the recall. Default: None, as many as are true, in the matrix or in each row.
-        per_row: rank the sources of each target by themselves and take the mean over the targets
-            that have some true and some other sources, so that rows need not be of one scale.
-            Default: False, all pairs of a matrix in one ranking.
+        per_row: rank the sources of each target separately, and average over the targets with both
+            true and other sources. Default: False, all pairs of a matrix in one ranking.
 
     Returns:
         (B,) each; NaN where undefined, see :mod:`~captum_ssm.metrics.ranking`.

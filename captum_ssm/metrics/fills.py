@@ -1,4 +1,4 @@
-"""What removed pixels are replaced by."""
+"""Replacements of removed pixels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NAMES = ("mean", "blur")
 
 
 def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """What a black pixel is after the images' normalisation, by channel (C,): -mean / std.
+    """Return a black pixel after the images' normalization, by channel (C,): -mean / std.
 
     Args:
-        mean, std: by channel, as given to the normalisation.
+        mean, std: the normalization, by channel.
 
     Returns:
         (C,), float64; a ``fill`` of :func:`~captum_ssm.metrics.image_perturbation`.
@@ -80,12 +80,12 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
 
 
 def filled(images: Tensor, fill: Fill) -> Tensor:
-    """What every pixel would become if it were removed; broadcasts to (B, C, H, W).
+    """Return the replacement of every pixel, broadcastable to (B, C, H, W).
 
     Args:
         images: (B, C, H, W).
         fill: a number; one per channel (C,), such as :func:`black`; images of the same shape;
-            ``"mean"``, each image's mean colour; or ``"blur"``, :func:`blurred`.
+            ``"mean"``, each image's mean color; or ``"blur"``, :func:`blurred`.
     """
     if isinstance(fill, str):
         if fill not in NAMES:

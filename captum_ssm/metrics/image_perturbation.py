@@ -1,7 +1,7 @@
 """Image perturbation: pixels are removed in the order of their relevance (HA table 1, UN table 1).
 
-Most relevant first (the positive test), accuracy should fall quickly, so that a lower area is
-better; least first (the negative test), it should last, and a higher area is better.
+Most relevant first (the positive test), a lower area is better, since accuracy should fall quickly.
+Least relevant first (the negative test), a higher area is better.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .fills import Fill, filled
 
 
 def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
-    """One number per pixel, (B, H, W).
+    """Return one number per pixel, (B, H, W).
 
     Args:
-        relevance: what a method returns for images: (B, C, H, W), summed over channels, or a map
-            (B, h, w), for example of patches, which is resized bilinearly as published code does.
+        relevance: of images (B, C, H, W), summed over channels, or a map (B, h, w), for example of
+            patches, resized bilinearly as in published code.
         size: H and W.
 
     Returns:
@@ -65,7 +65,7 @@ def image_perturbation(
     generator: torch.Generator | None = None,
     internal_batch_size: int | None = None,
 ) -> Perturbed:
-    """What removing pixels in the order of their relevance does to a class.
+    """Measure a class while pixels are removed in the order of their relevance.
 
     The published score is ``image_perturbation(...).correct.area()``, the mean over examples in
     percent.
@@ -74,13 +74,13 @@ def image_perturbation(
         forward_func: images (B, C, H, W) in, logits (B, K) out.
         images: as the model takes them, (B, C, H, W).
         relevance: see :func:`pixel_relevance`.
-        target: the class, or one per image. Default: None, what the model predicts for each whole
+        target: the class, or one per image. Default: None, the model's prediction for each whole
             image.
         most_first: remove the most relevant pixels first (positive), or the least (negative).
             Default: True.
         fractions: shares of the pixels that are removed. Default: 10 % to 90 %.
-        fill: what takes a removed pixel's place, see :func:`~captum_ssm.metrics.fills.filled`; the
-            published code's black is 0 before normalisation, :func:`~captum_ssm.metrics.black`
+        fill: the replacement of removed pixels, see :func:`~captum_ssm.metrics.fills.filled`; the
+            published code's black is 0 before normalization, :func:`~captum_ssm.metrics.black`
             after it. Default: 0.
         generator: breaks ties of relevance at random. Default: None, pixels further up and left
             are removed first.
@@ -91,9 +91,9 @@ def image_perturbation(
         floor(f N).
 
     Raises:
-        InputError: when images, relevance or fill are not of shapes that fit.
-        OptionError: when fractions do not rise within 0 to 1, or a named fill is not known.
-        TargetError: when target is no class of the model's.
+        InputError: when the shapes of images, relevance and fill do not fit.
+        OptionError: when fractions do not rise within 0 to 1, or a named fill is unknown.
+        TargetError: when target is not a class of the model.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
-"""Retrieval from long texts: are the answers right, and what was looked at (LATIM, 4.3).
+"""Retrieval from long texts: correct answers, and relevance of the evidence (LATIM, 4.3).
 
-Answers are judged as RULER does (Hsieh et al. 2024): a reference is found if it occurs anywhere in
-what the model said, upper and lower case alike.
+Answers are scored as in RULER (Hsieh et al. 2024): a reference is found if it occurs anywhere in
+the model's text, regardless of case.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ MODES = ("all", "any")
 def answers_found(
     predictions: Sequence[str], answers: Sequence[Sequence[str]], mode: str = "all"
 ) -> Tensor:
-    """How many of the references each prediction holds, (n,).
+    """Return the share of references in each prediction, (n,).
 
     Args:
-        predictions: what the model said, one text per example.
+        predictions: the model's texts, one per example.
         answers: the references of each example, one or more.
-        mode: ``"all"``, the share of the references that occur, RULER's score for needles, keys
-            and frequent words; ``"any"``, 1 if one does, its score for questions. Default:
-            ``"all"``.
+        mode: ``"all"``, the share of references that occur, RULER's score for needles, keys and
+            frequent words. ``"any"``, 1 if one does, its score for questions. Default: ``"all"``.
 
     Returns:
         (n,), float64, from 0 to 1.
@@ -35,7 +34,7 @@ def answers_found(
     Raises:
         InputError: when there are not as many predictions as examples, or an example has no list
             of references.
-        OptionError: when mode is not known.
+        OptionError: when mode is unknown.
 
     Example:
         >>> from captum_ssm.metrics import answers_found
@@ -82,8 +81,8 @@ def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tenso
     for start, stop in spans:
         if not 0 <= start < stop <= tokens:
             raise InputError(
-                f"spans holds ({start}, {stop}), which is no range of one or more of the {tokens} "
-                "tokens."
+                f"spans holds ({start}, {stop}), which is not a range of one or more of the "
+                f"{tokens} tokens."
             )
     if not spans:
         raise InputError("spans is empty: name at least one range of tokens.")

@@ -12,20 +12,20 @@ from .checks import masked_scores
 def token_similarity(
     tokens: Tensor, mask: Tensor | None = None, *, query: int | Tensor | None = None
 ) -> Tensor:
-    """The mean cosine similarity of all pairs of distinct tokens, (B,); linear in their number.
+    """Return the mean cosine similarity of all pairs of tokens, (B,), at a linear cost.
 
     With u the tokens scaled to length 1, the mean over the L (L - 1) ordered pairs is::
 
         (|sum of u|^2 - sum of |u|^2) / (L (L - 1))
 
     Args:
-        tokens: what a layer returns, (B, L, E).
+        tokens: a layer's output, (B, L, E).
         mask: real tokens, (B, L). Default: None, all.
         query: a token to leave out, such as cls: one position, negative ones counting from the
             end, or one per example (B,). Default: None.
 
     Returns:
-        (B,); a token of zeros is similar to none, and NaN stands where less than two tokens count.
+        (B,); 0 with a token of zeros, and NaN if less than two tokens count.
 
     Raises:
         InputError: when tokens is not (B, L, E), or mask is not (B, L).
@@ -50,7 +50,7 @@ def token_similarity(
 
 
 def _at(query: int | Tensor, like: Tensor) -> Tensor:
-    """Whether each token (B, L) is the query."""
+    """Return True for the query among the tokens (B, L)."""
     batch, tokens = like.shape
     at = torch.as_tensor(query, device=like.device)
     if at.is_floating_point() or at.shape not in ((), (batch,)):

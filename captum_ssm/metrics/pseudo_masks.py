@@ -16,10 +16,10 @@ from .sample import Interval, Sample
 
 
 def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tensor:
-    """A class for each pixel, 0 for background and k + 1 for the k-th map's, (B, H, W).
+    """Return a class for each pixel, 0 for background and k + 1 for the k-th map, (B, H, W).
 
-    Each present class's map is cut at 0 and divided by its maximum; a pixel takes the class of the
-    highest map, the first of equal ones, or the background if none is above its score.
+    Each present class's map is cut at 0 and divided by its maximum. A pixel takes the class of the
+    highest map, the first of equal ones, or background if none is above its score.
 
     Args:
         maps: relevance for each class, (B, K, H, W).
@@ -59,8 +59,8 @@ class PseudoMaskScores:
         ignored: a label whose pixels do not count. Default: 255, VOC's outlines.
 
     Raises:
-        InputError: when masks and gold differ in shape or hold a class that is not below K, when
-            scores are asked for before there is an image, or when what is merged counts otherwise.
+        InputError: when masks and gold differ in shape or hold a class not below K, before the
+            first image, or when merged scores have other options.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ class PseudoMaskScores:
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Bounds of what :meth:`compute` returns.
+        """Return bounds of the results of :meth:`compute`.
 
         Args:
             confidence, resamples, seed: see :meth:`~captum_ssm.metrics.Sample.interval`, with the

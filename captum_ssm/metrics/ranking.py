@@ -1,10 +1,9 @@
-"""How well scores put what is true above what is not, and how well they agree with other scores.
+"""Ranking: scores of true units above others, and agreement with other scores.
 
-All functions take a batch: scores (B, N), gold (B, N) and, where examples are padded, a mask
-(B, N).  They return one float64 number per example, (B,).  Nothing depends on the order of the
-units: where scores are equal, every order of the equals counts alike, so constant scores have ROC
-AUC 0.5, and average precision and recall at K as chance has them.  Where a number is undefined,
-because everything or nothing is true or all scores are equal, it is NaN;
+All functions take a batch: scores (B, N), gold (B, N) and, for padded examples, a mask (B, N). They
+return one float64 number per example, (B,). The order of the units does not matter: every order of
+equal scores counts alike. Constant scores have ROC AUC 0.5, and average precision and recall at K
+of chance. A number is NaN if everything or nothing is true, or all scores are equal;
 :class:`~captum_ssm.metrics.Sample` leaves such examples out and counts them.
 
 Shapes: B examples, N scored units of each.
@@ -88,20 +87,18 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
 def recall_at_k(
     scores: Tensor, gold: Tensor, k: int | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """The share of the true units among the K of the highest scores (Fomicheva et al. 2021).
+    """Return the share of the true units among the K highest scores (Fomicheva et al. 2021).
 
-    Where the K-th score is shared by several units, those of them that fit are taken to be drawn
-    at random, and the expected share is returned.
+    If several units share the K-th score, the expected share over their random orders is returned.
 
     Args:
         scores: (B, N).
-        gold: which units are true, (B, N) of booleans or of 0 and 1.
-        k: how many units are looked at; above the number of units, all are. Default: None, as
-            many as are true in each example.
-        mask: which units count, (B, N). Default: None, all.
+        gold: the true units, (B, N) of booleans or of 0 and 1.
+        k: number of units; at most all. Default: None, as many as are true in each example.
+        mask: the units that count, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN where no unit is true.
+        (B,); NaN if no unit is true.
 
     Raises:
         InputError, NonFiniteError: as :func:`roc_auc`.
@@ -283,14 +280,14 @@ def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor
 
 
 def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
-    """Pearson's correlation of what counts, (B,)."""
+    """Return Pearson's correlation of the units that count, (B,)."""
     one, other = (_centered(x, counts) for x in (first, second))
     return (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
 
 
 def _centered(scores: Tensor, counts: Tensor) -> Tensor:
     """Scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
-    # a mean of equal numbers is rounded, and what is left of them would have a correlation
+    # a mean of equal numbers is rounded, and the remainders would have a correlation
     scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
     scores = scores.where(counts, 0)
     return (scores - scores.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).where(counts, 0)
@@ -305,7 +302,7 @@ def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _at_least(scores: Tensor, among: Tensor) -> Tensor:
-    """How many of the units ``among`` score at least as much as each unit, (B, N)."""
+    """Return the number of units ``among`` that score at least as much as each unit, (B, N)."""
     rising = scores.masked_fill(~among, float("-inf")).sort(-1).values
     return scores.shape[-1] - torch.searchsorted(rising, scores)
 

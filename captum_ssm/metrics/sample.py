@@ -51,16 +51,15 @@ class Interval(NamedTuple):
 
 
 class Sample:
-    """What each of many examples adds to a statistic.
+    """The contributions of many examples to a statistic.
 
     Args:
-        statistic: a function of the columns' sums and of how many examples have a number in each.
-            Default: :func:`mean`.
+        statistic: a function of the columns' sums and numbers of defined examples. Default:
+            :func:`mean`.
 
     Raises:
-        InputError: when a batch is not (B,) or (B, k), has other columns than those before or
-            holds infinity; when a sample of another statistic is merged; or when a number is asked
-            for before there is an example.
+        InputError: when a batch is not (B,) or (B, k), has other columns than before or holds
+            infinity; when a sample of another statistic is merged; or before the first example.
 
     Example:
         >>> import torch
@@ -77,7 +76,7 @@ class Sample:
         self._batches: list[Tensor] = []
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Return the number of examples."""
         return sum(map(len, self._batches))
 
     @property
@@ -118,7 +117,7 @@ class Sample:
             self.update(batch)
 
     def undefined(self) -> Tensor:
-        """How many examples have no number, by column (k,)."""
+        """Return the number of examples without a number, by column (k,)."""
         return self.rows.isnan().sum(0)
 
     def value(self) -> Tensor:

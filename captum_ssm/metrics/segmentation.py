@@ -1,9 +1,9 @@
-"""Segmentation: relevance as a guess at where the object is (HA table 2, UN tables 3 and 4).
+"""Segmentation: relevance as a map of the object (HA table 2, UN tables 3 and 4).
 
-A map is scaled to [0, 1] and cut at its mean into background and foreground.  As in the code behind
-the published tables, pixel accuracy and mIoU are of the pixels of all images together, mAP is a
-mean over images of average precisions, and mF1 the mean over images of the foreground's F1.  What
-that code calls mAP ranks the scores of both classes in one list: ``ranking="together"``.
+A map is scaled to [0, 1] and cut at its mean into background and foreground. As in the code behind
+the published tables, pixel accuracy and mIoU are over the pixels of all images. mAP and mF1 are
+means over images of the average precision and the foreground's F1. That code's mAP ranks the scores
+of both classes in one list: ``ranking="together"``.
 """
 
 from __future__ import annotations
@@ -92,25 +92,23 @@ RANKINGS = ("classes", "together", "unscaled")
 def segmentation_average_precision(
     maps: Tensor, gold: Tensor, ignored: int | None = -1, ranking: str = "classes"
 ) -> Tensor:
-    """The average precision of foreground and background, whose scores are 1 - map, (B,).
+    """Return the average precision of foreground and background, whose scores are 1 - map, (B,).
 
     Args:
         maps: (B, H, W).
         gold: 1 for the object, 0 for background, (B, H, W).
         ignored: a label whose pixels do not count. Default: -1.
-        ranking: ``"classes"``, each class is ranked by itself and the mean of both is taken;
-            ``"together"``, the scaled map and 1 minus it are ranked in one list of twice as many
-            entries, as in the code behind the published tables, so that a map which is low nearly
-            everywhere scores well whatever it says; ``"unscaled"``, the same of maps as they are,
-            as in the unified paper's script. Default: ``"classes"``.
+        ranking: ``"classes"``, the mean of each class's own ranking. ``"together"``, one ranking of
+            the scaled map and 1 minus it, as in the code behind the published tables. A map that is
+            low nearly everywhere then scores well. ``"unscaled"``, the same without scaling, as in
+            the unified paper's script. Default: ``"classes"``.
 
     Returns:
-        (B,); an image without one of the classes has that of the other, one without a pixel that
-        counts NaN.
+        (B,); of one class if the other is absent, and NaN if no pixel counts.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0, 1 and ``ignored``.
-        OptionError: when ranking is not known.
+        OptionError: when ranking is unknown.
         NonFiniteError: when maps holds NaN or infinity.
 
     Example:
@@ -162,8 +160,7 @@ class SegmentationScores:
 
     Raises:
         InputError: when maps and gold differ in shape or gold holds something but 0, 1 and
-            ``ignored``; when scores are asked for before there is an image; or when what is merged
-            has other options.
+            ``ignored``; before the first image; or when merged scores have other options.
         OptionError: when threshold is neither ``"mean"`` nor from 0 to 1, or ranking not known.
 
     Example:
@@ -236,7 +233,7 @@ def _scores(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Which pixels count and which are the object's, (B, N) of booleans."""
+    """Return masks of the pixels that count and of the object's, (B, N)."""
     if maps.shape != gold.shape or gold.dim() < 2:
         raise InputError(
             f"maps has shape {tuple(maps.shape)}, gold {tuple(gold.shape)}: one label per pixel is "

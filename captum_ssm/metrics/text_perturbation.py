@@ -1,9 +1,9 @@
 """Text perturbation: tokens are masked, deleted or revealed in the order of their relevance.
 
 The activation task of HA appendix A (table 3, UN table 2) starts from a text of ``<UNK>`` alone and
-reveals its tokens, most relevant first; AUAC is the area under the class's probability, higher
-being better.  The pruning task replaces tokens by ``<UNK>``, least relevant first; AU-MSE is the
-area under the mean squared change of the logits, lower being better.
+reveals its tokens, most relevant first. AUAC is the area under the class's probability; higher is
+better. The pruning task replaces tokens by ``<UNK>``, least relevant first. AU-MSE is the area
+under the mean squared change of the logits; lower is better.
 
 Every changed text reaches the model without padding, together with others of its length.
 
@@ -32,22 +32,21 @@ MANNERS = ("mask", "delete")
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Texts that are to be changed, and how.
+    """Texts to change, and their replacements.
 
     Attributes:
-        forward_func: ids (R, L) or embeddings (R, L, E) in, logits out: (R, K), or (R, L, K) of
-            which those at the last token count.  It is called on texts without padding.
+        forward_func: ids (R, L) or embeddings (R, L, E) in, logits out: (R, K), or (R, L, K), read
+            at the last token. It is called on texts without padding.
         inputs: token ids (B, L) or embeddings (B, L, E).
-        fill: what takes a masked token's place: the id of ``<UNK>``, or for embeddings a number or
-            a vector (E,).
+        fill: the replacement of masked tokens: the id of ``<UNK>``, or for embeddings a number or a
+            vector (E,).
         attention_mask: 1 for tokens, 0 for padding on either side, (B, L). Default: None, no
             padding.
-        fixed: tokens that are never changed, such as those of a prompt around the text, (B, L).
-            Default: None, none.
+        fixed: tokens that never change, such as a prompt's, (B, L). Default: None, none.
         internal_batch_size: run at most so many changed texts at a time. Default: 64.
 
     Raises:
-        InputError: when inputs, fill or a mask are not of shapes that fit, or a text has no token.
+        InputError: when the shapes of inputs, fill and masks do not fit, or a text has no token.
         OptionError: when ids are to be filled with something else than an id.
 
     Example:
@@ -142,12 +141,12 @@ def text_perturbation(
     how: str = "mask",
     generator: torch.Generator | None = None,
 ) -> Perturbed:
-    """What masking or deleting tokens in the order of their relevance does to a class.
+    """Measure a class while tokens are masked or deleted in the order of their relevance.
 
     Args:
         texts: the texts and the model.
-        relevance: (B, L), or (B, L, E), summed over features; that of padding is not read.
-        target: the class, or one per text. Default: None, what the model predicts for each.
+        relevance: (B, L), or (B, L, E), summed over features; padding is ignored.
+        target: the class, or one per text. Default: None, the model's prediction for each.
         most_first: the most relevant tokens first (positive), or the least (negative). Default:
             True.
         fractions: shares of the tokens that may be changed. Default: 10 % to 90 %.
@@ -160,9 +159,9 @@ def text_perturbation(
 
     Raises:
         InputError: when relevance is not (B, L) or (B, L, E).
-        OptionError: when fractions do not rise within 0 to 1, how is not known, or a share deletes
+        OptionError: when fractions do not rise within 0 to 1, how is unknown, or a share deletes
             every token of a text.
-        TargetError: when target is no class of the model's.
+        TargetError: when target is not a class of the model.
 
     Example:
         >>> import torch

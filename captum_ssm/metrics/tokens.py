@@ -13,20 +13,20 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 
-#: What takes a token's place: an id, or for embeddings a number or a vector (E,).
+#: A token's replacement: an id, or for embeddings a number or a vector (E,).
 Filling = int | float | Tensor
 
 
 def is_sequence(inputs: Tensor) -> bool:
-    """Whether these are token ids (R, L) or floating embeddings (R, L, E), and not empty."""
+    """Return True for token ids (R, L) or floating embeddings (R, L, E), not empty."""
     return inputs.dim() == (3 if inputs.is_floating_point() else 2) and inputs.numel() > 0
 
 
 def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
-    """The fill as a number, or a vector of the embeddings' width, of the inputs' dtype.
+    """Return the fill as a number, or a vector of the embeddings' width, of the inputs' dtype.
 
     Args:
-        fill: what takes a token's place.
+        fill: a token's replacement.
         inputs: ids (R, L) or embeddings (R, L, E).
     """
     if not inputs.is_floating_point():

@@ -1,4 +1,4 @@
-"""Models in plain PyTorch, the small trained ones that ship, and what they read."""
+"""Models in plain PyTorch, the small trained ones that ship, and their vocabularies."""
 
 from .bundled import load_bundled, load_dictionary
 from .dna import (

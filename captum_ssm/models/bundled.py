@@ -13,12 +13,12 @@ from ..inside.dictionary import SparseAutoencoder
 from .folders import WEIGHTS, load_folder
 
 _HERE = Path(__file__).parent
-#: By the name of each bundled model, which is that of its task and of its architecture, its folder.
+#: Folders of the bundled models, by name (task and architecture).
 _FOLDERS = {weights.parent.name: weights.parent for weights in sorted(_HERE.glob(f"*/{WEIGHTS}"))}
 
 #: The names of the bundled models.
 BUNDLED = tuple(_FOLDERS)
-#: What the folder of a dictionary is called behind the name of its model.
+#: The suffix of a dictionary's folder, behind the name of its model.
 _DICTIONARY = "-dictionary"
 #: By the name of the bundled model that it is of, the folder of each dictionary.
 _DICTIONARIES = {
@@ -30,18 +30,17 @@ _DICTIONARIES = {
 def load_bundled(
     name: str = "recall-mamba", folder: str | Path | None = None
 ) -> tuple[torch.nn.Module, Any]:
-    """Loads a bundled model with the key to what it reads or answers; nothing is downloaded.
+    """Load a bundled model and its vocabulary; nothing is downloaded.
 
     Args:
         name: of the model; ``"recall-mamba"`` alone ships.  It is a ``MambaForCausalLM`` of
             transformers, and answers the prompts of :mod:`captum_ssm.models.recall`.
             Default: ``"recall-mamba"``.
-        folder: where ``captum-ssm-bench train`` has written a model of this name.
-            Default: None, the one that ships with the package.
+        folder: a folder of a model of this name by ``captum-ssm-bench train``. Default: None, the
+            package's.
 
     Returns:
-        The model in evaluation mode on the CPU, and the vocabulary that it reads, a
-        :class:`~captum_ssm.models.WordVocabulary`.
+        The model in evaluation mode on the CPU, and its :class:`~captum_ssm.models.WordVocabulary`.
 
     Raises:
         OptionError: when there is no such model.

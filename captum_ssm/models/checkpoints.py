@@ -156,8 +156,8 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
 
     Args:
         model: the model that was loaded.
-        loading_info: what transformers says of it, with ``output_loading_info=True``; weights that
-            are tied to others it does not count as missing.
+        loading_info: transformers' report, from ``output_loading_info=True``; tied weights do not
+            count as missing.
         where: names the checkpoint in the error.
     """
     kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
@@ -182,11 +182,11 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Let whatever other packages say of a broken model name it.
+    """Name the model in other packages' errors.
 
     Raises:
-        CheckpointError: in place of any error but those of this package, of a package that is
-            missing, of the system and of memory.
+        CheckpointError: in place of other packages' errors, except for missing packages, the system
+            and memory.
     """
     try:
         yield

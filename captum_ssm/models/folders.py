@@ -1,9 +1,8 @@
-"""Folders of small models, which say themselves what is in them.
+"""Folders of small models, with their configuration.
 
-- ``config.json`` names the class, of transformers or of this package, and what it is made of; of a
-  classifier of images or DNA it names the classes.
-- ``model.safetensors`` holds the weights, tied ones once.
-- ``vocab.json``, of a model that reads texts, holds the words.
+- ``config.json`` names the class, of transformers or of this package, and its arguments; for a
+  classifier of images or DNA also the classes. - ``model.safetensors`` holds the weights, tied ones
+  once. - ``vocab.json`` holds the words of a model that reads texts.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _RENAMED = {"ViTForImageClassification"}
 
 
 def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
-    """A model in evaluation mode on the CPU, with the key to what it reads or answers.
+    """Load a model in evaluation mode on the CPU, and its vocabulary or classes.
 
     Returns:
-        The model, and its vocabulary or, where it has none, the names of its classes in order.
+        The model, and its vocabulary or, without one, the names of its classes in order.
 
     Raises:
         DataNotFoundError: when a file is missing.
-        CheckpointError: when the configuration makes no model, the weights are not its, or there is
-            no key.
-        InputError: when the vocabulary is no list of words.
+        CheckpointError: when the configuration is wrong, the weights do not fit, or there is
+            neither vocabulary nor classes.
+        InputError: when the vocabulary is not a list of words.
         ImportError: when transformers or safetensors is not installed.
     """
     settings = read_config(folder)
@@ -118,12 +117,12 @@ def _renamed(folder: Path, model_class: Any) -> nn.Module:
 
 
 def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
-    """Writes the weights of a model of this package, and what it is made of.
+    """Write the weights and the configuration of a model of this package.
 
     Args:
         model: the model.
         settings: the arguments of its class, and its classes as ``id2label``.
-        folder: where the files go; made if missing.
+        folder: the folder of the files; created if missing.
     """
     make_folder(folder)
     weights = {name: value.contiguous() for name, value in _stored_once(model).items()}
@@ -137,7 +136,7 @@ def save_of_transformers(model: Any, folder: Path) -> None:
     with writing(folder):
         try:
             model.save_pretrained(folder, state_dict=_stored_once(model))
-        except safetensors.SafetensorError as error:  # what it makes of an error of the disk
+        except safetensors.SafetensorError as error:  # its error for a disk's error
             raise OSError(str(error)) from error
     _readable(folder / WEIGHTS)
     settings = read_config(folder)

@@ -1,4 +1,4 @@
-"""Image files, read with Pillow as what their pixels hold."""
+"""Image files, read with Pillow as their pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._optional import optional
 from ..errors import DataError
 
-#: What an image's name may end in, in any case.
+#: Endings of images' names, in any case.
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 #: The most pixels of an image: more than any camera's, and 0.8 GB in RGB.
 _MOST_PIXELS = 2**28

@@ -1,13 +1,12 @@
-"""Multi-key recall in words: who owns what?
+"""Multi-key recall in words: who owns which object?
 
 A prompt states several facts and ends in a question left open::
 
     today anna owns the red lamp . bob owns the kite . ? anna owns the
 
-The one right answer is the object of the asked name (``lamp``). Which position of the prompt
-holds the evidence is known exactly: the object of the asked fact, and next to it that fact's
-name. The number of facts, the filler words before each fact and the adjective before an object
-vary, so the evidence is at no fixed position and at no fixed distance from its name.
+The one right answer is the object of the asked name (``lamp``). The evidence is known exactly: the
+object of the asked fact, and that fact's name. The number of facts, filler words and adjectives
+vary, so the evidence is at no fixed position or distance from its name.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def recall_vocabulary() -> WordVocabulary:
 
 @dataclass(frozen=True)
 class Fact:
-    """One stated fact and where its two words stand in the prompt.
+    """One stated fact and the positions of its two words in the prompt.
 
     Attributes:
         name: who owns something.
         value: the object that is owned.
-        name_position: where the name stands, from 0.
-        value_position: where the object stands.
+        name_position: position of the name, from 0.
+        value_position: position of the object.
     """
 
     name: str
@@ -82,7 +81,7 @@ class Example:
         tokens: the ids of ``words``.
         facts: all facts in the order in which they are stated.
         asked: the index in ``facts`` of the fact that is asked for.
-        question_name_position: where the asked name stands in the question.
+        question_name_position: position of the asked name in the question.
     """
 
     words: tuple[str, ...]
@@ -137,7 +136,7 @@ def parse_prompt(text: str) -> Example:
     Example:
         >>> from captum_ssm.models.recall import parse_prompt
         >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
-        >>> example.answer, example.source_positions  # kite stands at 8, the fact's bob at 5
+        >>> example.answer, example.source_positions# kite is at 8, the fact's bob at 5
         ('kite', (8, 5))
     """
     words = tuple(text.split())
@@ -259,7 +258,7 @@ def with_value(example: Example, fact: int, value: str) -> Example:
         'drum'
     """
     if value not in OBJECTS:
-        raise OptionError(f"value={value!r} is no object of the task. Use one of {OBJECTS}.")
+        raise OptionError(f"value={value!r} is not an object of the task. Use one of {OBJECTS}.")
     if not 0 <= fact < len(example.facts):
         raise OptionError(f"fact={fact}: the prompt has {len(example.facts)}, counted from 0.")
     words = list(example.words)

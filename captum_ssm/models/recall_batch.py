@@ -1,4 +1,4 @@
-"""Prompts of the recall task in batches, and what a model answers to them."""
+"""Prompts of the recall task in batches, and a model's answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RecallBatch:
         answer_ids: the right next word of each row, ``(batch,)``.
         offsets: the number of padding positions of each row, ``(batch,)``; a position of an
             example plus its offset is its column in ``input_ids``.
-        examples: what the rows were made of.
+        examples: the examples of the rows.
     """
 
     input_ids: torch.Tensor

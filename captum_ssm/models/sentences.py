@@ -1,7 +1,7 @@
-"""How a classifier reads a sentence: its words, and one mark at which the classes are told.
+"""A classifier's form of a sentence: its words, and one mark that reads the class.
 
-A language model reads the mark last and tells the class as its next word; an encoder reads the
-mark first and tells it in a head of its own.
+A language model reads the mark last and predicts the class as its next word. An encoder reads the
+mark first and has a head for classes there.
 
 Shapes: B texts, L tokens of the longest.
 """
@@ -69,13 +69,13 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
 
 @dataclass(frozen=True)
 class TextReader:
-    """What a classifier reads of a text, and where it tells the class.
+    """Encodes texts for a classifier, and reads the class from its output.
 
     Attributes:
         vocabulary: made by :func:`class_vocabulary`.
-        encoder: whether the model reads the mark first and has a head for the classes, or is a
+        encoder: whether the model reads the mark first and has a head for the classes; else it is a
             language model.
-        longest: words that are read of a text; the rest is left out. Default: 190.
+        longest: the most words of a text; the rest is left out. Default: 190.
 
     Example:
         >>> from captum_ssm.models import TextReader, class_vocabulary
@@ -94,7 +94,7 @@ class TextReader:
 
     @property
     def classes(self) -> tuple[int, int]:
-        """Where in the model's output at the mark negative and positive are told."""
+        """Indices of negative and positive in the model's output at the mark."""
         if self.encoder:
             return 0, 1
         negative, positive = (self.vocabulary.id_of(word) for word in CLASS_WORDS)
@@ -130,34 +130,27 @@ class TextReader:
         return self.vocabulary.id_of(CLS)
 
     def mark(self, ids: Tensor) -> Tensor:
-        """Where the mark stands in each text, (B,).
+        """Return the position of the mark in each text, (B,), from 0.
 
         Args:
             ids: as of :meth:`ids`, (B, L).
-
-        Returns:
-            Positions from 0, (B,).
         """
         return (ids == self.mark_id).long().argmax(-1)
 
     def words(self, ids: Tensor) -> Tensor:
-        """Which tokens are words of the text: neither padding nor the mark.
+        """Return True for words of the text, neither padding nor the mark, (B, L).
 
         Args:
             ids: as of :meth:`ids`, (B, L).
-
-        Returns:
-            (B, L) of booleans.
         """
         return (ids != self.vocabulary.pad_id) & (ids != self.mark_id)
 
     def logits(self, model: Any, ids: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """What a model says of negative and positive, (B, 2).
+        """Return a model's logits of negative and positive, (B, 2).
 
         Args:
             model: of transformers.
-            ids: as of :meth:`ids`.  What stands right of a language model's mark it has not read
-                when it tells the class, so padding there needs no mask.
+            ids: as of :meth:`ids`. Padding on the right of a language model's mark needs no mask.
             embedded: read in place of the ids' own embeddings, (B, L, E). Default: None.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Small language models of transformers, freshly initialised."""
+"""Small language models of transformers, freshly initialized."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ModelSize:
     """The architecture and size of the model to train.
 
     Attributes:
-        architecture: ``"mamba"`` or ``"mamba2"``; ``"gated-deltanet"``, a Qwen3-Next without
-            attention and experts; ``"rwkv"``, RWKV-4; ``"griffin"``, a RecurrentGemma without
-            attention; ``"bamba"``, Mamba-2 with softmax attention in the last block.
-            Default: ``"mamba"``.
+        architecture: ``"mamba"``, ``"mamba2"``, ``"rwkv"`` (RWKV-4), or ``"gated-deltanet"``, a
+            Qwen3-Next without attention and experts. ``"griffin"`` is a RecurrentGemma without
+            attention, ``"bamba"`` Mamba-2 with softmax attention in the last block. Default:
+            ``"mamba"``.
         layers: number of blocks. Default: 2.
         hidden: width of the residual stream. Default: 64.
         state: states per channel, of Mamba, Mamba-2 and Bamba. Default: 16.
-        conv_kernel: taps of the short convolution, which RWKV has not. Default: 4.
+        conv_kernel: taps of the short convolution, except in RWKV. Default: 4.
         head_dim: channels per head, of Mamba-2, Bamba and Gated DeltaNet. Default: 16.
     """
 
@@ -54,9 +54,9 @@ class ModelSize:
 
 
 def model_of(class_name: str, settings: dict[str, Any]) -> Any:
-    """A model of a class of transformers, asked for by name.
+    """Return a new model of a named class of transformers.
 
-    Other packages exchange what the Auto classes of transformers return.
+    Other packages replace the models of transformers' Auto classes.
     """
     import transformers
 
@@ -65,18 +65,18 @@ def model_of(class_name: str, settings: dict[str, Any]) -> Any:
 
 
 def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int = 0) -> nn.Module:
-    """A freshly initialised causal language model of transformers.
+    """Return a freshly initialized causal language model of transformers.
 
-    In lasting layers the decays start near one (``A_log = -8``) and the step sizes near one: the
-    state then keeps what it has seen over the whole prompt from the first training step on, which
-    makes recall much quicker to learn than from the usual start (after Trockman et al. 2024).
+    In lasting layers the decays and step sizes start near one (``A_log = -8``). The state then
+    keeps all inputs of a prompt from the first training step on, which makes recall much quicker to
+    learn (after Trockman et al. 2024).
 
     Args:
         size: its architecture and size.
         vocabulary: the words it reads and writes.
-        lasting_from: the first of the lasting layers, negative to count from the end; those
-            before it start as transformers has it, and so do layers whose decay is not made of
-            ``A_log`` and a step size. Default: 0, all are lasting.
+        lasting_from: the first of the lasting layers, negative to count from the end. Earlier
+            layers, and decays without ``A_log`` and a step size, start as in transformers. Default:
+            0, all are lasting.
     """
     model = model_of(MODELS[size.architecture], _settings(size, vocabulary))
     blocks = model.rwkv.blocks if size.architecture == "rwkv" else model.base_model.layers

@@ -14,11 +14,9 @@ PAD, UNKNOWN = "<pad>", "<unk>"
 
 
 class WordVocabulary:
-    """Maps whitespace-separated words to ids and back.
+    """A map from whitespace-separated words to ids and back.
 
-    A word outside the vocabulary is an error, because a silent replacement would make an
-    attribution speak about a prompt nobody wrote; unless ``<unk>`` is among the words, which then
-    stands for all others.
+    A word outside the vocabulary is an error, or ``<unk>`` if that is among the words.
 
     Args:
         words: all words, each once; the position of a word is its id. Id 0 is the padding word.
@@ -67,10 +65,10 @@ class WordVocabulary:
         return cls(words)
 
     def to_json(self, path: str | Path) -> None:
-        """Writes the vocabulary as a JSON list of words.
+        """Write the vocabulary as a JSON list of words.
 
         Args:
-            path: the file; what it held is replaced.
+            path: the file; overwritten.
         """
         write_whole(Path(path), json.dumps(self.vocab, indent=0) + "\n")
 
@@ -86,7 +84,7 @@ class WordVocabulary:
         return word in self._ids
 
     def id_of(self, word: str) -> int:
-        """The id of one word, or that of ``<unk>``.
+        """Return the id of one word, or of ``<unk>``.
 
         Args:
             word: without whitespace.
@@ -117,13 +115,10 @@ class WordVocabulary:
         return [self.id_of(word) for word in text.split()]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """The word of each id, for labelling a heat map.
+        """Return the word of each id, as labels.
 
         Args:
             ids: numbers, or a tensor (L,).
-
-        Returns:
-            The words.
 
         Raises:
             InputError: when an id is outside the vocabulary.

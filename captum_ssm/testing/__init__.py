@@ -1,6 +1,6 @@
-"""Checks of an operator, an adapter or a method that someone adds.
+"""Checks of a custom operator, adapter or method.
 
-Each takes what is added, and raises an ``AssertionError`` that names the broken promise.
+Each raises an ``AssertionError`` that names the broken promise.
 """
 
 from .adapters import check_adapter

@@ -52,19 +52,16 @@ def check_adapter(
     The model is built once. A clause checks one promise for each mixer that runs:
 
     - ``"float32"``, ``"float64"``, ``"bfloat16"``: the operator reproduces the module. Operators of
-      a bfloat16 module are computed in float32.
-    - ``"matrices"``: the matrices are the operator and its adjoint, and equal ``formula``.
-    - ``"batches"``, ``"lengths"``: an example alone gives the same as in its batch, and a causal
-      mixer gives the same for the first tokens alone.
-    - ``"left padding"``, ``"right padding"``: so does an example in a padded batch. Padded tokens
-      are never read.
-    - ``"sums"``: relevance of :class:`~captum_ssm.LatimFlow` and biases add up to the output.
-    - ``"layers"``, ``"neurons"``, ``"heads"``: so they do at blocks, mixers and their heads.
-    - ``"knock-out"``: a mixer without some edges returns its matrices with these entries zeroed.
-    - ``"LoRA"``: the operator includes the weights of LoRA adapters. It needs peft.
-    - ``"checkpointing"``, ``"offload"``, ``"copy and pickle"``: a model with gradient
-      checkpointing, one whose weights are offloaded, and its copies give the same. Offloading needs
-      accelerate.
+      a bfloat16 module are computed in float32. - ``"matrices"``: the matrices are the operator and
+      its adjoint, and equal ``formula``. - ``"batches"``, ``"lengths"``: an example alone gives the
+      same as in its batch, and so do a causal mixer's first tokens alone. - ``"left padding"``,
+      ``"right padding"``: so does an example in a padded batch. Padded tokens are never read. -
+      ``"sums"``: relevance of :class:`~captum_ssm.LatimFlow` and biases add up to the output. -
+      ``"layers"``, ``"neurons"``, ``"heads"``: so they do at blocks, mixers and their heads. -
+      ``"knock-out"``: a mixer without some edges returns its matrices with these entries zeroed. -
+      ``"LoRA"``: the operator includes the weights of LoRA adapters. It needs peft. -
+      ``"checkpointing"``, ``"offload"``, ``"copy and pickle"``: gradient checkpointing, offloaded
+      weights (with accelerate) and copies of the model give the same.
 
     Args:
         make: builds the model, or a mixer alone; called once. Its parameters should be random.
@@ -131,7 +128,7 @@ class _Subject:
         self.hooks, self.pickles = _hooks(self.model), True
         try:
             pickle.dumps(self.model)
-        except Exception:  # such as that of a class that is in no file
+        except Exception:  # such as a class that is in no file
             self.pickles = False
         self.layers = _layers(self.model, self.wide)
         assert self.layers, "no mixer ran"
@@ -155,15 +152,15 @@ class _Subject:
         return self._at_layers[name, at_input]
 
     def is_padded(self, side: str) -> bool:
-        """Whether the mixers take a batch that is padded on this side."""
+        """Return True if the mixers take a batch that is padded on this side."""
         takes = self.inputs.dim() < 4 and _takes_mask(self.model)
         return takes and f"{side} padding" not in self.refuses
 
     @property
     def places(self) -> list[tuple[str, bool]]:
-        """Of blocks and mixers that run once: the input of the first of each class, and the last.
+        """Return the input of the first and the output of the last part of each class.
 
-        True stands for an input.
+        Only blocks and mixers that run once count; True marks an input.
         """
         names = {module: name for name, module in self.model.named_modules()}
         ran = [x for layer in self.layers for x in (layer.block, layer.mixer.module) if x in names]
@@ -330,7 +327,7 @@ def _dense(layer: Layer) -> Tensor:
 _MATRICES: weakref.WeakKeyDictionary[Layer, Tensor] = weakref.WeakKeyDictionary()
 
 
-# --- what is built on adapters ----------------------------------------------------------------
+# --- methods on adapters ----------------------------------------------------------------------
 
 
 def _sums(subject: _Subject) -> None:

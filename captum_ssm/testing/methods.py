@@ -23,12 +23,12 @@ from .options import OPTIONS, TARGET, ByKind, Values
 from .small import HIDDEN, Vision, padded_ids, randomised
 from .small import language as small_language
 
-#: What is checked, in this order.
+#: The clauses, in the order of their checks.
 CLAUSES = (
     "signature", "results", "options", "padding", "parts", "modes", "precision", "delta", "traces",
     "refusals", "captum",
 )  # fmt: skip
-#: What is explained: token ids, their embeddings, images.
+#: Kinds of inputs: token ids, their embeddings, images.
 KINDS = ("ids", "embeddings", "images")
 
 
@@ -41,16 +41,15 @@ def check_method(
     language: Callable[[], Any] | None = None,
     seed: int = 0,
 ) -> None:
-    """Hold an explanation method to all that Captum and this package promise of one.
+    """Check that an explanation method keeps all promises of Captum and this package.
 
-    Every value of every option in the signature of ``attribute`` is tried on a padded batch:
-    against an example alone, in parts under ``torch.no_grad()``, and in bfloat16. The inputs are
-    token ids, embeddings and images.
+    Every value of every option of ``attribute`` is tried on a padded batch: against an example
+    alone, in parts under ``torch.no_grad()``, and in bfloat16. The inputs are token ids, embeddings
+    and images.
 
     Args:
         method: the class, called as ``method(model)``.
-        options: values of options that this package does not know, or others of those that it does,
-            by name. Default: None.
+        options: values of new options, or other values of known ones, by name. Default: None.
         clauses: the clauses that are checked. Default: :data:`CLAUSES`, all.
         kinds: the kinds of inputs. Default: :data:`KINDS`, all.
         language: makes the language model, with 19 tokens and two layers of 16 channels, whose
@@ -78,15 +77,15 @@ def check_method(
 
 
 def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) -> None:
-    """Hold a cut of messages to what it is on each example alone, and to leaving no trace.
+    """Check that a cut of messages does the same to each example alone, and leaves no trace.
 
     Args:
         language: as for :func:`check_method`. Default: None, a small Mamba of transformers.
         seed: of the model and the input. Default: 0.
 
     Raises:
-        AssertionError: when a padded example's output is not that of the example alone, or what
-            the cut has set up outlives it.
+        AssertionError: when a padded example's output differs from the example alone, or the cut
+            leaves anything on the model.
     """
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -115,7 +114,7 @@ def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) ->
 
 
 class _Case(NamedTuple):
-    """A model, and what it is asked."""
+    """A model with inputs and a target."""
 
     kind: str
     model: Any
@@ -124,12 +123,12 @@ class _Case(NamedTuple):
     mask: Tensor | None
 
     def real(self, example: int) -> Tensor:
-        """Which tokens of an example are no padding."""
+        """Return True for tokens of an example without padding."""
         tokens = torch.ones(len(self.inputs[0])) if self.mask is None else self.mask[example]
         return tokens.bool()
 
     def value(self, value: Any) -> Any:
-        """What a value of an option is for this kind of inputs."""
+        """Return an option's value for this kind of inputs."""
         return getattr(value, self.kind) if isinstance(value, ByKind) else value
 
     def halved(self) -> _Case:
@@ -139,7 +138,7 @@ class _Case(NamedTuple):
 
 
 class _Checker:
-    """The clauses, each of which notes what fails."""
+    """The clauses, each of which notes its failures."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class _Checker:
 
     @contextmanager
     def noted(self, where: str) -> Iterator[None]:
-        """Note what fails inside the ``with``, and go on."""
+        """Note failures inside the ``with``, and go on."""
         try:
             yield
         except Exception as error:
@@ -194,17 +193,17 @@ class _Checker:
             self.failures.append(f"{where}: {what}{error}")
 
     def found(self, case: _Case, **options: Any) -> Any:
-        """What the method says of a case."""
+        """Return the method's relevance in a case."""
         return self.method(case.model).attribute(case.inputs, case.target, case.mask, **options)
 
     def whole(self, case: _Case, options: dict[str, Any]) -> Tensor:
-        """What the method says of a case, which several clauses compare with."""
+        """Return the method's relevance in a case, cached for several clauses."""
         key = (case.kind, repr(options))
         if key not in self._wholes:
             self._wholes[key] = self.found(case, **options)
         return self._wholes[key]
 
-    # --- whatever the inputs ---------------------------------------------------------------------
+    # --- all inputs ------------------------------------------------------------------------------
 
     def signature(self) -> None:
         method, parameters = self.method, list(self.parameters.values())
@@ -420,7 +419,7 @@ _BY_OPTION = ("padding", "parts", "precision")
 
 
 def _of(value: Any, example: int) -> Any:
-    """What a value for the batch, or a mapping of such values, is for one example alone."""
+    """Return the value for one example alone, from a value for the batch or a mapping of such."""
     if isinstance(value, dict):
         return {name: _of(each, example) for name, each in value.items()}
     one_each = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 2

@@ -43,16 +43,15 @@ def check_operator(
 ) -> None:
     """Raise unless an operator does everything that :class:`~captum_ssm.operators.Operator` says.
 
-    Compare maps, adjoints, means, rows, strips, sums over channels, reductions, heads, components,
-    gradients and constant terms with the matrices, in float64 and in float32, on the CPU and on a
-    GPU if there is one.
+    Compare all results and gradients of the operator with the matrices, in float64 and in float32,
+    on the CPU and on a GPU if there is one.
 
     Args:
         make: called with the coefficients by keyword, returns the operator; often its class.
-        matrices: float64 matrices of each channel (B, H * P, L, L), or of each head (B, H, L, L);
-            (B, H, P, P, L, L) if channels of a head mix, from the last P to the first. A batch of 1
-            serves all examples. A function of the coefficients, differentiable in those that have
-            roles, or a tensor if there are no coefficients.
+        matrices: float64 matrices of each channel (B, H * P, L, L) or head (B, H, L, L); (B, H, P,
+            P, L, L) if channels of a head mix, from the last P to the first. A batch of 1 serves
+            all examples. A function of the coefficients, differentiable in those that have roles,
+            or a tensor if there are no coefficients.
         coefficients: float64 tensors by the names that :meth:`.Operator.tensors` uses. Without
             them, the operator is checked in the dtype that ``make()`` chooses, and gradients of
             coefficients are not checked. Default: None.
@@ -100,7 +99,7 @@ def check_operator(
             check.true(f"tensors()[{name!r}] stays as it is", torch.equal(x, kept[name]))
 
     run(torch.float64 if given else None, "cpu", nullcontext)
-    if given:  # else the default dtype and device may be those of the operator
+    if given:  # else the operator may have the default dtype and device
         run(torch.float32, "cpu", _elsewhere_by_default)
     if given and torch.cuda.is_available():
         run(torch.float64, "cuda", nullcontext)
@@ -166,7 +165,7 @@ class _Plain:
             return every.mean(1)
         if reduce == "product":
             return every.prod(1)
-        # the error of the smallest channel is that of the largest one
+        # the smallest channel has the error of the largest one
         return every.amin(1) if reduce == "min" and not self.is_size else every.amax(1)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -191,7 +190,7 @@ class _Plain:
 def _plain(
     shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
 ) -> tuple[_Plain, _Plain]:
-    """What the matrices answer, and how large their answers would be if nothing canceled."""
+    """Return the matrices' answers, and their size if nothing canceled."""
     size = matrices.abs() if bound is None else bound
     constant = None if offset is None else offset.double()
     of_size = None if constant is None else constant.abs()

@@ -21,12 +21,12 @@ class ByKind(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What an option is tried with.
+    """The values to try for an option.
 
     Attributes:
-        differ: values that are taken, of which each has another result, and none the default's;
-            a :class:`ByKind` where they depend on the kind of inputs.
-        same: values that are taken and leave the result of the default.
+        differ: accepted values, each with another result than the others and the default; a
+            :class:`ByKind` if they depend on the kind of inputs.
+        same: accepted values with the result of the default.
         refused: values that an error refuses by the option's name.
     """
 
@@ -40,7 +40,7 @@ _NAMES = ("x", "", 3, 1.5, True, ["mean"], {"a": 1})
 _FLAG = ("yes", "", 1, 0, 1.0, None, [True], torch.tensor([True, False]))
 _NUMBER = ("a", 1.5, 1.0, _NAN, True, [1], torch.tensor(1.5), np.float64(1))
 _NO = (False, np.False_)
-#: What both examples are asked for, and what that is held against.
+#: Targets of both examples, and their contrasts.
 TARGET = ByKind((-1, 3), [(-1, 3), (-2, 4)], [1, 3])
 OTHER = ByKind((-2, 5), [(-1, 5), (-3, 6)], torch.tensor([4, 0]))
 #: A number for each example in the place of its embeddings or pixels.

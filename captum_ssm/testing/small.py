@@ -1,4 +1,4 @@
-"""Small models with random weights, and inputs to them: what contracts are checked on."""
+"""Small models with random weights, and their inputs, for the contract's checks."""
 
 from __future__ import annotations
 

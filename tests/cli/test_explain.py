@@ -302,7 +302,7 @@ OTHERS = [
     ("recal-mamba --text anna", "Did you mean recall-mamba?"),
     ("recall-mamba --image x.png", "reads texts"),
     ("recall-mamba --file no-such-file", "--file no-such-file cannot be read: No such"),
-    ("recall-mamba --file {picture}", "--file {picture} is no text in UTF-8"),
+    ("recall-mamba --file {picture}", "--file {picture} is not UTF-8 text"),
     ("recall-mamba --text anna --labels /", "--labels / cannot be read: Is a"),
     ("{vim} --text a", "reads images"),
     ("{vim} --image {vim} --target 0", "cannot be read as an image"),

@@ -153,7 +153,7 @@ MISTAKES = {
     "--from anna": "--from anna: the text has it 2 times, at 0 and 11",
     "--to cat": "--to cat: the text has no such word",
     "--from 99": "position 99",
-    "--heads 1": "--heads says what is cut",
+    "--heads 1": "--heads chooses the part to cut",
     "--from lamp --heads 9999": "heads names 9999",
     "--from lamp --layers 9": "layers names 9",
     "--top 0": "--top 0",

@@ -144,7 +144,7 @@ BAD = [
     ("relevance", {"id": 1, "model": 1, "target": 0}, "model=1 is none of the 1 models"),
     ("relevance", {"id": 1, "model": -1, "target": 0}, "model=-1"),
     ("relevance", {"id": 1, "model": True, "target": 0}, "model=True"),
-    ("relevance", {"id": 1, "model": 0, "target": 5}, "target=5 is no class"),
+    ("relevance", {"id": 1, "model": 0, "target": 5}, "target=5 is not a class"),
     ("relevance", {"id": 1, "model": 0, "target": None}, "target=None"),
 ]
 

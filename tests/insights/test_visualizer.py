@@ -95,7 +95,7 @@ def test_the_words_of_a_text():
                 wanted = 100 * found.roles[role][0] / end
                 assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
     visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
-    with pytest.raises(OptionError, match="contrast='none such' is no class"):
+    with pytest.raises(OptionError, match="contrast='none such' is neither a class"):
         visualizer.search(visualizer.view, again=True)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ...errors import InputError, OptionError
 from ..vim import VimMixer
 
-#: By id, the token that stands on the other strand: of A, C, G, T and N, which the tokenizers of
+#: By id, the token on the other strand: of A, C, G, T and N, which the tokenizers of
 #: Caduceus and HyenaDNA number 7 to 11, the complement; of all other tokens themselves.
 COMPLEMENTS = (0, 1, 2, 3, 4, 5, 6, 10, 9, 8, 7, 11, 12, 13, 14, 15)
 
-#: What is read of the tokens by a classifier.
+#: A classifier's pooling of the tokens.
 Pool = Literal["mean", "max", "first", "last"]
 POOLS = ("mean", "max", "first", "last")
 
@@ -48,7 +48,7 @@ class BiMamba(nn.Module):
         self.mamba_rev.out_proj = self.mamba_fwd.out_proj
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the mixer adds to the residual stream.
+        """Return the mixer's addition to the residual stream.
 
         Args:
             hidden_states: (B, L, E).
@@ -82,7 +82,7 @@ class StrandsMixer(nn.Module):
         self.submodule = submodule
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the mixer adds to the residual stream.
+        """Return the mixer's addition to the residual stream.
 
         Args:
             hidden_states: (B, L, 2 E).
@@ -158,7 +158,7 @@ class StrandsEmbedding(nn.Module):
             (B, L, 2 E).
         """
         weight = self.embedding.weight
-        # looked up once, so that what explains the model finds one input
+        # looked up once, so explanations find one input
         table = torch.cat([weight, weight[self.complement_map].flip(-1)], -1)
         return F.embedding(input_ids, table)
 
@@ -261,7 +261,7 @@ class CaduceusBackbone(nn.Module):
         self.by_strand = by_strand
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the head reads.
+        """Return the head's input.
 
         Args:
             x: embeddings, (B, L, E) or (B, L, 2 E).
@@ -273,7 +273,7 @@ class CaduceusBackbone(nn.Module):
 
 
 class DNAModel(nn.Module):
-    """Base of the models of DNA: they read tokens, or what these are embedded as."""
+    """Base of the models of DNA: they read tokens or their embeddings."""
 
     def get_input_embeddings(self) -> nn.Module:
         """The layer that embeds the tokens."""
@@ -282,15 +282,15 @@ class DNAModel(nn.Module):
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Tokens to logits.
+        """Return logits of tokens.
 
         Args:
             input_ids: (B, L). Default: None, where embeddings are given.
-            inputs_embeds: what :meth:`get_input_embeddings` makes of tokens, (B, L, ...).
-                Default: None.
+            inputs_embeds: output of :meth:`get_input_embeddings` for tokens, (B, L, ...). Default:
+                None.
 
         Returns:
-            (B, L, V), or of a classifier (B, classes).
+            (B, L, V), or (B, classes) from a classifier.
 
         Raises:
             InputError: unless exactly one of the two is given.
@@ -309,9 +309,9 @@ class DNAModel(nn.Module):
 class Caduceus(DNAModel):
     """Caduceus, with the parameter names of the released checkpoints.
 
-    Both kinds read the tokens from both ends.  Ph reads one strand.  PS (``rcps=True``) reads a
-    strand and its reverse complement with the same weights, so that what it says of the reverse
-    complement is the reverse complement of what it says.
+    Both kinds read the tokens from both ends. Ph reads one strand. PS (``rcps=True``) reads a
+    strand and its reverse complement with the same weights, so it is equivariant to the reverse
+    complement.
 
     Args:
         d_model: width E of one strand. Default: 256.
@@ -319,8 +319,8 @@ class Caduceus(DNAModel):
         vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
         rcps: whether both strands are read. Default: True.
         num_classes: of a classifier of sequences; None for logits of masked tokens. Default: None.
-        pool: what the classifier reads of the tokens: their ``"mean"``, ``"max"``, the ``"first"``
-            or the ``"last"``. Default: ``"mean"``.
+        pool: the classifier's pooling of tokens: ``"mean"``, ``"max"``, ``"first"`` or ``"last"``.
+            Default: ``"mean"``.
         fused: whether the model was trained with norm and sum fused, as the released ones were; the
             published code exchanges the strands then. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
@@ -329,7 +329,7 @@ class Caduceus(DNAModel):
         **mixer_options: further arguments of :class:`BiMamba`.
 
     Raises:
-        OptionError: when ``pool`` is not known, a size is below 1, or there are not as many
+        OptionError: when ``pool`` is unknown, a size is below 1, or there are not as many
             complements as tokens.
 
     Example:

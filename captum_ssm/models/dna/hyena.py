@@ -19,7 +19,7 @@ _SMALL = 0.02
 _FALLS_TO = 1e-2
 #: ... within these shares of the longest sequence, of the first channel and of the last ...
 _SLOWEST, _FASTEST = 1.5, 0.3
-#: ... and stands on this.
+#: ... with this floor.
 _FLOOR = 0.05
 #: The lowest frequency of the features of positions.
 _LOWEST = 1e-4
@@ -144,7 +144,7 @@ class HyenaOperator(nn.Module):
 
         out_proj(x0 (h * (x1 v) + b x1 v))
 
-    and of a higher order has more gates, each followed by a filter of its own.
+    Higher orders have more gates, each followed by its own filter.
 
     Args:
         d_model: width E of the tokens.
@@ -179,7 +179,7 @@ class HyenaOperator(nn.Module):
         self.filter_fn = HyenaFilter(d_model * (order - 1), l_max, **filter_options)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the mixer adds to the residual stream.
+        """Return the mixer's addition to the residual stream.
 
         Args:
             hidden_states: (B, L, E).
@@ -222,12 +222,12 @@ class Mlp(nn.Module):
 
 
 class HyenaBlock(nn.Module):
-    """x + mixer(norm1(x)), and mlp(norm2) of that added to it.
+    """A block: x = x + mixer(norm1(x)), then x + mlp(norm2(x)).
 
     Args:
         mixer: mixes the tokens.
         d_model: width E of the tokens.
-        d_inner: of the layer between those of the mlp.
+        d_inner: width within the mlp.
         eps: of the norms.
     """
 
@@ -257,7 +257,7 @@ class HyenaBackbone(nn.Module):
         self.ln_f = ln_f
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the head reads, (B, L, E) to (B, L, E)."""
+        """Return the head's input, (B, L, E) to (B, L, E)."""
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.ln_f(x)
@@ -274,14 +274,13 @@ class HyenaDNA(DNAModel):
         vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
         l_max: tokens of the longest sequence. Default: 1026.
         num_classes: of a classifier of sequences; None for logits of the next token. Default: None.
-        pool: what the classifier reads of the tokens: the ``"last"``, or their ``"mean"``.
-            Default: ``"last"``.
+        pool: the classifier's pooling of tokens: ``"last"`` or ``"mean"``. Default: ``"last"``.
         norm_epsilon: of the norms. Default: 1e-5.
-        tie_embeddings: whether logits are told by the embeddings themselves. Default: True.
+        tie_embeddings: whether the head's weights are the embeddings. Default: True.
         **mixer_options: further arguments of :class:`HyenaOperator`.
 
     Raises:
-        OptionError: when ``pool`` is not known, or a size is below 1.
+        OptionError: when ``pool`` is unknown, or a size is below 1.
 
     Example:
         >>> import torch
@@ -345,7 +344,7 @@ class HyenaDNA(DNAModel):
 
     @torch.no_grad()
     def _start(self, n_layer: int) -> None:
-        """Small weights, those of layers that add to the stream by the number of these layers."""
+        """Draw small weights, divided by the number of layers for layers that add to the stream."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2 or "filter" in name:
                 continue

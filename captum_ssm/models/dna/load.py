@@ -19,22 +19,21 @@ Weights = dict[str, Tensor]
 
 
 def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
-    """Loads a Caduceus checkpoint, Ph or PS, such as the official ones; nothing is downloaded.
+    """Load a Caduceus checkpoint, Ph or PS, such as the official ones; nothing is downloaded.
 
     All sizes are inferred from the weights, and whether it was trained with norm and sum fused.
-    What weights do not tell is given as options: ``pool`` of a classifier and ``norm_epsilon``.
-    Both directions are taken to be added, as in all released models.
+    Options set the rest: ``pool`` of a classifier and ``norm_epsilon``. Both directions are added,
+    as in all released models.
 
     Args:
         path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.Caduceus` that override what was
-            inferred.
+        **options: arguments of :class:`~captum_ssm.models.Caduceus`, in place of inferred ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of a Caduceus; it names the keys.
+        CheckpointError: when the weights do not fit a Caduceus; it names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -55,22 +54,20 @@ def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
 
 
 def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
-    """Loads a HyenaDNA checkpoint, such as the official ones; nothing is downloaded.
+    """Load a HyenaDNA checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights, whose names are those of the model in the Hugging Face
-    hub, or of the first release.  What weights do not tell is given as options: ``pool`` of a
-    classifier and ``norm_epsilon``.
+    All sizes are inferred from the weights, with the names of the Hugging Face hub or of the first
+    release. Options set the rest: ``pool`` of a classifier and ``norm_epsilon``.
 
     Args:
         path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.HyenaDNA` that override what was
-            inferred.
+        **options: arguments of :class:`~captum_ssm.models.HyenaDNA`, in place of inferred ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of a HyenaDNA; it names the keys.
+        CheckpointError: when the weights do not fit a HyenaDNA; it names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -92,21 +89,20 @@ def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
 
 
 def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
-    """Loads a StripedHyena 2 checkpoint, such as those of Evo 2; nothing is downloaded.
+    """Load a StripedHyena 2 checkpoint, such as Evo 2; nothing is downloaded.
 
-    All sizes are inferred from the weights.  What weights do not tell is given as options: ``eps``
-    and ``rotary_scaling``, by which the models for the longest sequences divide positions.
+    All sizes are inferred from the weights. Options set the rest: ``eps`` and ``rotary_scaling``,
+    by which the models for the longest sequences divide positions.
 
     Args:
         path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.StripedHyena` that override what was
-            inferred.
+        **options: arguments of :class:`~captum_ssm.models.StripedHyena`, in place of inferred ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtypes of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of a StripedHyena 2; it names the keys.
+        CheckpointError: when the weights do not fit a StripedHyena 2; it names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -149,7 +145,7 @@ def _filled(
 
 
 def _check_tied(model: nn.Module, weights: Weights) -> None:
-    """Raise where the file has two for what is one parameter of the model."""
+    """Raise if the file has two different weights for one shared parameter."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         one = first.setdefault(id(parameter), name)
@@ -166,7 +162,7 @@ def _under(prefix: str, weights: Weights) -> Weights:
 
 
 def _plain_hyena(key: str) -> str:
-    """The hub's name of a weight of the first release, which wrapped what it checkpointed."""
+    """Return the hub's name of a weight of the first release, which wrapped checkpointed parts."""
     key = key.removeprefix("model.")
     return key.replace(".mixer.layer.", ".mixer.").replace(".mlp.layer.", ".mlp.")
 
@@ -264,7 +260,7 @@ def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
 
 
 def _layers(weights: Weights, prefix: str) -> int:
-    """How many layers there are, by the greatest number among the names."""
+    """Return the number of layers, by the greatest number among the names."""
     numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 

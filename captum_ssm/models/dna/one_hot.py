@@ -16,15 +16,14 @@ BASE_IDS = (7, 8, 9, 10)
 class OneHot(nn.Module):
     """A model that reads one-hot DNA: the mixture of the bases' embeddings at each position.
 
-    It is linear in its input up to the model, so that relevance reaches each base of each position:
-    ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x.  A position with a
-    zero for every base is none of them.
+    It is linear up to the model, so each base of each position has relevance:
+    ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x. A position may have no
+    base, with zeros.
 
     Args:
-        model: looks up tokens in the layer that ``get_input_embeddings()`` returns, and takes what
-            this makes of them as ``inputs_embeds``: the models of this package, and most of
-            transformers.
-        base_ids: the tokens of A, C, G and T. Default: ``(7, 8, 9, 10)``, those of Caduceus and
+        model: has ``get_input_embeddings()``, and takes that layer's output as ``inputs_embeds``:
+            the models of this package, and most of transformers.
+        base_ids: the tokens of A, C, G and T. Default: ``(7, 8, 9, 10)``, as in Caduceus and
             HyenaDNA.
         bases_first: whether inputs are (B, 4, L), as tangermeme has them, or (B, L, 4).
             Default: True.
@@ -68,7 +67,7 @@ class OneHot(nn.Module):
         self.before, self.after = tuple(before), tuple(after)
 
     def forward(self, one_hot: Tensor) -> Tensor:
-        """What the model returns.
+        """Return the model's output.
 
         Args:
             one_hot: (B, 4, L), or (B, L, 4) unless ``bases_first``.

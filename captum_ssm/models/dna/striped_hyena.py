@@ -13,7 +13,7 @@ from ...errors import OptionError
 from .caduceus import DNAModel
 from .hyena import long_conv
 
-#: What mixes the tokens of a block: short explicit, medium regularised or long implicit filters,
+#: Mixers of a block: short explicit, medium regularized or long implicit filters,
 #: or softmax attention.
 BlockKind = Literal["se", "mr", "li", "attention"]
 KINDS = ("se", "mr", "li", "attention")
@@ -47,8 +47,8 @@ class ScaleNorm(nn.Module):
 class HyenaCascade(nn.Module):
     """The convolutions of a block, with the parameter names of the published code.
 
-    It is given the projected stream u, in which channels 3 i, 3 i + 1 and 3 i + 2 are those of x2,
-    x1 and v, and returns, with conv short and h the filter of the block,
+    Channels 3 i, 3 i + 1 and 3 i + 2 of the projected stream u belong to x2, x1 and v. With conv
+    short and h the filter of the block it returns
 
         x2 (h * (x1 v) + D x1 v)        where x2, x1, v = conv(u)
 
@@ -56,8 +56,8 @@ class HyenaCascade(nn.Module):
         width: channels E of the stream.
         kind: ``"se"``, ``"mr"`` or ``"li"``.
         length: taps of an explicit filter.
-        groups: explicit filters, each of which serves neighbouring channels.
-        state_size: exponentials that an implicit filter is a sum of.
+        groups: explicit filters, each for adjacent channels.
+        state_size: exponentials of an implicit filter.
         short_filter_length: taps of conv.
 
     Example:
@@ -108,7 +108,7 @@ class HyenaCascade(nn.Module):
         return taps.repeat_interleave(self.width // len(taps), 0)[:, :tokens]
 
     def forward(self, projected: Tensor) -> Tensor:
-        """What the gated convolution makes of the projected stream.
+        """Return the gated convolution of the projected stream.
 
         Args:
             projected: (B, L, 3 E).
@@ -152,12 +152,11 @@ class Rotary(nn.Module):
 class StripedAttention(nn.Module):
     """Causal softmax attention, with the parameter names of the published code.
 
-    The rows of ``Wqkv`` stand as in the checkpoints: for each head those of its queries, keys and
-    values.
+    The rows of ``Wqkv`` are queries, keys and values, head by head, as in the checkpoints.
 
     Args:
         width: channels E of the stream.
-        heads: how many.
+        heads: their number.
         base: of the rotary frequencies. Default: 1e4.
         scaling: positions are divided by it. Default: 1.
 
@@ -176,16 +175,16 @@ class StripedAttention(nn.Module):
         self.rotary_emb = Rotary(width // heads, base, scaling)
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned, and values, (B, L, H, P) each.
+        """Return rotated queries and keys, and values, (B, L, H, P) each.
 
         Args:
-            qkv: what ``Wqkv`` returns, (B, L, 3 E).
+            qkv: the output of ``Wqkv``, (B, L, 3 E).
         """
         query, key, values = qkv.view(*qkv.shape[:2], self.heads, 3, -1).unbind(3)
         return self.rotary_emb(query), self.rotary_emb(key), values
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the mixer adds to the residual stream, (B, L, E) to (B, L, E)."""
+        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
         query, key, values = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
         found = F.scaled_dot_product_attention(query, key, values, is_causal=True)
         out: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
@@ -240,14 +239,13 @@ class StripedHyena(DNAModel):
     """StripedHyena 2, with the parameter names of the released checkpoints of Evo 2.
 
     Args:
-        layout: what mixes the tokens, block by block: ``"se"``, ``"mr"``, ``"li"`` or
-            ``"attention"``.
+        layout: the mixers, block by block: ``"se"``, ``"mr"``, ``"li"`` or ``"attention"``.
         hidden_size: width E of the stream. Default: 4096.
         vocab_size: number of tokens, which are bytes. Default: 512.
         heads: of attention. Default: 32.
         inner_mlp_size: width within the mlps. Default: 11008.
         se_length: taps of a short filter. Default: 7.
-        mr_length: those of a medium one. Default: 128.
+        mr_length: taps of a medium filter. Default: 128.
         se_groups: short filters of a block. Default: 256.
         mr_groups: medium ones. Default: 256.
         state_size: exponentials of a long filter. Default: 16.
@@ -257,7 +255,7 @@ class StripedHyena(DNAModel):
         eps: of the norms. Default: 1e-6.
 
     Raises:
-        OptionError: for a block that is not known, or widths that do not divide.
+        OptionError: for an unknown block, or widths that do not divide.
 
     Example:
         >>> import torch

@@ -12,15 +12,15 @@ from ...errors import CheckpointError
 from ..checkpoints import check_fit, read_checkpoint
 from .model import RWKV7
 
-#: What later checkpoints hold for the first block, whose values nothing is added to.
+#: Weights of the first block in later checkpoints, which are not used.
 _UNUSED = tuple(f"blocks.0.att.v{n}" for n in range(3))
 
 
 def load_rwkv7(path: str | Path) -> RWKV7:
-    """Loads an RWKV-7 language model, such as the published ``RWKV-x070-World-*.pth``.
+    """Load an RWKV-7 language model, such as the published ``RWKV-x070-World-*.pth``.
 
-    Nothing is downloaded, and all sizes are inferred from the weights.  Models that have more than
-    RWKV-7 has, such as those with embeddings within blocks, are refused.
+    Nothing is downloaded, and all sizes are inferred from the weights. Models with further parts,
+    such as embeddings within blocks, are refused.
 
     Args:
         path: a torch file that holds the weights, or a file of safetensors. It is read without
@@ -30,7 +30,7 @@ def load_rwkv7(path: str | Path) -> RWKV7:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of an RWKV-7; it names the keys.
+        CheckpointError: when the weights do not fit an RWKV-7; it names the keys.
 
     Example:
         >>> import tempfile, torch

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from ...mixers.rwkv7 import entering, log_decay, unit
 from ...operators import DeltaRule
 
-#: What the published code adds to the variance of a head.
+#: The published code's epsilon of a head's variance.
 _NORM_EPS = 64e-5
 
 
 class RWKV7TimeMix(nn.Module):
     """RWKV-7's mixer, with the parameter names of the published checkpoints.
 
-    What it computes is said in :mod:`captum_ssm.mixers.rwkv7`.
+    Its equations are in :mod:`captum_ssm.mixers.rwkv7`.
 
     Args:
         width: of the stream, E.
         head_size: channels of a head. Default: 64.
-        is_first: whether it is the mixer of the first block, which has no share of other values.
+        is_first: whether it is the mixer of the first block, without a share of other values.
             Default: False.
-        decay_rank: rank of what decays follow from. Default: 64.
-        step_rank: rank of what steps follow from. Default: 64.
-        value_rank: rank of what the share of the first block's values follows from. Default: 32.
+        decay_rank: rank of the decays. Default: 64.
+        step_rank: rank of the steps. Default: 64.
+        value_rank: rank of the share of the first block's values. Default: 32.
         gate_rank: rank of the gate. Default: 128.
 
     Example:
@@ -73,10 +73,10 @@ class RWKV7TimeMix(nn.Module):
         self.ln_x = nn.GroupNorm(width // head_size, width, eps=_NORM_EPS)
 
     def forward(self, hidden: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the mixer returns, and the values of the first block, (B, L, E) each.
+        """Return the mixer's output, and the values of the first block, (B, L, E) each.
 
         Args:
-            hidden: what enters (B, L, E).
+            hidden: the input (B, L, E).
             v_first: the values of the first block. Default: None, this is the first.
         """
         r, w, k, v, a, g = entering(self, hidden)
@@ -101,12 +101,12 @@ class RWKV7TimeMix(nn.Module):
 
 
 def _precise(x: Tensor) -> Tensor:
-    """In float32 at least, as states are kept."""
+    """Convert to float32 at least, the precision of states."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Read(torch.autograd.Function):
-    """What tokens read of the state, differentiable in all that it follows from."""
+    """The state as read by tokens, differentiable in all its arguments."""
 
     @staticmethod
     def forward(ctx: Any, r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> Any:

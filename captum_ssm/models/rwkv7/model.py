@@ -33,13 +33,13 @@ class RWKV7FeedForward(nn.Module):
         self.value = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the stream, (B, L, E) to (B, L, E)."""
+        """Return the addition to the stream, (B, L, E) to (B, L, E)."""
         out: Tensor = self.value(F.relu(self.key(x + shifted(x) * self.x_k)).square())
         return out
 
 
 class RWKV7Block(nn.Module):
-    """x + att(ln1 x), then x + ffn(ln2 x); the first block norms what enters it.
+    """A block: x + att(ln1 x), then x + ffn(ln2 x); the first block norms its input.
 
     Args:
         width: of the stream, E.
@@ -76,16 +76,16 @@ class RWKV7Block(nn.Module):
 class RWKV7(nn.Module):
     """A language model, with the parameter names of the published ``RWKV-x070`` checkpoints.
 
-    It computes in the dtype of its weights, and states in float32 at least.  It is told of no
-    padding: texts of different lengths are explained one by one.
+    It computes in the dtype of its weights, and states in float32 at least. It takes no padding:
+    explain texts of different lengths one by one.
 
     Args:
-        vocab_size: tokens that are known. Default: 65536.
+        vocab_size: number of tokens. Default: 65536.
         width: of the stream, E. Default: 768.
         depth: number of blocks. Default: 12.
         head_size: channels of a head. Default: 64.
         inner: channels of the feed-forward parts. Default: None, four times the width.
-        **ranks: those of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
+        **ranks: ranks of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
 
     Raises:
         OptionError: when the width is not a multiple of the head's size, or a size is below 1.

@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import OptionError
 from .model import VisionMamba
 
-#: What timm.create_model passes to every model.
+#: Arguments that timm.create_model passes to every model.
 _OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -129,7 +129,7 @@ def register_with_timm() -> list[str]:
 
 
 def _from_published(pretrained: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """The published keywords as those of :class:`VisionMamba`."""
+    """Convert the published keywords to keywords of :class:`VisionMamba`."""
     if pretrained:
         raise OptionError(
             "pretrained=True: nothing is downloaded here. Download the checkpoint and call "

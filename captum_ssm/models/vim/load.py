@@ -19,25 +19,24 @@ _RELEASED = 224
 
 
 def load_vim(path: str | Path, **options: Any) -> VisionMamba:
-    """Loads a Vision Mamba checkpoint, such as the official ones; nothing is downloaded.
+    """Load a Vision Mamba checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights.  What weights do not tell is given as options: where a
-    single cls token stands (``cls_token``, default ``"middle"``; ``"none"`` if there is none),
-    ``pos_embed=False`` if there are no position embeddings, ``final_pool_type``,
-    ``if_divide_out``, ``norm_epsilon``; ``img_size`` where the patch grid is not square, and
-    ``stride`` where patches overlap, other than by half in images of 224 x 224.
+    All sizes are inferred from the weights. Options set the rest: ``cls_token`` (``"middle"`` by
+    default), ``final_pool_type``, ``if_divide_out`` and ``norm_epsilon``. Pass ``pos_embed=False``
+    if there are no position embeddings, and ``img_size`` if the patch grid is not square. Pass
+    ``stride`` if patches overlap, except by half in images of 224 x 224.
 
     Args:
         path: a file of safetensors, or a torch file that holds the weights or a dict with the
             weights as ``"model"``. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba` that override what was
-            inferred.
+        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`, in place of inferred
+            ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of a Vision Mamba; it names the keys.
+        CheckpointError: when the weights do not fit a Vision Mamba; it names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -63,7 +62,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of VisionMamba: what the weights tell, and the user's options."""
+    """Return the arguments of VisionMamba, inferred from the weights, and the user's options."""
 
     def anywhere(name: str) -> bool:  # so that a key that one layer lacks is found missing
         return any(name in key for key in weights)

@@ -15,8 +15,8 @@ from ...errors import OptionError
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 
-#: Which weights the second direction has of its own: there is none, A alone, or all but the
-#: projections in and out.
+#: The second direction's own weights: no such direction, A alone, or all but the projections in
+#: and out.
 BimambaType = Literal["none", "v1", "v2"]
 
 #: dt starts log-uniformly between these.
@@ -29,9 +29,8 @@ class VimMixer(nn.Module):
     With x, z = in_proj(h), u = SiLU(conv(x)) and f(x, z) = SiLU(z) (scan(u) + D u), it returns
     out_proj(y) for
 
-        none   y = f(x, z)
-        v1     y = f(x, z) + SiLU(z) (flip scan_b(flip u) + D u), where scan_b differs in A only
-        v2     y = (f(x, z) + flip f_b(flip x, flip z)) / 2, where f_b has weights of its own
+        none y = f(x, z) v1 y = f(x, z) + SiLU(z) (flip scan_b(flip u) + D u), where scan_b differs
+        in A only v2 y = (f(x, z) + flip f_b(flip x, flip z)) / 2, where f_b has its own weights
 
     Args:
         d_model: E.
@@ -46,7 +45,7 @@ class VimMixer(nn.Module):
         init_layer_scale: initial factor gamma on the output. Default: None, no factor.
 
     Raises:
-        OptionError: when ``bimamba_type`` is not known.
+        OptionError: when ``bimamba_type`` is unknown.
 
     Example:
         >>> import torch
@@ -97,7 +96,7 @@ class VimMixer(nn.Module):
         self.register_parameter("gamma", gamma)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the mixer adds to the residual stream.
+        """Return the mixer's addition to the residual stream.
 
         Args:
             hidden_states: (B, L, E).
@@ -130,7 +129,7 @@ class VimMixer(nn.Module):
         u = parts[0]
         precise = torch.promote_types(u.dtype, torch.float32)
         scan = scan_function(u.is_cuda and precise == torch.float32)
-        # the kernel computes in float32 inside; it wants what varies over tokens as it comes
+        # the kernel computes in float32 inside, and takes token-dependent factors as they are
         dtype = precise if scan is selective_scan else u.dtype
         skip, dt_bias = getattr(self, f"D{suffix}"), self._modules_of(suffix)[2].bias
         with full_precision(u.device):

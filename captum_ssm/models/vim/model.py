@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...errors import OptionError
 from .mixer import BimambaType, VimMixer
 
-#: Where the cls token stands: behind the first half of the patches, in front of them, behind
-#: them; two of them, in front and behind; or nowhere.
+#: Place of the cls token: behind the first half of the patches, in front of them, behind
+#: them; two of them, in front and behind; or none.
 ClsToken = Literal["middle", "head", "end", "double", "none"]
 
 CLS_TOKENS = ("middle", "head", "end", "double", "none")
@@ -75,12 +75,12 @@ class VisionMamba(nn.Module):
         stride: distance between patches. Default: None, the patch size.
         depth: number of blocks. Default: 24.
         embed_dim: E. Default: 192.
-        channels: colour channels of the images. Default: 3.
+        channels: color channels of the images. Default: 3.
         num_classes: classes; 0 for the pooled features alone. Default: 1000.
         cls_token: ``"middle"``, ``"head"``, ``"end"``, ``"double"`` (the mean of the first and the
-            last token is read) or ``"none"``. Default: ``"middle"``.
-        final_pool_type: what is read where there is no cls token: ``"none"`` (the last token),
-            ``"mean"`` of the tokens, ``"max"`` over tokens of each logit, ``"all"`` tokens.
+            last token) or ``"none"``. Default: ``"middle"``.
+        final_pool_type: the head's input without a cls token: ``"none"`` (the last token),
+            ``"mean"`` of the tokens, ``"max"`` over tokens of each logit, or ``"all"`` tokens.
             Default: ``"none"``.
         pos_embed: whether there are position embeddings. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
@@ -90,8 +90,8 @@ class VisionMamba(nn.Module):
         **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
 
     Raises:
-        OptionError: when ``cls_token``, ``final_pool_type`` or ``bimamba_type`` is not known, a
-            size is below 1, or patches are larger than the images.
+        OptionError: when ``cls_token``, ``final_pool_type`` or ``bimamba_type`` is unknown, a size
+            is below 1, or patches are larger than the images.
 
     Example:
         >>> import torch
@@ -208,13 +208,10 @@ class VisionMamba(nn.Module):
         return out.amax(1) if pooled_last else out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """What the head reads of images.
+        """Return the head's input: (B, E), or (B, L, E) if all tokens are read.
 
         Args:
             images: (B, C, H, W).
-
-        Returns:
-            (B, E), or (B, L, E) where all tokens are read.
         """
         x: Tensor = self.patch_embed(images)
         grid = x.shape[2], x.shape[3]

@@ -14,7 +14,7 @@ from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
 from .mixer import form_of
 from .model import VMamba
 
-#: Names of the first release, as patterns, and what became of them.
+#: Names of the first release, as patterns, and their later names.
 _RENAMED = (
     (r"^patch_embed\.proj\.", "patch_embed.0."),
     (r"^patch_embed\.norm\.", "patch_embed.2."),
@@ -27,23 +27,23 @@ _PROJECTION = re.compile(r"\.(in_proj|out_proj|fc1|fc2|reduction)\.weight$")
 
 
 def load_vmamba(path: str | Path, **options: Any) -> VMamba:
-    """Loads a VMamba checkpoint, such as the official ones; nothing is downloaded.
+    """Load a VMamba checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights, and whether there is a gate.  What weights do not tell
-    is given as options: a ``forward_type`` that scans in other orders or has another activation
-    (``"v051d_noz"``, ``"v05_noz_oact"``), and ``act``.  Weights of models with channels first and
-    with channels last are the same.
+    All sizes are inferred from the weights, and whether there is a gate. Options set the rest:
+    ``act``, and a ``forward_type`` with other orders of scans or another activation
+    (``"v051d_noz"``, ``"v05_noz_oact"``). Models with channels first and with channels last have
+    the same weights.
 
     Args:
         path: a file of safetensors, or a torch file that holds the weights or a dict with the
             weights as ``"model"``. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.VMamba` that override what was inferred.
+        **options: arguments of :class:`~captum_ssm.models.VMamba`, in place of inferred ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights are not those of a VMamba; it names the keys.
+        CheckpointError: when the weights do not fit a VMamba; it names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -80,7 +80,7 @@ def _renamed(weights: Weights) -> Weights:
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of VMamba: what the weights tell, and the user's options."""
+    """Return the arguments of VMamba, inferred from the weights, and the user's options."""
     first = "layers.0.blocks.0"
     width, inner = shape_of(weights, f"{first}.op.out_proj.weight", 2)
     projected, _ = shape_of(weights, f"{first}.op.in_proj.weight", 2)

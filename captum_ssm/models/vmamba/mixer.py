@@ -14,10 +14,10 @@ from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 from ..vim.mixer import scan_function, step_projection
 
-#: How many scans there are, each with weights of its own.
+#: Number of scans, each with its own weights.
 SCANS = 4
-#: What published forward types scan: row by row and column by column, each from both ends; row by
-#: row alone, from both ends; row by row from the first token.
+#: Orders of scans by published forward type: row by row and column by column, each from both ends;
+#: row by row alone, from both ends; row by row from the first token.
 _CROSS = ("v0", "v01", "v02", "v03", "v04", "v05", "v2", "v3")
 _ORDERS = dict.fromkeys(_CROSS, "cross") | {"v052d": "rows both ways", "v051d": "rows"}
 
@@ -25,7 +25,7 @@ ACTIVATIONS = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Form(NamedTuple):
-    """What a published forward type computes.
+    """The computation of a published forward type.
 
     Attributes:
         orders: ``"cross"``, ``"rows both ways"`` or ``"rows"``.
@@ -43,14 +43,14 @@ class Form(NamedTuple):
 
 
 def form_of(forward_type: str) -> Form:
-    """What a published forward type computes.
+    """Return the computation of a published forward type.
 
     Args:
-        forward_type: as ``"v05_noz"``. What follows the underlines may be ``noz``, ``nozact``,
-            ``onnone``, ``oact`` and ``no32``, which says how precisely kernels compute.
+        forward_type: as ``"v05_noz"``. Behind underlines are ``noz``, ``nozact``, ``onnone``,
+            ``oact`` and ``no32``, the precision of kernels.
 
     Raises:
-        OptionError: for one that is not served.
+        OptionError: for an unsupported one.
 
     Example:
         >>> from captum_ssm.models.vmamba import form_of
@@ -74,7 +74,7 @@ class SS2D(nn.Module):
     """VMamba's mixer, with the parameter names of the published code.
 
     With x, z = in_proj(h) and u = act(conv(x)) over the map, every scan k reads the tokens of u in
-    an order of its own, with weights of its own; brought back into place they are added up:
+    its own order, with its own weights. Their sum in the map's order is
 
         y = norm(sum over k of scan_k(u) + D_k u),    output = out_proj(act(z) y)
 
@@ -89,7 +89,7 @@ class SS2D(nn.Module):
         forward_type: the published name of the form; see :func:`form_of`. Default: ``"v05_noz"``.
 
     Raises:
-        OptionError: when ``act`` or ``forward_type`` is not known.
+        OptionError: when ``act`` or ``forward_type`` is unknown.
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ class SS2D(nn.Module):
         self.out_proj = nn.Linear(inner, d_model, bias=False)
 
     def forward(self, hidden_states: Tensor, size: tuple[int, int]) -> Tensor:
-        """What the mixer adds to the residual stream.
+        """Return the mixer's addition to the residual stream.
 
         Args:
             hidden_states: the tokens of a map, row by row, (B, L, E).
@@ -160,7 +160,7 @@ class SS2D(nn.Module):
         return out
 
     def scan_orders(self, size: tuple[int, int], device: torch.device) -> list[Tensor]:
-        """Which token each step of every scan reads, (L,) each.
+        """Return the token of each step of every scan, (L,) each.
 
         Args:
             size: height and width of the map, whose tokens are numbered row by row.

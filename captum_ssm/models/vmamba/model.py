@@ -100,12 +100,11 @@ class VSSBlock(nn.Module):
 class VMamba(nn.Module):
     """VMamba, with the parameter names of the official checkpoints.
 
-    The published models differ in whether channels come first or last; they compute the same from
-    the same weights, which are those of this one.
+    Published models with channels first and last compute the same; their weights fit this model.
 
     Args:
         patch_size: side of the patches. Default: 4.
-        channels: colour channels of the images. Default: 3.
+        channels: color channels of the images. Default: 3.
         num_classes: classes. Default: 1000.
         depths: blocks of each stage. Default: (2, 2, 8, 2).
         dims: E of each stage, or of the first one, doubled from stage to stage. Default: 96.
@@ -113,15 +112,15 @@ class VMamba(nn.Module):
         patch_norm: whether patches pass a norm. Default: True.
         patch_embed: ``"v1"``, one convolution, or ``"v2"``, two, whose patches overlap. Default:
             ``"v2"``.
-        downsample: what makes maps coarser: ``"v1"``, 2 x 2 tokens side by side and a projection,
-            ``"v2"``, a convolution of 2 x 2, ``"v3"``, one of 3 x 3. Default: ``"v3"``.
-        pos_embed: height and width of the map that learned position embeddings are for. Default:
-            None, there are none.
+        downsample: the layer between stages: ``"v1"``, a projection of 2 x 2 tokens; ``"v2"`` and
+            ``"v3"``, a convolution of 2 x 2 and 3 x 3. Default: ``"v3"``.
+        pos_embed: height and width of the map of learned position embeddings. Default: None, no
+            embeddings.
         **mixer_options: further arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
 
     Raises:
-        OptionError: when ``patch_embed``, ``downsample`` or an option of the mixer is not known, or
-            a size is below 1.
+        OptionError: when ``patch_embed``, ``downsample`` or an option of the mixer is unknown, or a
+            size is below 1.
 
     Example:
         >>> import torch
