@@ -101,7 +101,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _moved_to(folder: Path) -> Iterator[Path]:
-    """A folder inside ``folder`` whose files are moved up when the ``with`` ends without error."""
+    """Yield a folder inside ``folder`` whose files move up when the ``with`` ends without error."""
     with tempfile.TemporaryDirectory(prefix=".", dir=folder, ignore_cleanup_errors=True) as made:
         beside = Path(made)
         yield beside
@@ -163,7 +163,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
-    """The weights of a file of safetensors, by name.
+    """Return the weights of a file of safetensors, by name.
 
     Returns:
         The tensors on the CPU.
@@ -186,7 +186,7 @@ def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """All of a text file, in the encoding named, which must be its own."""
+    """Return all of a text file, in the encoding named, which must be its own."""
     try:
         return path.read_text(encoding=encoding)
     except UnicodeDecodeError as error:
@@ -197,5 +197,5 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
-    """The lines of a text file, in order, empty ones included, without their ends."""
+    """Return the lines of a text file, in order, empty ones included, without their ends."""
     return read_text(path, encoding).removesuffix("\n").split("\n") if path.stat().st_size else []

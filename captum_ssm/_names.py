@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def known_as(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is meant, or None.
+    """Return the known name that is meant, or None.
 
     Example:
         >>> from captum_ssm._names import known_as
@@ -23,7 +23,7 @@ def known_as(name: object, known: Iterable[str]) -> str | None:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """A question for the end of an error's sentence: the known name that is most like another.
+    """Return a question for the end of an error: the known name that is most like another.
 
     Returns:
         The question behind a space; empty where no name is alike.

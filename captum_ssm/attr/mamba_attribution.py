@@ -166,7 +166,7 @@ class MambaAttribution(ImplicitMethod):
 
 
 def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
-    """The gradient with respect to each layer's output, (B, L, E)."""
+    """Return the gradient with respect to each layer's output, (B, L, E)."""
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
     found = run.gradients(outputs, names)
     for layer in run.layers:

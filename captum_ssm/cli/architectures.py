@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def architectures_table(markdown: bool = False) -> str:
-    """The supported architectures, one line each."""
+    """Return the supported architectures, one line each."""
     from ..mixers import supported_architectures
 
     head = ("family", "package", "tested with", *_ABILITIES, "mixer class")

@@ -141,14 +141,14 @@ def _share_found(method: _Method, examples: Sequence[Example]) -> float:
 
 
 def _ids(example: Example) -> Tensor:
-    """A prompt as the model takes it, (1, L)."""
+    """Return a prompt as the model takes it, (1, L)."""
     import torch
 
     return torch.tensor([example.tokens])
 
 
 def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:
-    """The words of the largest absolute relevance; bars of negative ones are of minus signs."""
+    """Print the words of the largest absolute relevance, with bars of signs."""
     strength = relevance.abs()
     longest = float(strength.max().clamp_min(1e-30))
     for i in strength.topk(min(count, len(strength))).indices.tolist():

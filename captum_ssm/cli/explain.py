@@ -155,7 +155,7 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded_by(options: argparse.Namespace) -> Loaded:
-    """The model that a command names."""
+    """Return the model that a command names."""
     from ..explain.loading import Source, load
 
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
@@ -334,7 +334,7 @@ def print_any_letters() -> None:
 
 
 def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
-    """The texts, or the images (B, C, H, W)."""
+    """Return the texts, or the images (B, C, H, W)."""
     if options.image:
         if loaded.prepare is None:
             raise OptionError(f"--image: {options.model} reads texts. Use --text or --file.")
@@ -355,7 +355,7 @@ def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
 
 
 def _read(option: str, file: Path) -> str:
-    """The text in a file that was named by an option."""
+    """Return the text in a file that was named by an option."""
     try:
         return file.read_text("utf-8")
     except OSError as error:

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> ShownExample:
-    """The text, or the image in a file."""
+    """Return the text, or the image in a file."""
     from ..viz.html.example import read_examples
 
     inputs: Any = given if loaded.tokenizer is not None else loaded.prepared([Path(given)])
@@ -200,7 +200,7 @@ def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
 
 
 def _layers(given: list[str]) -> Any:
-    """Numbers, and names, in the forms of ``Edges.layers``."""
+    """Return numbers, and names, in the forms of ``Edges.layers``."""
     found = [int(one) if _NUMBER.fullmatch(one) else one for one in given]
     return found[0] if len(found) == 1 else found
 
@@ -268,14 +268,14 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
 
 
 def _word(name: str) -> str:
-    """A token as it is printed in a line."""
+    """Return a token as it is printed in a line."""
     from ..viz.labels import spelled
 
     return spelled(name).strip()
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of columns, all of them numbers but for words on the left."""
+    """Return lines of columns, all of them numbers but for words on the left."""
     columns = list(zip(head, *rows, strict=True))
     wide = [max(map(len, column)) for column in columns]
     words = [not _is_number(column[1]) for column in columns]

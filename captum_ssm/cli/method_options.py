@@ -67,7 +67,7 @@ def set_options(
 
 
 def _read(text: str) -> Any:
-    """A number, true, false or null as such, and all else as it is typed."""
+    """Return a number, true, false or null as such, and all else as it is typed."""
     try:
         return json.loads(text)
     except ValueError:

@@ -37,7 +37,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _quiet_transformers(stack: ExitStack) -> None:
-    """The same once transformers has read its environment."""
+    """Quiet transformers after it has read its environment."""
     logging = import_module("transformers.utils.logging")
     stack.callback(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity_error()

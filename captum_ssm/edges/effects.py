@@ -99,7 +99,7 @@ class LayerEffects:
         return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
     def _left_at(self, index: Tensor) -> Tensor:
-        """The gradient before the projection at tokens (B, Q), zeros elsewhere, (B, L, H, P)."""
+        """Return the gradient before the projection at tokens (B, Q), else zeros, (B, L, H, P)."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
         before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
@@ -107,7 +107,7 @@ class LayerEffects:
         return before.view(self.linear.operator.shape)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows of the matrix (B, Q, L).
+        """Return rows of the matrix (B, Q, L).
 
         Args:
             index: which, (B, Q).
@@ -126,7 +126,7 @@ class LayerEffects:
         return found
 
     def matrix(self) -> Tensor:
-        """All rows (B, L, L)."""
+        """Return all rows (B, L, L)."""
         rows = range(self.linear.operator.shape.tokens)
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
@@ -262,15 +262,15 @@ class Effects:
         return self._on_given(self._total(layers, of).mT).mT
 
     def by_layer(self) -> Tensor:
-        """The sum of all effects of each layer, (N, B)."""
+        """Return the sum of all effects of each layer, (N, B)."""
         return torch.stack([layer.by_source().sum(-1) for layer in self.layers])
 
     def by_source(self, layers: Any = None) -> Tensor:
-        """The sum over targets and layers, (B, L)."""
+        """Return the sum over targets and layers, (B, L)."""
         return self._on_given(self._total(layers, LayerEffects.by_source))
 
     def by_target(self, layers: Any = None) -> Tensor:
-        """The sum over sources and layers, (B, L)."""
+        """Return the sum over sources and layers, (B, L)."""
         return self._on_given(self._total(layers, LayerEffects.by_target))
 
     def of(self, *edges: Edges) -> Tensor:

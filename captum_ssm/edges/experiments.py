@@ -67,7 +67,7 @@ class KnockoutWindows:
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
-        """The names of the layers of a window.
+        """Return the names of the layers of a window.
 
         Args:
             number: of the layer in its middle.

@@ -64,7 +64,7 @@ class NormReader(NamedTuple):
         return NormReader(stream, scale, toward, explained, self.eps, self.centered)
 
     def pulled(self) -> Tensor:
-        """The gradient at x, (B, L, E)."""
+        """Return the gradient at x, (B, L, E)."""
         along = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
         return self.scale * self.toward - along * self.stream
 

@@ -111,7 +111,7 @@ def write_answers(
     about: str = "",
     identity: bool = False,
 ) -> list[Path]:
-    """A page or numbers of all answers, or a picture of each; from the second on numbered."""
+    """Write a page or numbers of all answers, or a picture of each, numbered from the second on."""
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title

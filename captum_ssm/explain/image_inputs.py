@@ -27,21 +27,21 @@ _LONGEST = 100
 
 
 def processed(processor: Any, files: Sequence[Path]) -> Tensor:
-    """Images (B, C, H, W) as a classifier of transformers takes them."""
+    """Return images (B, C, H, W) as a classifier of transformers takes them."""
     pictures = [_read(file).numpy() for file in files]
     found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
     return found
 
 
 def scene(file: Path, side: int) -> Tensor:
-    """An image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
+    """Return an image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
     image = _read(file)[None].float() / 255
     resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
     return 2 * resized - 1
 
 
 def side_of(model: Any) -> int:
-    """The side S of the square images that a bundled image classifier takes."""
+    """Return the side S of the square images that a bundled image classifier takes."""
     if isinstance(model, VMamba):  # it has no positions that would tell
         return _SCENE
     side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
@@ -68,7 +68,7 @@ def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
 
 
 def _size(model: VisionMamba) -> tuple[int, int]:
-    """Height and width of the images whose patches a model has positions for."""
+    """Return height and width of the images whose patches a model has positions for."""
     projection = model.patch_embed.proj
     height, width = (
         (cells - 1) * stride + patch
@@ -80,7 +80,7 @@ def _size(model: VisionMamba) -> tuple[int, int]:
 
 
 def _read(file: Path) -> Tensor:
-    """An image (3, h, w), uint8, of sides so alike that scaling one up leaves the other small."""
+    """Read an image (3, h, w), uint8; refuse extreme ratios of the sides."""
     image = read_image(file)
     height, width = image.shape[1:]
     if max(height, width) > _LONGEST * min(height, width):

@@ -128,7 +128,7 @@ def cut_edges(
 def read_tokens(
     option: str, given: Sequence[str], names: Sequence[str], text: str
 ) -> slice | list[int]:
-    """The tokens that a user named by positions, words, or one slice.
+    """Return the tokens that a user named by positions, words, or one slice.
 
     Args:
         option: that named them.
@@ -165,7 +165,7 @@ def read_tokens(
 
 
 def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
-    """The positions of a word's tokens."""
+    """Return the positions of a word's tokens."""
     places = []
     for first in range(len(names)):
         for last in range(first, len(names) if word in text else first + 1):

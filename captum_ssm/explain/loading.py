@@ -106,7 +106,7 @@ class Loaded:
         return self
 
     def prepared(self, files: Sequence[Path]) -> Tensor:
-        """Images (B, C, H, W) in the model's precision, where it is."""
+        """Return images (B, C, H, W) in the model's precision, where it is."""
         if self.prepare is None:
             raise OptionError(f"{type(self.model).__name__} takes no images.")
         return self.prepare(files).to(next(self.model.parameters()))
@@ -207,7 +207,7 @@ class _Sentences:
         self._reader = reader
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text's words, with the mark at which the class is told, or without."""
+        """Return the ids of a text's words, with or without the mark of the class."""
         known = self._reader.vocabulary
         if not add_special_tokens:
             return [known.id_of(word) for word in ([text] if text in known else text_words(text))]
@@ -215,7 +215,7 @@ class _Sentences:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words of ids."""
+        """Return the words of ids."""
         return self._reader.vocabulary.decode(ids)
 
 

@@ -15,7 +15,7 @@ from ..linear import Rule
 
 
 def method_classes(names: list[str] | None) -> list[type[Attribution]]:
-    """The classes of methods, of this package and of Captum, by names in any spelling.
+    """Return the classes of methods, of this package and of Captum, by names in any spelling.
 
     Args:
         names: of the methods; None for LatimFlow.
@@ -114,7 +114,7 @@ def with_option(
 def against(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """The methods and their options, where those that were given a contrast are called by it.
+    """Return the methods and their options, with a given contrast in the methods' names.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm
@@ -148,7 +148,7 @@ def _baselines(text: str) -> float | str:
 
 
 def methods_table(markdown: bool = False) -> str:
-    """The methods, one line each.
+    """Return the methods, one line each.
 
     Example:
         >>> from captum_ssm.explain.methods import methods_table

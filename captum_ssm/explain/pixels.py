@@ -68,7 +68,7 @@ def over_pixels(
 
 
 def _light(file: Path, size: tuple[int, int]) -> Tensor:
-    """The light pixels of an image file, scaled to ``size``."""
+    """Return the light pixels of an image file, scaled to ``size``."""
     light = read_image(file).float().mean(0) >= _LIGHT
     found = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
     if not bool(found.any()):

@@ -13,7 +13,7 @@ _ID = re.compile(r"id:(\d+)")
 
 
 def read_target(subject: Subject, text: str, *, language: bool, option: str = "--target") -> Any:
-    """The target in Captum's form.
+    """Return the target in Captum's form.
 
     Returns:
         A class's number; or, for a language model, the last position and the token's id.

@@ -176,7 +176,7 @@ def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
 
 
 def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
-    """Derivative of each of the n active features by the activation at its token, (n, W).
+    """Return the derivative of each active feature by the activation at its token, (n, W).
 
     Tokens are encoded separately, so one backward pass serves a feature of every token.
     """

@@ -60,7 +60,7 @@ class Api:
             return questions[question](request)
 
     def kept(self, classes: int) -> dict[str, Any]:
-        """Answers to all that a page without a server can ask, by question.
+        """Return answers to all that a page without a server can ask, by question.
 
         Args:
             classes: how many of the likeliest classes of each example are explained.
@@ -153,7 +153,7 @@ class Api:
         return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
     def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
-        """The example, the model and the class that are asked about."""
+        """Return the example, the model and the class that are asked about."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
         if type(identity) is not int or identity not in self._shown:
@@ -169,7 +169,7 @@ class Api:
         return self._explained(example, model, method, None, filtered=True)
 
     def _told(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
-        """An explanation; an error of one model leaves the others to be shown."""
+        """Return an explanation; an error of one model leaves the others to be shown."""
         try:
             output = explain()
         except Exception as error:
@@ -180,12 +180,12 @@ class Api:
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON that any browser reads; a number that is none is null."""
+    """Return a value as JSON that any browser reads; a number that is none is null."""
     return json.dumps(plain(value), allow_nan=False).encode()
 
 
 def plain(value: Any) -> Any:
-    """A value in JSON's own types; NaN and infinity become None, as which JSON knows no other."""
+    """Return a value in JSON's own types; NaN and infinity become None."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, float):
@@ -202,7 +202,7 @@ def plain(value: Any) -> Any:
 
 
 def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
-    """An explanation as the page reads it: images' relevance as rasters alone, texts laid out."""
+    """Return an explanation for the page: images' relevance as rasters alone, texts laid out."""
     if output is None:
         return None
     features = []

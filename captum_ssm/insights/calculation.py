@@ -161,7 +161,7 @@ class AttributionCalculation:
         return [i for i in range(len(self.classes)) if abs(number - i) <= 0.5][:1]
 
     def score(self, score: float, index: int) -> OutputScore:
-        """A class by its index."""
+        """Return a class by its index."""
         if not 0 <= index < len(self.classes):
             raise InputError(
                 f"a label is {index}, but classes has {len(self.classes)} names, counted from 0."
@@ -169,7 +169,7 @@ class AttributionCalculation:
         return OutputScore(score, index, str(self.classes[index]))
 
     def obstacle(self, name: str, model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-        """Why a method, by its name, cannot explain a model on such inputs, or None."""
+        """Return the reason why a method cannot explain a model on such inputs, or None."""
         return obstacle(ATTRIBUTION_NAMES_TO_METHODS[name], model, inputs)
 
     def relevance(
@@ -216,7 +216,7 @@ class AttributionCalculation:
         name: str,
         arguments: Mapping[str, Any],
     ) -> dict[str, list[float]]:
-        """Relevance of the words of a text by role, in hundredths of the largest."""
+        """Return relevance of a text's words by role, in hundredths of the largest."""
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         chosen = self._options(name, inputs, arguments, target)
         if not self._is_one_text:
@@ -235,7 +235,7 @@ class AttributionCalculation:
         return [feature.visualization_type() for feature in self.features] == ["text"]
 
     def layers(self, model: Any) -> list[str]:
-        """The names of the mixers between whose words messages can be cut; none without a text."""
+        """Return the names of the mixers whose messages can be cut; none without a text."""
         if not self._is_one_text:
             return []
         try:
@@ -258,7 +258,7 @@ class AttributionCalculation:
         return flow_of(model, *self._text(model, example, target), example.additional)
 
     def _text(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
-        """The ids of the one text that an example is, and a class as a target of the model."""
+        """Return the ids of an example's one text, and a class as a target of the model."""
         if not self._is_one_text:
             raise OptionError("this is asked of the words of one text, which the example is not.")
         (ids,) = self.transformed(example)
@@ -285,7 +285,7 @@ class AttributionCalculation:
         return chosen
 
     def _class_like(self, label: str, target: Any) -> Any:
-        """A class by its name, as a target of the form of another."""
+        """Return a class by its name, as a target of the form of another."""
         if label not in self.classes:
             raise OptionError(
                 f"contrast={label!r} is neither a class nor one of {', '.join(CONTRASTS)}. Use one."
@@ -373,7 +373,7 @@ def explanation(
 
 
 def shares_of(relevance: Sequence[Tensor]) -> list[float]:
-    """The share of each feature, signed; absolute values sum to 1, or are all 0."""
+    """Return the share of each feature, signed; absolute values sum to 1, or are all 0."""
     sums = torch.stack([tensor.cpu().double().sum() for tensor in relevance])
     total = sums.abs().sum()
     shares: list[float] = (sums / torch.where(total > 0, total, 1.0)).tolist()
@@ -387,7 +387,7 @@ def _output(model: Any, inputs: tuple[Tensor, ...], additional: tuple[Any, ...])
 
 
 def _applied(transforms: Sequence[Callable[..., Any]], batch: Tensor) -> Tensor:
-    """The one example of a batch, transformed, as a batch again."""
+    """Return the one example of a batch, transformed, as a batch again."""
     example: Any = batch.squeeze(0)
     for transform in transforms:
         example = transform(example)

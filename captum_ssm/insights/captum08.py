@@ -112,7 +112,7 @@ def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution
 
 
 def _translated(params: Mapping[str, Config], theirs: Any) -> Any:
-    """The arguments in the kinds that Captum 0.8 knows, and how its values are read."""
+    """Return the arguments in the kinds that Captum 0.8 knows, and how its values are read."""
     kinds = {name: _kind(kind, theirs) for name, kind in params.items()}
     return theirs.ConfigParameters(
         params=kinds,

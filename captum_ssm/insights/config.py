@@ -33,7 +33,7 @@ class NumberConfig(NamedTuple):
         return not any(isinstance(number, float) for number in (self.value, *self.limit))
 
     def parse(self, name: str, value: Any) -> float:
-        """The value, an int or a float as the argument wants it."""
+        """Return the value, an int or a float as the argument wants it."""
         if not _is_number(value) or (self.whole and value != int(value)):
             raise OptionError(f"{name}={value!r}: use a{' whole' if self.whole else ''} number.")
         low, high = self.limit
@@ -55,7 +55,7 @@ class StrEnumConfig(NamedTuple):
     type: str = "enum"
 
     def parse(self, name: str, value: Any) -> str | None:
-        """The word, if it is one of them."""
+        """Return the word, if it is one of them."""
         if value not in self.limit:
             raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
         chosen: str | None = value
@@ -93,7 +93,7 @@ class ContrastConfig(NamedTuple):
     type: str = "contrast"
 
     def parse(self, name: str, value: Any) -> Any:
-        """The word or the name; an empty text is None. Which class a name is, the classes say."""
+        """Return the word or the class's name; an empty text is None."""
         return None if isinstance(value, str) and value == "" else value
 
 
@@ -123,7 +123,7 @@ class BoolConfig(NamedTuple):
     type: str = "boolean"
 
     def parse(self, name: str, value: Any) -> bool:
-        """The value."""
+        """Return the value."""
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}: use true or false.")
         return value
@@ -140,7 +140,7 @@ class TupleConfig(NamedTuple):
     type: str = "tuple"
 
     def parse(self, name: str, value: Any) -> Any:
-        """The numbers, or None for none; tuples of tuples pass as they are."""
+        """Return the numbers, or None for none; tuples of tuples pass as they are."""
         if isinstance(value, str):
             words = [word for word in re.split(r"[\s,()\[\]]+", value) if word]
             value = [int(w) if re.fullmatch(r"[+-]?\d{1,9}", w) else w for w in words]
@@ -193,7 +193,7 @@ class ConfigParameters(NamedTuple):
 
 
 def described(parameters: ConfigParameters) -> dict[str, dict[str, Any]]:
-    """The arguments as the page is told of them."""
+    """Return the arguments as the page is told of them."""
     found = {}
     for name, kind in parameters.params.items():
         found[name] = kind._asdict()

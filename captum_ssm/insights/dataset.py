@@ -72,7 +72,7 @@ class DatasetExample(NamedTuple):
 
 
 def examples_of(batch: Any) -> Iterator[DatasetExample]:
-    """The examples of a batch, checked before the first is handed out."""
+    """Yield the examples of a batch, checked before the first is handed out."""
     if not hasattr(batch, "inputs"):
         raise InputError(
             f"the dataset holds a {type(batch).__name__}; wrap inputs and labels: Batch(inputs, "
@@ -131,7 +131,7 @@ class Pages:
         self.ended = False
 
     def first(self) -> DatasetExample | None:
-        """The next example, which stays the next one; None if the dataset is empty."""
+        """Peek at the next example; None if the dataset is empty."""
         for _ in range(2):  # the end may come first, and behind it the beginning
             if not self._ahead:
                 self._ahead.append(self._read())
@@ -141,7 +141,7 @@ class Pages:
         return None
 
     def page(self, again: bool = False) -> Iterator[DatasetExample]:
-        """The examples from here to the end of the dataset, as many as are taken."""
+        """Yield the examples from here to the end of the dataset, as many as are taken."""
         if again:
             self._ahead.extendleft(reversed(self._page))
         self._page, self.ended = [], False

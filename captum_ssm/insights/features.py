@@ -231,12 +231,12 @@ def _listed(transforms: Transforms) -> list[Callable[..., Any]]:
 
 
 def _numbers(batch: Tensor) -> Tensor:
-    """The one example of a batch, in double precision."""
+    """Return the one example of a batch, in double precision."""
     return batch.detach().cpu().double()[0]
 
 
 def _percent(relevance: Tensor, whole: Tensor) -> list[float]:
-    """The relevance in hundredths of ``whole``; zeros where that is zero."""
+    """Return the relevance in hundredths of ``whole``; zeros where that is zero."""
     divisor = torch.where(whole > 0, whole, 1.0)
     percent: list[float] = (relevance / divisor * 100).tolist()
     return percent

@@ -39,7 +39,7 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
 def common_classes(
     models: Sequence[str], loaded: Sequence[Loaded], names: Sequence[str] | None
 ) -> list[str]:
-    """The names of the classes of models that are shown side by side."""
+    """Return the names of the classes of models that are shown side by side."""
     if all(each.tokenizer is not None for each in loaded):
         check_tokenizers(models, [each.tokenizer for each in loaded])
     first, *others = (class_names(each, names) for each in loaded)

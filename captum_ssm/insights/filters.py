@@ -129,7 +129,7 @@ class FilterConfig(NamedTuple):
 
 
 def _method(argument: str, name: Any) -> str:
-    """A method's name as it is listed."""
+    """Return a method's name as it is listed."""
     known = list(ATTRIBUTION_NAMES_TO_METHODS)
     found = known_as(name, known)
     if found is None:

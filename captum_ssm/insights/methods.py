@@ -66,7 +66,7 @@ _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
 
 
 def _kind(option: Option) -> Config:
-    """The kind of argument that an option of a method of this package is."""
+    """Return the kind of argument that an option of a method of this package is."""
     if option.name == "baselines":
         return BaselinesConfig(option.default)
     if option.name == "contrast":
@@ -103,7 +103,7 @@ _WINDOW = 8
 
 
 def _windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
-    """Windows that suit the inputs: tokens, numbers, or squares of an image in all channels."""
+    """Return windows for the inputs: tokens, numbers, or squares of an image in all channels."""
     shapes = [_window(tensor) for tensor in inputs]
     strides = [
         tuple(
@@ -135,7 +135,7 @@ def parameters_of(name: str) -> ConfigParameters:
 
 
 def titled(name: str, arguments: Mapping[str, Any]) -> str:
-    """A method with those of its arguments that are set.
+    """Return a method with those of its arguments that are set.
 
     Example:
         >>> from captum_ssm.insights.methods import titled

@@ -13,7 +13,7 @@ from ..viz.html.pictures import Raster, raster
 
 
 def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
-    """Relevance of an image by its patches, and by its pixels where it tells them apart.
+    """Return an image's relevance by patches, and by pixels if it has them.
 
     Args:
         found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no

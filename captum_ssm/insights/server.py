@@ -100,7 +100,7 @@ class _Http(ThreadingHTTPServer):
         super().__init__((_LOOPBACK, port), _Handler)
 
     def server_bind(self) -> None:
-        """As HTTPServer does it, without looking the host's name up in the network."""
+        """Bind like HTTPServer, without looking up the host's name in the network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = _LOOPBACK, self.server_address[1]
 

@@ -256,7 +256,7 @@ class AttributionVisualizer:
         port: int | None = None,
         bind_all: bool = False,
     ) -> int:
-        """Shows the page to this machine alone, at the address that is printed.
+        """Show the page to this machine alone, at the printed address.
 
         Called again, it prints the address again.
 
@@ -320,7 +320,7 @@ class AttributionVisualizer:
         return page
 
     def _repr_html_(self) -> str:
-        """The snapshot, as notebooks show the value of a cell."""
+        """Return the snapshot, as notebooks show the value of a cell."""
         return framed(self.snapshot(), "Insights", _HEIGHT)
 
     @log_usage()  # type: ignore[untyped-decorator]
@@ -341,7 +341,7 @@ class AttributionVisualizer:
         display(frame)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Ends the server, if there is one. It can be started again."""
+        """End the server, if there is one. It can be started again."""
         server, self._server = self._server, None
         if server is not None:
             server.close()

@@ -65,7 +65,7 @@ def _size(model: Any) -> int | None:
 
 
 def _words(tokenizer: Any) -> dict[str, int] | None:
-    """The number of each token; None where the tokenizer does not say."""
+    """Return the number of each token; None where the tokenizer does not say."""
     found = getattr(tokenizer, "get_vocab", lambda: None)()
     if found is not None:
         return dict(found)

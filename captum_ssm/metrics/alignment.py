@@ -25,7 +25,7 @@ from .sample import Interval, Sample
 
 
 def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Links from each target word to its most relevant source word, (B, T, S) of booleans.
+    """Return links from each target word to its most relevant source word, (B, T, S) of booleans.
 
     Where several are equally relevant, all are linked, so that a constant row says nothing and is
     punished for it.
@@ -154,7 +154,7 @@ class Alignment(NamedTuple):
 
 
 def alignment_rates(counts: LinkCounts) -> Alignment:
-    """The rates of each sentence, (B,), or of sums over sentences.
+    """Return the rates of each sentence, (B,), or of sums over sentences.
 
     ::
 
@@ -179,7 +179,7 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
 
 
 def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The share of target words whose most relevant source word is linked to them, (B,).
+    """Return the share of target words whose most relevant source word is linked to them, (B,).
 
     A word whose best sources are tied counts by the share of them that are linked.
 
@@ -241,13 +241,13 @@ class AlignmentScores:
         self._sample.merge(other._sample)
 
     def compute(self) -> Alignment:
-        """The rates of all sentences, each a tensor without dimensions."""
+        """Return the rates of all sentences, each a tensor without dimensions."""
         return Alignment(*self._sample.value().unbind(-1))
 
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Bounds of the rates, in the order of :class:`Alignment`.
+        """Return bounds of the rates, in the order of :class:`Alignment`.
 
         Args:
             confidence, resamples, seed: see :meth:`~captum_ssm.metrics.Sample.interval`, with the
@@ -257,7 +257,7 @@ class AlignmentScores:
 
 
 def best_layer(rates: Sequence[float]) -> int:
-    """The layer of the lowest error rate, the first of equals; layers without a rate do not count.
+    """Return the layer of the lowest error rate, the first of equals.
 
     The paper's table takes the best layer on the test data; choose it on other data to claim more.
 
@@ -282,14 +282,14 @@ def best_layer(rates: Sequence[float]) -> int:
 
 
 def _rates(counts: Tensor) -> Tensor:
-    """AER, precision and recall of counts (..., 4)."""
+    """Return AER, precision and recall of counts (..., 4)."""
     predicted, sure, hit_sure, hit_possible = counts.unbind(-1)
     error = 1 - (hit_sure + hit_possible) / (predicted + sure)
     return torch.stack([error, hit_possible / predicted, hit_sure / sure], -1)
 
 
 def _sample_rates(sums: Tensor, counts: Tensor) -> Tensor:
-    """The rates of summed counts; every sentence has all of them."""
+    """Return the rates of summed counts; every sentence has all of them."""
     return _rates(sums)
 
 

@@ -81,7 +81,7 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
 
 
 def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int) -> Tensor:
-    """The examples of the highest :func:`misclassification_confidence`, the worst first, (count,).
+    """Return the examples of the highest :func:`misclassification_confidence`, (count,).
 
     Args:
         logits, labels: as there.
@@ -108,7 +108,7 @@ def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int)
 
 
 def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[str, ...]:
-    """The most relevant words, each once, the most relevant first.
+    """Return the most relevant words, each once, the most relevant first.
 
     Args:
         words: of a text.

@@ -41,7 +41,7 @@ def token_infidelity(
     internal_batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Infidelity under the removal of random tokens (Yeh et al. 2019; Captum's infidelity), (B,).
+    """Measure infidelity under the removal of random tokens (Yeh et al. 2019), (B,).
 
     The expected square of the relevance of removed tokens less the target's loss::
 
@@ -136,7 +136,7 @@ def token_sensitivity(
     internal_batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """The largest relative change of relevance under small changes of the input, (B,).
+    """Return the largest relative change of relevance under small changes of the input, (B,).
 
     Embeddings are shaken by uniform noise (Yeh et al. 2019; Captum's sensitivity_max).  Of token
     ids, some are replaced by others::
@@ -231,7 +231,7 @@ def _replacing(
 
 
 def _scores_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A function that Captum can select targets from."""
+    """Return a function that Captum can select targets from."""
 
     def scores(inputs: Tensor, *additional: Any) -> Tensor:
         output = logits_of(call_model(forward_func, inputs, as_tuple(additional)))
@@ -251,7 +251,7 @@ def _sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
 
 
 def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens that may be changed, (B, L)."""
+    """Return tokens that may be changed, (B, L)."""
     allowed = as_mask(mask, tensor if tensor.dim() == 2 else tensor[..., 0])
     if not bool(allowed.any(-1).all()):
         raise InputError("mask leaves an example without any token that may be changed.")
@@ -259,7 +259,7 @@ def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _repeated(mask: Tensor, rows: Tensor) -> Tensor:
-    """The mask (B, L) for rows (R, ...) in which Captum repeats each example in place."""
+    """Return the mask (B, L) for rows (R, ...) in which Captum repeats each example in place."""
     return mask.repeat_interleave(len(rows) // len(mask), dim=0)
 
 

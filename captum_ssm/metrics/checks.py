@@ -40,7 +40,7 @@ def masked_scores(
 
 
 def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
-    """Half precision in float32, integers in float64."""
+    """Convert half precision to float32, integers to float64."""
     if not isinstance(scores, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(scores).__name__}.")
     if scores.is_complex():
@@ -58,7 +58,7 @@ def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
 
 
 def _finite(x: Tensor, name: str) -> Tensor:
-    """``x``; raises if anything is NaN or infinite: it would have no place in any order."""
+    """Return ``x``; raise if a number is NaN or infinite, and so has no place in an order."""
     bad = int((~x.isfinite()).sum())
     if bad:
         raise NonFiniteError(
@@ -89,7 +89,7 @@ def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
 
 
 def as_mask(mask: Tensor | None, like: Tensor, name: str = "mask") -> Tensor:
-    """``mask`` as booleans; without one, everything counts."""
+    """Return ``mask`` as booleans; without one, everything counts."""
     if mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     return as_flags(mask, like, name)

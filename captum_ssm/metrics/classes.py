@@ -33,7 +33,7 @@ class Perturbed(NamedTuple):
 
 
 def class_logits(forward_func: Classifier, inputs: Tensor) -> Tensor:
-    """The logits (R, K) of a batch; of a language model, those at the last token."""
+    """Return the logits (R, K) of a batch; of a language model, those at the last token."""
     with torch.no_grad():
         logits = logits_of(call_model(forward_func, inputs, ()))
     if logits.dim() == 3:

@@ -16,7 +16,7 @@ from .checks import check_positive
 
 
 def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None = None) -> Tensor:
-    """Pixels by true and given class, for each image, (B, K, K).
+    """Return pixels by true and given class, for each image, (B, K, K).
 
     Args:
         predicted: classes 0 to K - 1, (B, ...) of integers or booleans.
@@ -77,7 +77,7 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
 
 
 def iou(counts: Tensor) -> Tensor:
-    """Intersection over union of each class, (..., K); NaN for a class neither true nor given.
+    """Return intersection over union by class, (..., K); NaN for a class neither true nor given.
 
     ::
 
@@ -104,7 +104,7 @@ def iou(counts: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """The mean of :func:`iou` over the classes that are true or given anywhere, (...).
+    """Return the mean of :func:`iou` over the classes that are true or given anywhere, (...).
 
     Args:
         counts: (..., K, K), as for :func:`pixel_accuracy`.
@@ -125,7 +125,7 @@ def mean_iou(counts: Tensor) -> Tensor:
 
 
 def f1(counts: Tensor) -> Tensor:
-    """2 TP / (2 TP + FP + FN) of each class, (..., K); NaN for a class neither true nor given.
+    """Return 2 TP / (2 TP + FP + FN) by class, (..., K); NaN for a class neither true nor given.
 
     Args:
         counts: (..., K, K), as for :func:`pixel_accuracy`.
@@ -153,7 +153,7 @@ def _diagonal(counts: Tensor) -> Tensor:
 
 
 def _labels(labels: Tensor, counts: Tensor, classes: int, name: str) -> Tensor:
-    """Labels as integers, 0 where they do not count."""
+    """Return labels as integers, 0 where they do not count."""
     if labels.is_floating_point():
         raise InputError(f"{name} is of dtype {labels.dtype}; classes are integers or booleans.")
     labels = labels.long().where(counts, 0)

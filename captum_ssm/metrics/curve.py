@@ -52,11 +52,11 @@ class Curve:
             )
 
     def mean(self) -> Tensor:
-        """The mean curve over examples, (F,)."""
+        """Return the mean curve over examples, (F,)."""
         return self.values.mean(0)
 
     def area(self, *, normalized: bool = True) -> Tensor:
-        """The area under each example's curve by the trapezoid rule, (B,).
+        """Return the area under each example's curve by the trapezoid rule, (B,).
 
         Args:
             normalized: divide by the width, so that a constant curve's area is its height; without
@@ -84,7 +84,7 @@ def change_order(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """When each unit is changed, 0 being first, (B, N).
+    """Return the place of each unit in the order of changes, from 0, (B, N).
 
     Args:
         relevance: (B, N).

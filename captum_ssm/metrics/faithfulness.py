@@ -81,7 +81,7 @@ def token_faithfulness(
 
 
 def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The share of the positive relevance that falls on true units, (B,).
+    """Return the share of the positive relevance that falls on true units, (B,).
 
     Args:
         relevance: (B, ...).

@@ -43,7 +43,7 @@ def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
 
 
 def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
-    """The images under a Gaussian of standard deviation ``sigma``, in pixels.
+    """Return the images under a Gaussian of standard deviation ``sigma``, in pixels.
 
     Beyond its edge an image goes on with the pixels of the edge.
 

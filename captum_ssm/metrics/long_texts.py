@@ -57,7 +57,7 @@ def answers_found(
 
 
 def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The mean relevance of ranges of tokens, as before each word found (LATIM, figure 3), (B, n).
+    """Return the mean relevance of ranges of tokens (LATIM, figure 3), (B, n).
 
     Args:
         relevance: (B, L).

@@ -93,7 +93,7 @@ class PseudoMaskScores:
         self._sample.merge(other._sample)
 
     def compute(self) -> Tensor:
-        """The IoU of each class, then their mean, (K + 1,).
+        """Return the IoU of each class, then their mean, (K + 1,).
 
         A class neither true nor given anywhere is NaN and left out of the mean.
         """
@@ -112,7 +112,7 @@ class PseudoMaskScores:
 
 
 def _ious(sums: Tensor, counts: Tensor) -> Tensor:
-    """The IoUs and their mean, of summed K x K counts."""
+    """Return the IoUs and their mean, of summed K x K counts."""
     size = round(sums.shape[-1] ** 0.5)
     found = iou(sums.reshape(*sums.shape[:-1], size, size))
     return torch.cat([found, found.nanmean(-1, keepdim=True)], -1)

@@ -21,7 +21,7 @@ from .checks import as_flags, as_scores, check_positive, masked_scores
 
 
 def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The probability that a true unit has a higher score than one that is not; a tie is half.
+    """Return the probability that a true unit scores higher than another one; a tie is half.
 
     ::
 
@@ -55,7 +55,7 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean, over the true units, of the precision among all units of at least their score.
+    """Return the mean over true units of the precision among units of at least their score.
 
     This is the area under the steps of the precision-recall curve, without interpolation::
 
@@ -118,7 +118,7 @@ def recall_at_k(
 def precision_at_k(
     scores: Tensor, gold: Tensor, k: int | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """The share of true units among the K of the highest scores; K = 1 is the top-1 accuracy.
+    """Return the share of true units among the K highest scores; K = 1 is the top-1 accuracy.
 
     Args:
         scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults and the same
@@ -142,7 +142,7 @@ def precision_at_k(
 
 
 def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Pearson's correlation of two scores of the same units.
+    """Return Pearson's correlation of two scores of the same units.
 
     Args:
         scores: (B, N).
@@ -166,7 +166,7 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Spearman's rank correlation: Pearson's of the ranks, equal scores sharing their mean rank.
+    """Return Spearman's rank correlation; equal scores share their mean rank.
 
     Args:
         scores, others, mask: as in :func:`pearson`, with the same defaults.
@@ -188,7 +188,7 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Kendall's tau-b: of all pairs of units, those ordered alike less those ordered otherwise.
+    """Return Kendall's tau-b: pairs of units in the same order less pairs in opposite order.
 
     Time and memory grow with the square of N.
 
@@ -230,7 +230,7 @@ class PrecisionRecall(NamedTuple):
 
 
 def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
-    """Precision and recall at every distinct score of one set of units, of many images say.
+    """Return precision and recall at every distinct score of one set of units, of many images say.
 
     Args:
         scores: (N,).
@@ -261,14 +261,14 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
 
 
 def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, the true units and those that are not."""
+    """Return scores, the true units and those that are not."""
     scores, counts = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
     return scores.contiguous(), true & counts, ~true & counts
 
 
 def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Two scores of the same units in float64, and which units count."""
+    """Return two scores of the same units in float64, and which units count."""
     first, counts = masked_scores(scores, mask, "scores", dims=2)
     second, _ = masked_scores(others, mask, "others", dims=2)
     if first.shape != second.shape:
@@ -286,7 +286,7 @@ def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
 
 
 def _centered(scores: Tensor, counts: Tensor) -> Tensor:
-    """Scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
+    """Return scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
     # a mean of equal numbers is rounded, and the remainders would have a correlation
     scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
     scores = scores.where(counts, 0)
@@ -294,7 +294,7 @@ def _centered(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
-    """Twice the rank of each unit among those that count, equal ones sharing the mean, (B, N)."""
+    """Return twice the rank of each counting unit, equal ones sharing the mean, (B, N)."""
     rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
@@ -310,7 +310,7 @@ def _at_least(scores: Tensor, among: Tensor) -> Tensor:
 def _hits(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expected true units among the best, how many were looked at, and all that are true: (B,)."""
+    """Return expected true units among the best K, K, and all true units, (B,) each."""
     if k is not None:
         check_positive(k, "k")
     scores, true, false = _checked(scores, gold, mask)

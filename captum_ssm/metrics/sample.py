@@ -24,7 +24,7 @@ _BLOCK_ELEMENTS = 2**23
 
 
 def mean(sums: Tensor, counts: Tensor) -> Tensor:
-    """The mean of each column; NaN where no example has a number."""
+    """Return the mean of each column; NaN where no example has a number."""
     return sums / counts
 
 
@@ -121,14 +121,14 @@ class Sample:
         return self.rows.isnan().sum(0)
 
     def value(self) -> Tensor:
-        """The statistic of all examples, (m,)."""
+        """Return the statistic of all examples, (m,)."""
         rows = self.rows
         return self.statistic(rows.nansum(0), (~rows.isnan()).sum(0).double())
 
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """A percentile bootstrap interval: examples are drawn anew, with replacement.
+        """Return a percentile bootstrap interval: examples are drawn anew, with replacement.
 
         Args:
             confidence: share of resamples within the bounds. Default: 0.95.
@@ -151,7 +151,7 @@ class Sample:
         return Interval(low, self.value(), high)
 
     def _resampled(self, resamples: int, generator: torch.Generator) -> Tensor:
-        """The statistic of each resample, (resamples, m)."""
+        """Return the statistic of each resample, (resamples, m)."""
         rows = self.rows
         known, rows = (~rows.isnan()).double(), rows.nan_to_num()
         count = len(rows)

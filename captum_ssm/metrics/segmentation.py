@@ -21,7 +21,7 @@ from .sample import Interval, Sample
 
 
 def unit_range(maps: Tensor) -> Tensor:
-    """Each map scaled to [0, 1]; a constant map, which points nowhere, to 0.
+    """Return each map scaled to [0, 1]; a constant map, which points nowhere, to 0.
 
     ::
 
@@ -53,7 +53,7 @@ def unit_range(maps: Tensor) -> Tensor:
 
 
 def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
-    """The pixels taken for the object, booleans of the shape of ``maps``.
+    """Return the pixels taken for the object, booleans of the shape of ``maps``.
 
     Args:
         maps: (B, H, W), one number per pixel.
@@ -210,13 +210,13 @@ class SegmentationScores:
         return self.threshold, self.ignored, self.ranking
 
     def compute(self) -> Segmentation:
-        """The scores of all images."""
+        """Return the scores of all images."""
         return Segmentation(*self._sample.value().tolist())
 
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Bounds of the four scores, in the order of :class:`Segmentation`.
+        """Return bounds of the four scores, in the order of :class:`Segmentation`.
 
         Args:
             confidence, resamples, seed: see :meth:`~captum_ssm.metrics.Sample.interval`, with the
@@ -226,7 +226,7 @@ class SegmentationScores:
 
 
 def _scores(sums: Tensor, counts: Tensor) -> Tensor:
-    """The four scores of sums over images of four counts, an average precision and an F1."""
+    """Return the four scores of sums over images of four counts, an average precision and an F1."""
     pixels = sums[..., :4].reshape(*sums.shape[:-1], 2, 2)
     means = sums[..., 4:] / counts[..., 4:]
     return torch.cat([torch.stack([pixel_accuracy(pixels), mean_iou(pixels)], -1), means], -1)

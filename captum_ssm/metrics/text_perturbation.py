@@ -97,7 +97,7 @@ class Texts:
         return self.inputs if self.inputs.dim() == 2 else self.inputs[..., 0]
 
     def logits(self, altered: Tensor, how: str = "mask") -> Tensor:
-        """The logits of texts in which some tokens are changed, (B, F, K).
+        """Return the logits of texts in which some tokens are changed, (B, F, K).
 
         Args:
             altered: the tokens to change, (B, F, L) of booleans.
@@ -127,7 +127,7 @@ class Texts:
         return found
 
     def unchanged(self) -> Tensor:
-        """The logits of the texts as they are, (B, K)."""
+        """Return the logits of the texts as they are, (B, K)."""
         return self.logits(torch.zeros_like(self.real)[:, None])[:, 0]
 
 
@@ -186,7 +186,7 @@ def text_activation(
     fractions: Sequence[float] = WHOLE,
     generator: torch.Generator | None = None,
 ) -> Curve:
-    """The class's probability as tokens are revealed, most relevant first; its area is the AUAC.
+    """Return the class's probability as tokens are revealed, most relevant first; its area is AUAC.
 
     Args:
         texts, relevance, target, generator: as in :func:`text_perturbation`, with the same
@@ -222,7 +222,7 @@ def text_pruning(
     how: str = "mask",
     generator: torch.Generator | None = None,
 ) -> Curve:
-    """The logits' mean squared change as tokens go, least relevant first; its area is the AU-MSE.
+    """Return the logits' mean squared change as the least relevant tokens go; its area is AU-MSE.
 
     Args:
         texts, relevance, how, generator: as in :func:`text_perturbation`, with the same defaults.
@@ -257,7 +257,7 @@ def _first(
     most_first: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """The tokens that relevance puts first, at each share, (B, F, L)."""
+    """Return the tokens that relevance puts first, at each share, (B, F, L)."""
     real = texts.real
     scores = (
         relevance.sum(-1) if isinstance(relevance, Tensor) and relevance.dim() == 3 else relevance
@@ -275,7 +275,7 @@ def _first(
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Indices (R,) into the two dimensions of ``lengths``, at most ``size`` of one length."""
+    """Yield indices (R,) into the two dimensions of ``lengths``, at most ``size`` of one length."""
     for length in torch.unique(lengths):
         for places in (lengths == length).nonzero().split(size):
             example, step = places.unbind(-1)

@@ -41,13 +41,13 @@ def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
 
 
 def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
-    """Rows (R, L) or (R, L, E) with the fill in place of the chosen tokens (R, L)."""
+    """Return rows (R, L) or (R, L, E) with the fill in place of the chosen tokens (R, L)."""
     places = chosen if rows.dim() == 2 else chosen[..., None]
     return torch.where(places, fill_for(fill, rows), rows)
 
 
 def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Random tokens of each row, at least one where any is allowed, (R, L) of booleans.
+    """Draw tokens of each row, at least one if any is allowed, (R, L) of booleans.
 
     Args:
         allowed: tokens to draw from, (R, L).

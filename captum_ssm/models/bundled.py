@@ -63,7 +63,7 @@ def load_bundled(
 def load_dictionary(
     name: str = "recall-mamba", folder: str | Path | None = None
 ) -> SparseAutoencoder:
-    """Loads the dictionary of features that ships for a bundled model; nothing is downloaded.
+    """Load the dictionary of features that ships for a bundled model; nothing is downloaded.
 
     Args:
         name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
@@ -91,7 +91,7 @@ def load_dictionary(
 
 
 def weights_of(name: str) -> Path:
-    """The file of a bundled model's weights, beside its configuration, key and card.
+    """Return the file of a bundled model's weights, beside its configuration, key and card.
 
     Example:
         >>> from captum_ssm.models.bundled import weights_of

@@ -36,7 +36,7 @@ _SHOWN = 8
 
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:
-    """The settings, unless they ask for more modules than any model has.
+    """Return the settings, unless they ask for more modules than any model has.
 
     Args:
         settings: of a configuration; dicts within are looked through too.
@@ -62,7 +62,7 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, without running any code in it.
+    """Return the weights in a file, without running any code in it.
 
     Args:
         path: a file of safetensors, or a torch file that holds the weights or a dict with the
@@ -113,7 +113,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names that are not stored, each with the stored one that shares its parameter."""
+    """Return names that are not stored, each with the stored one that shares its parameter."""
     own = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(own[name]): name for name in weights if name in own}
     return {
@@ -142,7 +142,7 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
 
 
 def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
-    """The shape of a weight."""
+    """Return the shape of a weight."""
     if key not in weights:
         raise CheckpointError(f"its weights lack {key!r}.")
     shape = weights[key].shape
@@ -174,7 +174,7 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
 
 
 def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
-    """Names and shapes of weights; transformers 4 tells the names alone."""
+    """Return names and shapes of weights; transformers 4 tells the names alone."""
     named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
     own = model.state_dict()
     return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]

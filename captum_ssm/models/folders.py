@@ -88,7 +88,7 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
 
 
 def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """The model with its weights, made once they are known to be its."""
+    """Return the model with its weights, made once they are known to be its."""
     weights = read_safetensors(folder / WEIGHTS, "A bundled model")
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()
@@ -104,7 +104,7 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def _renamed(folder: Path, model_class: Any) -> nn.Module:
-    """A model whose weights are saved under other names than it has, which transformers knows."""
+    """Return a model whose saved weights have other names, which transformers converts."""
     with naming(f"{folder} holds no {model_class.__name__}"):
         loaded, found = model_class.from_pretrained(
             folder, output_loading_info=True, local_files_only=True
@@ -131,7 +131,7 @@ def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None
 
 
 def save_of_transformers(model: Any, folder: Path) -> None:
-    """Writes the weights and configuration of a model of transformers."""
+    """Write the weights and configuration of a model of transformers."""
     safetensors = optional("safetensors", '"captum-ssm[hf]"', "Saving a bundled model")
     with writing(folder):
         try:
@@ -148,19 +148,19 @@ def save_of_transformers(model: Any, folder: Path) -> None:
 
 
 def _stored_once(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, tied ones by their first: transformers 4 does not know all it ties."""
+    """Return the weights by name, tied ones once: transformers 4 does not list all ties."""
     first: dict[int, str] = {}
     weights: dict[str, Tensor] = model.state_dict()
     return {k: w for k, w in weights.items() if first.setdefault(w.data_ptr(), k) == k}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a saved model."""
+    """Return the settings of a saved model."""
     return check_counts(read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def write_config(settings: dict[str, Any], folder: Path) -> None:
-    """Writes the settings of a model."""
+    """Write the settings of a model."""
     write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
@@ -169,5 +169,5 @@ def _safetensors(need: str) -> Any:
 
 
 def _readable(path: Path) -> None:
-    """It comes readable by its owner alone, and would be so in a package as well."""
+    """Make a file readable by all: it is created readable by its owner alone."""
     path.chmod(0o644)

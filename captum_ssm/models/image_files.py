@@ -34,7 +34,7 @@ def check_pixels(name: str, size: Sequence[int]) -> None:
 
 
 def read_image(path: Path) -> Tensor:
-    """An image file in RGB, (3, H, W), uint8."""
+    """Return an image file in RGB, (3, H, W), uint8."""
     pillow = optional("PIL.Image", "pillow", f"Reading {path}")
     try:
         with pillow.open(path) as opened:

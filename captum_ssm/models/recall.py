@@ -41,7 +41,7 @@ MIN_FACTS, MAX_FACTS, MAX_FILLERS = 2, 8, 2
 
 @lru_cache(maxsize=1)
 def recall_vocabulary() -> WordVocabulary:
-    """The vocabulary of the task: marks, *owns* and *the*, names, objects, adjectives, fillers.
+    """Return the task's vocabulary: marks, *owns*, *the*, names, objects, adjectives, fillers.
 
     Returns:
         The same one at every call, of 55 words.
@@ -122,7 +122,7 @@ class Example:
 
 
 def parse_prompt(text: str) -> Example:
-    """Reads a prompt of the task and finds its gold answer and sources.
+    """Read a prompt of the task, and find its gold answer and sources.
 
     Args:
         text: facts and a question, their words and marks apart by spaces.
@@ -164,7 +164,7 @@ def parse_prompt(text: str) -> Example:
 
 
 def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
-    """Reads ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` from ``words[start:stop]``."""
+    """Read ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` from ``words[start:stop]``."""
     first = start
     while first < stop and words[first] in FILLERS:
         first += 1
@@ -185,7 +185,7 @@ def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
 
 
 def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
-    """Draws examples; the same seed gives the same examples.
+    """Draw examples; the same seed gives the same examples.
 
     Names are distinct within a prompt. Objects are drawn with replacement, so that a distractor
     can hold the same object as the asked fact.
@@ -238,7 +238,7 @@ def _draw(rng: random.Random, n_facts: int | None) -> Example:
 
 
 def with_value(example: Example, fact: int, value: str) -> Example:
-    """The same prompt with the object of one fact replaced; the gold answer follows.
+    """Return the same prompt with the object of one fact replaced; the gold answer follows.
 
     Args:
         example: the prompt to change.

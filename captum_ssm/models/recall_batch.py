@@ -34,7 +34,7 @@ class RecallBatch:
 
 
 def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> RecallBatch:
-    """Pads examples on the left into one batch.
+    """Pad examples on the left into one batch.
 
     Args:
         examples: at least one.
@@ -76,7 +76,7 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
 def predict(
     model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64
 ) -> torch.Tensor:
-    """The most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
+    """Return the most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
 
     Args:
         model: a causal language model in the manner of transformers, called with ``input_ids``
@@ -114,7 +114,7 @@ def predict(
 
 
 def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
-    """The share of prompts after which the right word is the most likely one.
+    """Return the share of prompts after which the right word is the most likely one.
 
     Args:
         model: as in :func:`predict`.

@@ -30,7 +30,7 @@ _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
 
 
 def text_words(text: str) -> tuple[str, ...]:
-    """The words, numbers and runs of marks of a text, in small letters.
+    """Return the words, numbers and runs of marks of a text, in small letters.
 
     Args:
         text: as it is written.
@@ -47,7 +47,7 @@ def text_words(text: str) -> tuple[str, ...]:
 
 
 def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVocabulary:
-    """The words of texts, after the words that are not theirs: padding, unknown, mark, classes.
+    """Return the words of texts, after the special ones: padding, unknown, mark, classes.
 
     Args:
         texts: the words of each.
@@ -101,7 +101,7 @@ class TextReader:
         return negative, positive
 
     def ids(self, texts: Sequence[Sequence[str]], device: torch.device | str = "cpu") -> Tensor:
-        """The ids of texts with the mark, padded on the right, (B, L).
+        """Return the ids of texts with the mark, padded on the right, (B, L).
 
         Args:
             texts: the words of each, at least one text.

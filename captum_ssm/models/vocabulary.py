@@ -45,7 +45,7 @@ class WordVocabulary:
 
     @classmethod
     def from_json(cls, path: str | Path) -> WordVocabulary:
-        """Reads a vocabulary from a JSON list of words.
+        """Read a vocabulary from a JSON list of words.
 
         Args:
             path: the file, such as :meth:`to_json` writes.
@@ -101,7 +101,7 @@ class WordVocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the whitespace-separated words of ``text``.
+        """Return the ids of the whitespace-separated words of ``text``.
 
         Args:
             text: known words, with whitespace between.
@@ -126,7 +126,7 @@ class WordVocabulary:
         return [self._word_of(int(i)) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; the inverse of :meth:`encode` up to whitespace and unknown words.
+        """Return the text of ids; the inverse of :meth:`encode` up to whitespace and unknown words.
 
         Args:
             ids: numbers, or a tensor (L,).

@@ -144,7 +144,7 @@ class _Subject:
         return flow.decompose(self.wide, self.target, rule="frozen", features=True)
 
     def at_layer(self, name: str, at_input: bool) -> Any:
-        """The decomposition of the plain model's output at a layer."""
+        """Return the decomposition of the plain model's output at a layer."""
         if (name, at_input) not in self._at_layers:
             explain = LayerLatimFlow(self.model, name)
             found = explain.decompose(self.wide, self.target, None, at_input)
@@ -318,7 +318,7 @@ def _is_same(own: Layer, among: Layer, rows: Any = _ALL, tokens: Any = _ALL) -> 
 
 
 def _dense(layer: Layer) -> Tensor:
-    """The matrices of every channel, kept for as long as the layer is."""
+    """Return the matrices of every channel, kept for as long as the layer is."""
     if layer not in _MATRICES:
         _MATRICES[layer] = layer.operator.per_channel().dense(None)
     return _MATRICES[layer]

@@ -428,14 +428,14 @@ def _of(value: Any, example: int) -> Any:
 
 
 def _alone(case: _Case, example: int) -> _Case:
-    """One example of a case, without padding."""
+    """Return one example of a case, without padding."""
     inputs = case.inputs[example : example + 1, case.real(example)]
     target = case.target[example] if isinstance(case.target, list) else case.target
     return _Case(case.kind, case.model, inputs, target, None)
 
 
 def _function(case: _Case) -> Callable[..., Any]:
-    """A function that runs the model, on embeddings by their name."""
+    """Return a function that runs the model, on embeddings by their name."""
     if case.kind == "embeddings":
         return lambda x, mask: case.model(inputs_embeds=x, attention_mask=mask).logits
     return lambda *args: case.model(*args)
@@ -451,7 +451,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, in shares of the largest entry."""
+    """Return the largest difference, in shares of the largest entry."""
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-9))
 
@@ -478,7 +478,7 @@ def _raises(error: type[BaseException], message: str) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Progress is shown to nobody."""
+    """Hide progress bars."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -490,7 +490,7 @@ _HOOKS = (
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """All that a call may not change, of the model and of the process."""
+    """Return all that a call may not change, of the model and of the process."""
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         gradient = None if tensor.grad is None else tensor.grad.clone()

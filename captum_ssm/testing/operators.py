@@ -217,7 +217,7 @@ class _Inputs(NamedTuple):
     rows: list[range]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Inputs:
-        """The same with another dtype, or absolute values."""
+        """Return the same with another dtype, or absolute values."""
         return self._replace(
             u=function(self.u),
             v=function(self.v),
@@ -553,7 +553,7 @@ class _Check:
 
 @contextmanager
 def _elsewhere_by_default() -> Iterator[None]:
-    """New tensors are in half precision on a device without memory, unless they say otherwise."""
+    """Make half precision on a device without memory the default of new tensors."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
@@ -564,7 +564,7 @@ def _elsewhere_by_default() -> Iterator[None]:
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
-    """A coefficient in another dtype if it is a number, on another device."""
+    """Return a coefficient in another dtype if it is a number, on another device."""
     return x.detach().to(device, dtype if x.is_floating_point() else None)
 
 
@@ -574,7 +574,7 @@ def _unit_rows(m: _Plain, q: _Inputs) -> Tensor:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
+    """Return the tensors in nested lists, tuples and dictionaries."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -583,12 +583,12 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _largest(channels: Tensor) -> Tensor:
-    """A reduction that is a function."""
+    """Return a reduction that is a function."""
     return channels.abs().amax(-1)
 
 
 def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient of a linear function; zero if it maps everything to zero."""
+    """Return the gradient of a linear function; zero if it maps everything to zero."""
     at = at.detach().requires_grad_()
     out = function(at)
     if not out.requires_grad:
@@ -597,7 +597,7 @@ def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor
 
 
 def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """An answer to values that require gradients, where these are off in two ways."""
+    """Return an answer to values that require gradients, where these are off in two ways."""
     with torch.no_grad():
         out = function(v.clone().requires_grad_())
     assert not out.requires_grad, "its graph is recorded"
@@ -607,7 +607,7 @@ def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
 
 
 def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """All tokens through a stream, a few at a time."""
+    """Return all tokens through a stream, a few at a time."""
     tokens = v.shape[1]
     parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
     found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
@@ -615,7 +615,7 @@ def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
 
 
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
-    """All columns of a strip that holds the rows asked for."""
+    """Return all columns of a strip that holds the rows asked for."""
     assert strip.rows == rows, f"its rows are {strip.rows}"
     size = shape.batch, len(rows), len(strip.columns)
     assert strip.entries.shape == size, f"its entries are {tuple(strip.entries.shape)}"
@@ -623,7 +623,7 @@ def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
 
 
 def _of_band(operator: Operator, band: Band) -> Tensor:
-    """The matrices (B, H, P, L, L) of a band."""
+    """Return the matrices (B, H, P, L, L) of a band."""
     batch, tokens, heads, per_head = operator.shape
     size = batch, heads, per_head, tokens, tokens
     out = torch.zeros(size, dtype=operator.dtype, device=operator.device)

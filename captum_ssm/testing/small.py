@@ -13,7 +13,7 @@ TOKENS, HIDDEN = 7, 3
 
 
 def padded_ids() -> tuple[Tensor, Tensor]:
-    """Token ids and their mask; the first tokens of the second example are padding."""
+    """Return token ids and their mask; the first tokens of the second example are padding."""
     ids, mask = torch.randint(VOCABULARY, (2, TOKENS)), torch.ones(2, TOKENS).long()
     mask[1, :HIDDEN] = 0
     return ids, mask
@@ -29,7 +29,7 @@ def _config() -> Any:
 
 
 def language() -> Any:
-    """A Mamba that predicts the next of 19 tokens."""
+    """Return a Mamba that predicts the next of 19 tokens."""
     from transformers import MambaForCausalLM
 
     return randomised(MambaForCausalLM(_config()))
@@ -59,7 +59,7 @@ class Vision(nn.Module):
 
 @torch.no_grad()
 def randomised(model: nn.Module) -> nn.Module:
-    """Random weights, by which all tokens matter to each other."""
+    """Draw random weights with which all tokens influence each other."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith(("A_log", "dt_proj.bias")):

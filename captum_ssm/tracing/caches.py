@@ -139,5 +139,5 @@ _packed = Shared(_keep_apart_as_with_a_cache)
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters, self included."""
+    """Return names of a method's parameters, self included."""
     return list(inspect.signature(function).parameters)

@@ -153,7 +153,7 @@ def _called(value: Any) -> str:
 
 
 def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
-    """Modules without wrappers and their names, less those that are parts of another one."""
+    """Return modules without wrappers and their names, less those that are parts of another one."""
     found: dict[nn.Module, str] = {}
     for name, module in named:
         found.setdefault(unwrap(module), name)
@@ -242,7 +242,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
 
 
 def registered_mixers(model: nn.Module) -> list[Mixer]:
-    """The mixers of a model that have an adapter, in module order; whatever else it holds."""
+    """Return the mixers of a model that have an adapter, in module order."""
     named = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Module, list[str]] = {}
     for name, module in named.items():
@@ -272,7 +272,7 @@ def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
 
 
 def _outer(name: str) -> Iterator[str]:
-    """The names of the modules that hold the one called ``name``, innermost first."""
+    """Yield the names of the modules that hold the one called ``name``, innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -290,7 +290,7 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
 
 
 def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that look like mixers, have no adapter, and neither hold nor belong to one.
+    """Yield modules that look like mixers, have no adapter, and neither hold nor belong to one.
 
     An explanation of a run that calls one would be silently wrong without it.
     """

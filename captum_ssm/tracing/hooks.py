@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def in_this_thread(hook: Hook) -> Hook:
-    """The hook, silent while another thread runs the same model."""
+    """Return the hook, silent while another thread runs the same model."""
     owner = threading.get_ident()
 
     @functools.wraps(hook)
@@ -34,14 +34,14 @@ def in_this_thread(hook: Hook) -> Hook:
 def hooked(
     register: Callable[..., Any], hook: Hook, **options: bool
 ) -> AbstractContextManager[None]:
-    """A context in which this thread's calls of a module meet a hook."""
+    """Return a context in which this thread's calls of a module meet a hook."""
     own = in_this_thread(hook)
     return lasting(lambda: register(own, **options).remove)
 
 
 @contextmanager
 def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
-    """A context in which one hook of a module sees its output before all others, and one after.
+    """Set one hook of a module before all others, and one behind them, during the ``with``.
 
     Hooks that are registered while the module's model runs are between them, too.
 
@@ -73,7 +73,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
-    """``value`` with its first floating tensor replaced, and the replacement (None: none found)."""
+    """Return ``value`` with its first floating tensor replaced, and the replacement, or None."""
     if isinstance(value, Tensor):
         new = swap(value) if value.is_floating_point() else None
         return (value, None) if new is None else (new, new)

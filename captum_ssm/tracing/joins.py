@@ -192,7 +192,7 @@ class _JoinSearch:
             yield self.stages[start : start + max(1, most)]
 
     def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
-        """The tokens at which each of some layers has noise."""
+        """Return the tokens at which each of some layers has noise."""
         batch, tokens = self.leaves[numbers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
         drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
@@ -222,7 +222,7 @@ class _JoinSearch:
     # --- replays ---------------------------------------------------------------------------
 
     def _loud(self, k: int) -> Tensor:
-        """A layer's leaf with noise, laid out as its module returns it."""
+        """Return a layer's leaf with noise, laid out as its module returns it."""
         if k not in self.loud:
             leaf = self.replays.leaf(k)
             around = [seen.value for seen in self.real.values() if seen.ran == k]
@@ -346,7 +346,7 @@ class _JoinSearch:
             self._find_by_value(each)
 
     def _fits(self, each: _Join, x: Tensor, now: Tensor) -> dict[int, Way]:
-        """The ways of those members of whose noise a tensor's change is a multiple."""
+        """Return the paths of the members whose noise explains a tensor's change as a multiple."""
         found = {}
         for k in each.members:
             on, at = self.slots[k]
@@ -426,7 +426,7 @@ class _JoinSearch:
     def _hop(
         self, each: _Join, key: _Key, x: Tensor, reading: _Reading, known: Mapping[int, Way]
     ) -> None:
-        """Go on behind a module that a branch enters, where that is a norm or linear."""
+        """Continue behind a module that a branch enters, if it is a norm or linear."""
         module, call, enters, _ = key
         left = module, call, False, 0
         if not enters or left not in self.real or left not in self.noisy:

@@ -343,14 +343,14 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
 
 
 def _is_copy(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal; on a GPU that is assumed, and read later."""
+    """Return True if two tensors are equal; on a GPU that is assumed, and read later."""
     if x.shape != y.shape:
         return False
     return holds((x == y).all()) if are_noted(x) else torch.equal(x, y)
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are views of the same numbers in the same order."""
+    """Return True if two tensors are views of the same numbers in the same order."""
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 

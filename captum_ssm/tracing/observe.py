@@ -40,7 +40,7 @@ class Watcher:
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """A module around a mixer is entered.
+        """Receive the arguments of a module around a mixer.
 
         Args:
             module: the module.
@@ -150,7 +150,7 @@ def observe(
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:
-    """A sequence in place of the one returned, which may have come without a batch."""
+    """Return a sequence in place of the one returned, which may have come without a batch."""
     return changed[0] if changed.dim() > returned.dim() else changed
 
 
@@ -197,7 +197,7 @@ class _Calls:
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Before all other hooks of a mixer: tell watchers the call, and return other output."""
+        """Show watchers a mixer's call before all other hooks, and return the changed output."""
         heard: dict[nn.Module, Heard | None] = {}
         if self.running:  # empty if a hook before ours raised
             contexts, heard = self.running.pop()
@@ -225,7 +225,7 @@ class _Calls:
         return changed
 
     def close(self) -> None:
-        """An interrupt calls no hooks."""
+        """Close contexts of calls that an interrupt left without their hooks."""
         while self.running:
             self.running.pop()[0].close()
 

@@ -97,7 +97,7 @@ def place(
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def drawn(shape: torch.Size) -> Tensor:
-        """Half of the tokens of each example."""
+        """Draw half of the tokens of each example."""
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:

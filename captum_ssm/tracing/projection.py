@@ -48,7 +48,7 @@ class Projection:
         return self.stored.to(self.dtype)
 
     def product(self, y: Tensor) -> Tensor:
-        """y W alone (..., E)."""
+        """Return y W without the bias (..., E)."""
         return product(y, self.stored.T)
 
     def __call__(self, y: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names_read(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a function's code, and in functions inside of it."""
+    """Return the names of globals and attributes in the code of a function and of inner ones."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return {*code.co_names, *(name for each in inner for name in _names_read(each))}
 

@@ -334,7 +334,7 @@ class Recorder(Watcher):
         return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """With ``graph="all"``, let the sequence entering a block join the graph."""
+        """Let the sequence entering a block join the graph, with ``graph="all"``."""
         if not is_block or self.graph != "all":
             return None
         self._begun.pop(module, None)

@@ -208,7 +208,7 @@ class Replays:
             self.root = self.entry
 
     def leaf(self, k: int) -> Tensor:
-        """The sequence that layer k returned in the run (B, L, E), or that hooks made of it.
+        """Return the sequence that layer k returned in the run (B, L, E), or that hooks made of it.
 
         Args:
             k: the layer.
@@ -278,7 +278,7 @@ class Replays:
         return self.beginning.entered.get(self.layers[0].call.hidden_states.shape[1])
 
     def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
-        """A sequence (B, L, E) with noise at some tokens, as large as each token's largest number.
+        """Add noise to a sequence (B, L, E) at some tokens, as large as their largest number.
 
         Ids become others of the same text, so that the model knows them, where it has three.
 
@@ -323,7 +323,7 @@ class Replays:
             yield
 
     def _noise(self, x: Tensor, k: int) -> Tensor:
-        """A direction of features for each layer, of another size and sign at each token."""
+        """Return a direction of features for each layer, of another size and sign at each token."""
         features = x.shape[-1] if x.dim() > 2 else 1
         directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
         sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
@@ -333,7 +333,7 @@ class Replays:
         return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
 
     def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Random numbers, the same ones each time."""
+        """Draw random numbers, the same ones each time."""
         key = (*shape, like.dtype, like.device)
         if key not in self._known:
             generator = torch.Generator("cpu").manual_seed(_SEED)
@@ -464,7 +464,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
 
 
 def _pass(*_: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:

@@ -448,7 +448,7 @@ class _OrderSearch:
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
 
     def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
-        """The error that names the module in which tokens met on their way to layer k."""
+        """Return the error that names the module in which tokens met on their way to layer k."""
         there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         calm = self._inside(k, self._silent)
         where = f"after {_small(self.names[k - 1])}" if k else "before the first layer"
@@ -600,7 +600,7 @@ class _OrderSearch:
 
 
 def _small(name: str) -> str:
-    """A name inside of a sentence."""
+    """Return a name inside of a sentence."""
     return name[0].lower() + name[1:]
 
 

@@ -226,7 +226,7 @@ class WordRow(NamedTuple):
 
 
 def _near(ends: set[int], count: int, most: int) -> list[int]:
-    """All ends, and of the other tokens those nearest to them, up to so many in all."""
+    """Return all ends, and of the other tokens those nearest to them, up to so many in all."""
     distance = [min(abs(token - end) for end in ends) for token in range(count)]
     nearest = sorted(range(count), key=lambda token: (distance[token], token))
     return sorted(nearest[: max(most, len(ends))])
@@ -268,7 +268,7 @@ def _sign(number: int) -> int:
 
 
 def set_words(axis: Any, words: WordRow) -> None:
-    """An axis whose ticks are words."""
+    """Set an axis' ticks to words."""
     axis.set_xlim(-0.3, words.length + 0.3)
     axis.set_ylim(0, 1.15)
     axis.set_yticks([])
@@ -295,7 +295,7 @@ def _draw(axis: Any, arc: _Arc, largest: float) -> None:
 
 
 def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
-    """Effects above arcs, where there is room for them."""
+    """Write effects above arcs, if there is room."""
     from matplotlib.patheffects import withStroke
 
     taken: list[tuple[float, float, float]] = []

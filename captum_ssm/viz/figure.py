@@ -27,7 +27,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """A figure that belongs to no global state, so that plotting leaks none."""
+    """Return a figure that belongs to no global state, so that plotting leaks none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
 
 def numbers(values: Any, what: str) -> Tensor:
-    """The values as finite float64 numbers on the CPU."""
+    """Return the values as finite float64 numbers on the CPU."""
     # Python's numbers are float64, which torch would round to its default
     dtype = None if hasattr(values, "dtype") else torch.float64
     try:
@@ -58,13 +58,13 @@ def numbers(values: Any, what: str) -> Tensor:
 
 
 def strongest(values: Tensor) -> float:
-    """The number that is largest in absolute value, with its sign."""
+    """Return the number that is largest in absolute value, with its sign."""
     flat = values.flatten()
     return float(flat[flat.abs().argmax()])
 
 
 def by_name(values: Any, what: str) -> dict[str, Any]:
-    """Several things by name; one without a name is called nothing."""
+    """Return several things by name; one without a name is called nothing."""
     named = dict(values) if isinstance(values, Mapping) else {"": values}
     if not named:
         raise InputError(f"{what} is an empty mapping; name at least one.")
@@ -98,7 +98,7 @@ def explain_colors(figure: Figure, color_map: str) -> None:
 
 
 def min_max(values: Tensor) -> Tensor:
-    """Absolute values stretched to 0 ... 1, as the papers' figures show matrices."""
+    """Stretch absolute values to 0 ... 1, as in the papers' figures of matrices."""
     size = values.abs()
     spread = float(size.max() - size.min())
     return (size - size.min()) / (spread or 1.0)

@@ -189,7 +189,7 @@ def _relevance(graph: GraphLike, edges: Tensor) -> Tensor:
 
 
 def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
-    """Source, target, the relevance that runs between them, and its size; no thin ones."""
+    """Return source, target, relevance and size of each link but thin ones."""
     found = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
     least = _LEAST * max((abs(weight) for *_, weight in found), default=0.0)
     return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]

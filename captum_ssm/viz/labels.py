@@ -98,14 +98,14 @@ def as_words(tokens: Sequence[str]) -> Words:
 
 
 def direction_of(text: str) -> str:
-    """``"rtl"`` if most letters that have a direction run from right to left, else ``"ltr"``."""
+    """Return ``"rtl"`` if most letters with a direction run right to left, else ``"ltr"``."""
     kinds = [unicodedata.bidirectional(character) for character in text]
     leftward = sum(kind in ("R", "AL") for kind in kinds)
     return "rtl" if leftward > kinds.count("L") else "ltr"
 
 
 def spelled(token: str) -> str:
-    """The token with every character seen: control, zero-width and lone combining ones by name."""
+    """Return the token with control, zero-width and lone combining characters by name."""
     if token and not token.strip(" "):
         return "␣" * len(token)
     shown, base = [], False
@@ -120,7 +120,7 @@ def spelled(token: str) -> str:
 
 
 def shown(token: str) -> str:
-    """The token as matplotlib is to draw it: spelled, in glyphs there are, no mathematics."""
+    """Return the token for matplotlib: spelled, in known glyphs, without mathematics."""
     glyphs = _glyphs()
     drawn = "".join(c if ord(c) in glyphs else _name(c) for c in spelled(token))
     return drawn.replace("$", r"\$")
@@ -147,7 +147,7 @@ def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
 
 
 def cut(token: str, longest: int = _LONGEST) -> str:
-    """The token, or its beginning and an ellipsis if it is too long for a label."""
+    """Return the token, or its beginning and an ellipsis if it is too long for a label."""
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
 
@@ -175,7 +175,7 @@ def _glyphs() -> frozenset[int]:
 
 @lru_cache(maxsize=4)
 def _glyphs_of(monospace: tuple[str, ...], sans: tuple[str, ...]) -> frozenset[int]:
-    """The characters that :data:`FAMILIES` can draw while the user prefers these fonts."""
+    """Return the characters that :data:`FAMILIES` can draw while the user prefers these fonts."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     files = [findfont(FontProperties(family=[name])) for name in FAMILIES]

@@ -102,7 +102,7 @@ def plot_decomposition_errors(
 
 
 def finish(figure: Figure, axis: Any, names: Sequence[str], title: str | None) -> None:
-    """Grid, legend and heading of a picture of lines."""
+    """Add grid, legend and heading to a picture of lines."""
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     if any(names):

@@ -87,7 +87,7 @@ def plot_image(
 
 
 def picture_of(image: Tensor) -> Tensor:
-    """The image as (H, W, 3) in [0, 1], stretched if it lies outside.
+    """Return the image as (H, W, 3) in [0, 1], stretched if it lies outside.
 
     Args:
         image: (C, H, W) or (1, C, H, W), C being 1 or 3.

@@ -81,7 +81,7 @@ def plot_contributions(
 
 
 def _write(axis: Any, found: Tensor, largest: float) -> None:
-    """The numbers, in white where the cell is dark."""
+    """Write the numbers, in white on dark cells."""
     for row, line in enumerate(found.tolist()):
         for column, value in enumerate(line):
             color = "white" if abs(value) > 0.6 * largest else "black"

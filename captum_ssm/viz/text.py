@@ -92,7 +92,7 @@ def plot_text(
 
 
 def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
-    """One number per token (L,), or an error that names the relevance."""
+    """Return one number per token (L,), or an error that names the relevance."""
     scores = numbers(values, what).flatten()
     if len(scores) != len(tokens):
         raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")
@@ -164,6 +164,6 @@ def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]],
 
 
 def _runs(count: int, joined: Collection[int]) -> list[range]:
-    """The words, as ranges of their tokens."""
+    """Return the words, as ranges of their tokens."""
     begins = [i for i in range(count) if i == 0 or i not in joined]
     return [range(*ends) for ends in pairwise([*begins, count])]

@@ -284,7 +284,7 @@ OF_RECALL = [
     ("--target zebra", "--target 'zebra': unknown word"),
     ("--contrast zebra", "--contrast 'zebra': unknown word"),
     ("--method LatimNorm --contrast all", "--contrast is taken by LatimFlow"),
-    ("--layers 0", "--layers says"),
+    ("--layers 0", "--layers chooses"),
     ("--rule half --method MambaLRP", "--rule is LatimFlow's"),
     ("--baselines 0 --method LatimNorm", "--baselines is for LatimFlow"),
     ("--baselines zero", "--baselines zero: use mean, or a number"),

@@ -159,7 +159,7 @@ def test_a_question_that_cannot_be_answered_is_named():
 
 CUTS = [
     ({"id": 99}, "not remembered"),
-    ({"layer": 1}, "layer=1 is no name"),
+    ({"layer": 1}, "layer=1 is not a name"),
     ({"layer": "nowhere"}, "'nowhere', which is no mixer"),
     ({"from": "w1"}, "positions of words, not 'w1'"),
     ({"to": 5}, "position 5, outside the sequence of 5"),

@@ -141,7 +141,7 @@ EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
     (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
     (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
     (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
-    (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is no object.*lamp"),
+    (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is not an object.*lamp"),
     (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
     (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
 ])  # fmt: skip

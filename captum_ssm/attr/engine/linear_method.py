@@ -58,7 +58,7 @@ class LinearMethod(SSMAttribution):
         return True
 
     def has_convergence_delta(self) -> bool:
-        """True: ``attribute`` returns one if asked."""
+        """Return True: ``attribute`` returns a delta if asked."""
         return True
 
     def _inputs(self, inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

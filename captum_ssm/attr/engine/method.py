@@ -165,7 +165,7 @@ class Explainer:
     def _read(
         self, inputs: Any, additional_forward_args: Any, verify: bool | float
     ) -> Iterator[Run]:
-        """A run of which nothing is asked, to read its layers one by one."""
+        """Yield a run of which nothing is asked, to read its layers one by one."""
         tensor, _ = single_input(inputs)
         tensor = tensor.clone() if tensor.is_inference() else tensor
         additional = as_tuple(additional_forward_args)
@@ -231,7 +231,7 @@ class SSMAttribution(Explainer, Attribution):
 
     @classmethod
     def get_name(cls) -> str:
-        """The name that Captum shows."""
+        """Return the name that Captum shows."""
         return cls.name
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +400,7 @@ def options(
     *,
     keep_channels: bool = False,
 ) -> Options:
-    """The user's choices, checked before anything runs."""
+    """Return the user's choices, checked before anything runs."""
     reduce = checks.reduction(reduce)
     if not keep_channels and (reduce is None or reduce == "heads"):
         raise OptionError(

@@ -249,7 +249,7 @@ def load(path: str | Path) -> Any:
 
 
 def read_names(tokens: Any, batch: int, length: int) -> Names:
-    """Names of tokens, for each example."""
+    """Return names of tokens, for each example."""
     listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
     named = tuple(_kept(each) for each in listed)
     if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:

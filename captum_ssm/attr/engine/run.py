@@ -147,7 +147,7 @@ class Request:
             return self.output(self.inputs)
 
     def one_output(self, start: Tensor) -> Tensor:
-        """The same of one example."""
+        """Return one example of it."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
@@ -237,7 +237,7 @@ class Run:
         return self.questions[0].weights
 
     def laid_out(self, rows: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
-        """Relevance (B, L) of the tokens that the first layer read, in the shape of the input."""
+        """Lay relevance (B, L) of the first layer's tokens out in the shape of the input."""
         token_map = self.layers[0].map if self.request.inputs.dim() == 4 else None
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
@@ -249,7 +249,7 @@ class Run:
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """A target's number per example (B,), and the gradients taken of it if they are shared."""
+        """Return a target's number per example (B,), and its shared gradients, if any."""
         if not self.shared:
             return select(self.output, index), None
         for known, number, taken in self._selected:
@@ -261,7 +261,7 @@ class Run:
     def once(
         self, layer: Layer, elements: int, room: int, make: Callable[[], Tensor]
     ) -> Tensor | None:
-        """A layer's tensor that is the same for all questions, made for the first and kept.
+        """Return a layer's tensor that is the same for all questions, made for the first and kept.
 
         Args:
             layer: the layer.
@@ -280,7 +280,7 @@ class Run:
         return self.kept[layer]
 
     def gradients(self, tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        """d(selected, summed over the batch) / d(each tensor)."""
+        """Return d(selected, summed over the batch) / d(each tensor)."""
         selected = self.questions[0].selected
         if selected is None or not selected.requires_grad:
             raise GradientModeError(
@@ -419,7 +419,7 @@ class Sharing:
         self._probe: ImageProbe | None = None
 
     def run(self, request: Request) -> Run:
-        """The latest run if it is of the same call, else a new one in its place."""
+        """Return the latest run if it is of the same call, else a new one in its place."""
         if self._latest is not None and not is_doubted():
             known = self._latest.request
             if (known.streams or not request.streams) and request.same_as(known):
@@ -430,7 +430,7 @@ class Sharing:
         return self._latest
 
     def probe(self, model: nn.Module) -> ImageProbe:
-        """A probe that knows the patch grid which an earlier method saw in the run."""
+        """Return a probe that knows the patch grid which an earlier method saw in the run."""
         if self._probe is None or self._probe.model is not model:
             self._probe = ImageProbe(model)
         return self._probe
@@ -459,7 +459,7 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
 
 
 def run_of(request: Request) -> Run:
-    """The traced forward run of a request, which may have been made before."""
+    """Return the traced forward run of a request, which may have been made before."""
     sharing = _current.get()
     return traced(request) if sharing is None or request.direct else sharing.run(request)
 

@@ -159,7 +159,7 @@ class Budget:
         return cls(int(found))
 
     def on(self, device: torch.device) -> int:
-        """Bytes to use on a device."""
+        """Return bytes to use on a device."""
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:

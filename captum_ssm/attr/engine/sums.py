@@ -76,7 +76,7 @@ class Sums:
     total: Tensor
 
     def __getitem__(self, example: int) -> CheckedSum:
-        """The sum of one example."""
+        """Return the sum of one example."""
         return CheckedSum(self.of, float(self.wanted[example]), float(self.total[example]))
 
 

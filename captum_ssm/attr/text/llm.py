@@ -84,7 +84,7 @@ class SSMLLMAttribution(Attribution):
 
     @classmethod
     def get_name(cls) -> str:
-        """The name that Captum shows."""
+        """Return the name that Captum shows."""
         return "SSM LLM Attribution"
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ class Scanned(NamedTuple):
 
 
 def scanned(paths: Sequence[TapPath]) -> Scanned | None:
-    """The rows of all paths, or None unless each has the form of Mamba-1.
+    """Return the rows of all paths, or None unless each has the form of Mamba-1.
 
     The form is outer . (scan + skip) . inner, in one direction or in both, where outer is a product
     of diagonals, inner of diagonals and causal convolutions.
@@ -69,7 +69,7 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """The rows of a product without reorderings, or None if it has another form."""
+    """Return the rows of a product without reorderings, or None if it has another form."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None
@@ -98,7 +98,7 @@ def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
 
 
 def _scan_in(part: Operator) -> SelectiveScan | None:
-    """The scan of a part: itself, or the only one in a sum with diagonals; else None."""
+    """Return the scan of a part: itself, or the only one in a sum with diagonals; else None."""
     if isinstance(part, SelectiveScan):
         return part
     if not isinstance(part, Sum):
@@ -109,7 +109,7 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
 
 
 def _sent(shares: TapShares, inner: Sequence[Operator]) -> Band:
-    """The scan's input at token t that is due to token t - k, (B, L, H, P) by lag k."""
+    """Return the scan's input at token t that is due to token t - k, (B, L, H, P) by lag k."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
     for part in reversed(inner):
         following = part.after_band(band)

@@ -61,11 +61,11 @@ class TapPath:
     token: Tensor | None = None
 
     def total(self) -> Tensor:
-        """The map's output for all tokens together, (B, L, H, P)."""
+        """Return the map's output for all tokens together, (B, L, H, P)."""
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
-        """Each token's share in the output's product with ``direction``, (..., B, L).
+        """Return each token's share in the output's product with ``direction``, (..., B, L).
 
         Args:
             direction: (..., B, L, H, P).
@@ -78,7 +78,7 @@ class TapPath:
         return added if self.token is None else added.index_select(-1, self.position_of(added))
 
     def position_of(self, like: Tensor) -> Tensor:
-        """The position of each token (L,), on the device of ``like``."""
+        """Return the position of each token (L,), on the device of ``like``."""
         assert self.token is not None
         return self.token.argsort().to(like.device)
 
@@ -130,7 +130,7 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
-    """The path of one product: the factors outside its activation, and shares from those inside."""
+    """Return one product's path: factors outside its activation, and shares from those inside."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
@@ -157,7 +157,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
 
 
 def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
-    """Terms of the convolution's output, (B, L, H, P) by lag; its bias is part of lag 0."""
+    """Return terms of the convolution's output, (B, L, H, P) by lag; its bias is part of lag 0."""
     if conv is None:
         return {0: values}
     taps = {0: torch.zeros_like(values)}

@@ -114,7 +114,7 @@ class StrandsNorm(nn.Module):
         self.submodule = submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each half of the channels normed by itself.
+        """Return each half of the channels normed by itself.
 
         Args:
             x: (B, L, 2 E).
@@ -149,7 +149,7 @@ class StrandsEmbedding(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Tokens to vectors.
+        """Embed tokens as vectors.
 
         Args:
             input_ids: (B, L).
@@ -186,7 +186,7 @@ class StrandsHead(nn.Module):
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors to logits.
+        """Return logits of vectors.
 
         Args:
             x: (B, L, 2 E).
@@ -224,7 +224,7 @@ class CaduceusBlock(nn.Module):
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream behind the block.
+        """Return the stream behind the block.
 
         Args:
             x: (B, L, E), of both strands (B, L, 2 E).
@@ -276,7 +276,7 @@ class DNAModel(nn.Module):
     """Base of the models of DNA: they read tokens or their embeddings."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """The layer that embeds the tokens."""
+        """Return the layer that embeds the tokens."""
         raise NotImplementedError
 
     def forward(
@@ -401,7 +401,7 @@ class Caduceus(DNAModel):
             self.lm_head.weight = table.weight
 
     def get_input_embeddings(self) -> nn.Module:
-        """The layer that embeds the tokens."""
+        """Return the layer that embeds the tokens."""
         found: nn.Module = self.caduceus["backbone"].embeddings.word_embeddings
         return found
 
@@ -419,7 +419,7 @@ class Caduceus(DNAModel):
         return logits
 
     def _pooled(self, x: Tensor) -> Tensor:
-        """(B, L, E) to (B, E)."""
+        """Pool (B, L, E) to (B, E)."""
         if self.pool == "mean":
             return x.mean(1)
         if self.pool == "max":
@@ -428,6 +428,6 @@ class Caduceus(DNAModel):
 
 
 def _on_both(module: nn.Module, x: Tensor) -> Tensor:
-    """A module on each half of the channels, the second as its reverse complement."""
+    """Apply a module to each half of the channels, the second as its reverse complement."""
     one, other = x.chunk(2, -1)
     return torch.cat([module(one), module(other.flip(1, 2)).flip(1, 2)], -1)

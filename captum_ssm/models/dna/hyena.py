@@ -40,7 +40,7 @@ class Sine(nn.Module):
         self.freq = nn.Parameter(torch.full((1, width), float(freq)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as ``x`` (..., width)."""
+        """Return the same shape as ``x`` (..., width)."""
         return torch.sin(self.freq * x)
 
 
@@ -83,7 +83,7 @@ class Window(nn.Module):
         self.register_buffer("deltas", torch.linspace(slow, fast, width)[None, None])
 
     def forward(self, t: Tensor) -> Tensor:
-        """Times (1, L, 1) to factors (1, L, width)."""
+        """Return factors (1, L, width) of times (1, L, 1)."""
         return torch.exp(-t * self.deltas.abs()) + _FLOOR
 
 
@@ -124,7 +124,7 @@ class HyenaFilter(nn.Module):
         self.modulation = Window(width)
 
     def kernel(self, tokens: int) -> Tensor:
-        """Entry k is the weight of the token k steps back.
+        """Return the filter; entry k is the weight of the token k steps back.
 
         Args:
             tokens: length of the sequence.
@@ -216,7 +216,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as ``x`` (B, L, E)."""
+        """Return the same shape as ``x`` (B, L, E)."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
         return out
 
@@ -239,7 +239,7 @@ class HyenaBlock(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
         x = x + self.mixer(self.norm1(x))
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
@@ -330,7 +330,7 @@ class HyenaDNA(DNAModel):
             self.score = nn.Linear(d_model, num_classes, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The layer that embeds the tokens."""
+        """Return the layer that embeds the tokens."""
         found: nn.Module = self.hyena["backbone"].embeddings["word_embeddings"]
         return found
 
@@ -353,7 +353,7 @@ class HyenaDNA(DNAModel):
 
 
 def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
-    """The causal convolution of x (B, C, L) with a kernel (C, K) for each channel."""
+    """Return the causal convolution of x (B, C, L) with a kernel (C, K) for each channel."""
     tokens = x.shape[-1]
     size = tokens + kernel.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -129,7 +129,7 @@ def _filled(
     model_class: Callable[..., nn.Module],
     sizes: Callable[[], Mapping[str, Any]],
 ) -> nn.Module:
-    """A model with the weights, once they are known to be its."""
+    """Return a model with the weights, after checking that they fit."""
     try:
         with torch.device("meta"):  # the weights come from the file
             model = model_class(**sizes())
@@ -157,7 +157,7 @@ def _check_tied(model: nn.Module, weights: Weights) -> None:
 
 
 def _under(prefix: str, weights: Weights) -> Weights:
-    """The weights of a backbone saved by itself under the names that a whole model gives them."""
+    """Return the weights of a separate backbone under the names of a whole model."""
     return {prefix + key if key.startswith("backbone.") else key: w for key, w in weights.items()}
 
 
@@ -168,7 +168,7 @@ def _plain_hyena(key: str) -> str:
 
 
 def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
-    """The arguments that the weights tell."""
+    """Return the arguments that the weights tell."""
 
     def anywhere(name: str) -> bool:
         return any(name in key for key in weights)
@@ -200,7 +200,7 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
-    """The arguments that the weights tell."""
+    """Return the arguments that the weights tell."""
     embeddings, first = (
         "hyena.backbone.embeddings.word_embeddings.weight",
         "hyena.backbone.layers.0.",
@@ -228,7 +228,7 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
-    """The arguments that the weights tell."""
+    """Return the arguments that the weights tell."""
     vocab, width = shape_of(weights, "embedding_layer.weight", 2)
     sizes: dict[str, Any] = {
         "hidden_size": width,

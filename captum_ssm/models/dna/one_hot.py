@@ -92,14 +92,14 @@ class OneHot(nn.Module):
         return out
 
     def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
-        """The same tokens for each example, (B, n, E); None where there are none."""
+        """Return the same tokens for each example, (B, n, E); None where there are none."""
         if not ids:
             return None
         vectors = self._embedded(ids, like.device)
         return vectors.expand(len(like), *vectors.shape)
 
     def _embedded(self, ids: Sequence[int], device: torch.device) -> Tensor:
-        """The vectors of tokens, each looked up as a sequence by itself, (n, E)."""
+        """Return the vectors of tokens, each looked up as a sequence by itself, (n, E)."""
         layer = self.model.get_input_embeddings()  # type: ignore[operator]
         vectors: Tensor = layer(torch.tensor(ids, device=device)[:, None])
         return vectors[:, 0]

@@ -38,7 +38,7 @@ class ScaleNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as ``x`` (..., width)."""
+        """Return the same shape as ``x`` (..., width)."""
         size = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
         out: Tensor = self.scale * (x / (size + self.eps))
         return out
@@ -92,7 +92,7 @@ class HyenaCascade(nn.Module):
         self.register_parameter("D", nn.Parameter(torch.zeros(width)) if has_weight else None)
 
     def kernel(self, tokens: int) -> Tensor:
-        """Entry k is the weight of the token k steps back.
+        """Return the filter; entry k is the weight of the token k steps back.
 
         Args:
             tokens: length of the sequence.
@@ -140,7 +140,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", frequencies)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both halves of the channels of x (B, L, H, P) turned by the angles."""
+        """Return both halves of the channels of x (B, L, H, P) turned by the angles."""
         wide = torch.promote_types(x.dtype, torch.float32)
         time = torch.arange(x.shape[1], device=x.device).to(wide) / self.scaling
         angle = time[:, None, None] * self.inv_freq.to(wide)  # (L, 1, P / 2)
@@ -202,7 +202,7 @@ class GatedMlp(nn.Module):
         self.l3 = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as ``x`` (B, L, E)."""
+        """Return the same shape as ``x`` (B, L, E)."""
         gate = F.gelu(self.l1(x)) if self.bends else self.l1(x)
         out: Tensor = self.l3(gate * self.l2(x))
         return out
@@ -224,7 +224,7 @@ class StripedBlock(nn.Module):
             self.inner_mha_cls = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
         normed = self.pre_norm(x)
         if self.filter is None:
             mixed = self.inner_mha_cls(normed)
@@ -308,7 +308,7 @@ class StripedHyena(DNAModel):
         self.norm = ScaleNorm(hidden_size, eps)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The layer that embeds the tokens."""
+        """Return the layer that embeds the tokens."""
         return self.embedding_layer
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def load_rwkv7(path: str | Path) -> RWKV7:
 
 
 def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The arguments of RWKV7."""
+    """Return the arguments of RWKV7."""
 
     def shape(key: str) -> torch.Size:
         if key not in weights:

@@ -66,7 +66,7 @@ class RWKV7Block(nn.Module):
         self.ffn = RWKV7FeedForward(width, inner)
 
     def forward(self, x: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The stream behind the block, and the values of the first one."""
+        """Return the stream behind the block, and the values of the first one."""
         x = self.ln0(x) if self.att.is_first else x
         out, v_first = self.att(self.ln1(x), v_first)
         x = x + out
@@ -125,11 +125,11 @@ class RWKV7(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The layer that looks up token ids, by the name that models of transformers give it."""
+        """Return the layer that looks up token ids, as in models of transformers."""
         return self.emb
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (B, L), or embeddings (B, L, E), to logits (B, L, V)."""
+        """Return logits (B, L, V) of token ids (B, L), or embeddings (B, L, E)."""
         x = ids if ids.is_floating_point() else self.emb(ids)
         v_first = None
         for block in self.blocks:

@@ -96,7 +96,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Image size and stride with so many patches; released models overlap by half or not at all."""
+    """Return image size and stride of so many patches, which overlap by half or not at all."""
     side = math.isqrt(patches)
     strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
     image = options.get("img_size", _RELEASED)
@@ -113,13 +113,13 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
 
 
 def depth_of(weights: Weights) -> int:
-    """The number of blocks."""
+    """Return the number of blocks."""
     numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
 
 def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """The shape that most layers have, so that the odd one out is found wrong."""
+    """Return the shape that most layers have, so that the odd one out is found wrong."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")

@@ -117,7 +117,7 @@ class VimMixer(nn.Module):
         return out if self.gamma is None else out * self.gamma
 
     def _select(self, x: Tensor, suffix: str) -> tuple[Tensor, ...]:
-        """u and dt before bias and softplus (B, D, L), B and C (B, N, L)."""
+        """Return u and dt before bias and softplus (B, D, L), B and C (B, N, L)."""
         conv, x_proj, dt_proj = self._modules_of(suffix)
         u = F.silu(conv(x)[..., : x.shape[-1]])
         rank, state = dt_proj.weight.shape[1], self.A_log.shape[1]
@@ -125,7 +125,7 @@ class VimMixer(nn.Module):
         return u, F.linear(t, dt_proj.weight).mT, b.mT, c.mT
 
     def _scan(self, parts: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
-        """SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
+        """Return SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
         u = parts[0]
         precise = torch.promote_types(u.dtype, torch.float32)
         scan = scan_function(u.is_cuda and precise == torch.float32)
@@ -157,7 +157,7 @@ class VimMixer(nn.Module):
 
 @cache
 def scan_function(cuda: bool) -> Callable[..., Any]:
-    """mamba_ssm's kernel where there is one, else the scan of this package."""
+    """Return mamba_ssm's kernel if there is one, else the scan of this package."""
     if not cuda:
         return selective_scan
     try:
@@ -169,7 +169,7 @@ def scan_function(cuda: bool) -> Callable[..., Any]:
 
 
 def step_projection(rank: int, inner: int) -> nn.Linear:
-    """The projection to step sizes before their softplus, which start log-uniformly."""
+    """Return the projection to step sizes before their softplus, which start log-uniformly."""
     layer = nn.Linear(rank, inner)
     with torch.no_grad():
         nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)

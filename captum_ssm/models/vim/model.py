@@ -58,7 +58,7 @@ class VimBlock(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
         out: Tensor = x + self.mixer(_normed(self.norm, x))
         return out
 
@@ -177,7 +177,7 @@ class VisionMamba(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:
-        """The places of the cls tokens in the sequence.
+        """Return the places of the cls tokens in the sequence.
 
         Args:
             patches: how many there are.
@@ -195,7 +195,7 @@ class VisionMamba(nn.Module):
         return positions[self.cls]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to logits.
+        """Return logits of images.
 
         Args:
             images: (B, C, H, W).
@@ -240,7 +240,7 @@ class VisionMamba(nn.Module):
         return torch.cat([x[:, :at], self.cls_token.expand(len(x), -1, -1), x[:, at:]], dim=1)
 
     def _resized(self, embeddings: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The position embeddings, of the patches bicubic where the grid is another one."""
+        """Return the position embeddings, of the patches bicubic where the grid is another one."""
         if grid == self.grid:
             return embeddings
         old_cls, old_patches = self._layout(self.grid)
@@ -253,7 +253,7 @@ class VisionMamba(nn.Module):
         return out
 
     def _layout(self, grid: tuple[int, int]) -> tuple[list[int], list[int]]:
-        """Places of the cls tokens and of the patches."""
+        """Return places of the cls tokens and of the patches."""
         patches = math.prod(grid)
         cls = self.cls_positions(patches)
         return cls, [t for t in range(patches + len(cls)) if t not in cls]

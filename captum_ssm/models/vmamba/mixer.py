@@ -174,7 +174,7 @@ class SS2D(nn.Module):
         return [*ahead, *(order.flip(0) for order in ahead)]
 
     def _scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
-        """The sum of the scans of u (B, L, D), in float32 at least."""
+        """Return the sum of the scans of u (B, L, D), in float32 at least."""
         precise = torch.promote_types(u.dtype, torch.float32)
         scan = scan_function(u.is_cuda and precise == torch.float32)
         rates = (-torch.exp(self.A_logs.to(precise))).chunk(SCANS)

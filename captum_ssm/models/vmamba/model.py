@@ -87,7 +87,7 @@ class VSSBlock(nn.Module):
             self.mlp = Perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The map behind the block.
+        """Return the map behind the block.
 
         Args:
             x: (B, h, w, E).
@@ -189,7 +189,7 @@ class VMamba(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to logits.
+        """Return logits of images.
 
         Args:
             images: (B, C, H, W).
@@ -201,7 +201,7 @@ class VMamba(nn.Module):
         return out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """The map behind the last stage.
+        """Return the map behind the last stage.
 
         Args:
             images: (B, C, H, W).
@@ -244,7 +244,7 @@ def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) ->
 
 
 def _coarser(kind: str, width: int, out: int) -> nn.Module:
-    """Maps (B, h, w, E) to coarser ones."""
+    """Make maps (B, h, w, E) coarser."""
     if kind == "v1":
         return PatchMerging(width, out)
     kernel, padding = (2, 0) if kind == "v2" else (3, 1)

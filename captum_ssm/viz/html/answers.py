@@ -104,7 +104,7 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
 
 
 def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
-    """The layer that takes most relevance from one token to another; None if that is not known.
+    """Return the layer that moves most relevance between tokens; None if not known.
 
     Args:
         streams: of the explained answer (N, L), or None.
@@ -136,7 +136,7 @@ def packed(streams: Tensor) -> bytes:
 
 
 def packed_size(known: Outline) -> int:
-    """Bytes of the streams of all targets of an outline, by one method."""
+    """Return bytes of the streams of all targets of an outline, by one method."""
     layers, tokens = len(known.layers), len(known.real)
     return len(known.targets) * layers * (4 + 2 * tokens)
 

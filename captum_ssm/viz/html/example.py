@@ -68,7 +68,7 @@ def read_examples(
     additional_forward_args: Any,
     tokens: Names | None,
 ) -> list[ShownExample]:
-    """The examples, each by itself."""
+    """Return the examples, each by itself."""
     reader = Reader(subject.codec, subject.forward_func, subject.module)
     inputs = [inputs] if is_text(inputs) else inputs
     are_texts = isinstance(inputs, list | tuple) and any(map(is_text, inputs))
@@ -124,7 +124,7 @@ def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
 def _names(
     inputs: Tensor, tokens: Names | None, codec: Codec | None
 ) -> Sequence[Sequence[str] | None]:
-    """The names of each example's tokens."""
+    """Return the names of each example's tokens."""
     batch = len(inputs)
     if tokens is None:
         if codec is None or inputs.dim() != 2 or inputs.is_floating_point():
@@ -150,7 +150,7 @@ def find_subject(
     tokenizer: Any,
     labels: Sequence[str] | None,
 ) -> Subject:
-    """The subject of a report; arguments as in :func:`captum_ssm.viz.report`."""
+    """Return the subject of a report; arguments as in :func:`captum_ssm.viz.report`."""
     if tokenizer is None:  # a pipeline of transformers has its own
         tokenizer = getattr(forward_func, "tokenizer", None)
     codec = None if tokenizer is None else Codec(tokenizer)

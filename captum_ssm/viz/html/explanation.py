@@ -205,7 +205,7 @@ def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
 
 
 def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
-    """The layer that a page begins with."""
+    """Return the layer that a page begins with."""
     for found in answers.values():
         return start_layer(found[known.asked].streams, known.asking)
     return None
@@ -251,7 +251,7 @@ def _methods(
 
 
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
-    """The options, with which methods that do not tell pixels apart return patches."""
+    """Return the options, with which methods that do not tell pixels apart return patches."""
     options = dict(wanted.options or {})
     for name, method in wanted.methods.items():
         if not tells_pixels(method):
@@ -267,7 +267,7 @@ def _pixels(relevance: Tensor) -> dict[str, Any] | None:
 
 
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
-    """One number per token; None for tokens that are no patches of an image."""
+    """Return one number per token; None for tokens that are no patches of an image."""
     if relevance.dim() == 4 and known.grid is not None:
         relevance = patch_sums(relevance, known.grid.size)
     scores = numbers(relevance[0], f"the relevance by {name}")
@@ -295,7 +295,7 @@ def _shortened_roles(
 
 
 def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
-    """The image as a data address, and where its tokens lie."""
+    """Return the image as a data address, and where its tokens lie."""
     if not example.is_image:
         return None
     picture = picture_of(example.inputs[0])

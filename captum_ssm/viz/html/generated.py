@@ -99,7 +99,7 @@ def report_answers(
     show_progress: bool,
     **asked: Any,
 ) -> str:
-    """The page of a report of answers.
+    """Return the page of a report of answers.
 
     Args:
         subject: the model.
@@ -182,7 +182,7 @@ def answers_page(
 
 
 def _listed(inputs: Any) -> list[Any]:
-    """The prompts: texts, or token ids (B, L)."""
+    """Return the prompts: texts, or token ids (B, L)."""
     if isinstance(inputs, str):
         return [inputs]
     if not isinstance(inputs, list | tuple | Tensor):
@@ -196,7 +196,7 @@ def _listed(inputs: Any) -> list[Any]:
 
 
 def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
-    """After each hop relevance (S, F + S) of prompt and answer, and of constants (S,)."""
+    """Return after each hop relevance of prompt and answer (S, F + S), and of constants (S,)."""
     if result.spans is None:
         assert result.token_attr is not None
         return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
@@ -217,7 +217,7 @@ def _without_asking(rows: Tensor) -> Tensor:
 
 
 def _packed(rows: Tensor) -> bytes:
-    """The largest of each row (S,), float32, and the rows (S, F + S) in shares of it, int16."""
+    """Pack rows (S, F + S) as their largest value (S,), float32, and shares of it, int16."""
     values = rows.detach().cpu().double()
     largest = values.abs().amax(-1, keepdim=True)
     steps = (values / largest.where(largest > 0, 1.0) * _STEPS).round()
@@ -232,7 +232,7 @@ def _short(constants: Tensor | None) -> list[float]:
 
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
-    """Words of a text, and its stretches, as numbers of those that each of them begins with."""
+    """Return the words of a text, and for each span the number of its first word."""
     words = as_words(Tokens(names, pieces))
     known = stretches(pieces, "sentence") if pieces is not None else []
     return {

@@ -77,7 +77,7 @@ def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int
 
 
 def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
-    """The modules whose outputs may be rows, in the order in which they ran; the best first."""
+    """Yield the modules whose outputs may be rows, in the order of the run; the best first."""
     by_name = {
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }
@@ -89,13 +89,13 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
 
 
 def _evenly(places: Sequence[nn.Module], most: int) -> list[nn.Module]:
-    """At most so many of them, the last one always."""
+    """Choose at most so many evenly, the last one always."""
     count = len(places)
     return [places[-(-(i + 1) * count // min(count, most)) - 1] for i in range(min(count, most))]
 
 
 def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
-    """The nodes and links that are drawn, tokens counted without padding."""
+    """Return the nodes and links that are drawn, tokens counted without padding."""
     number = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [number[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
@@ -133,7 +133,7 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
 
 
 def _strongest(graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int) -> list[Link]:
-    """The links of most relevance between these nodes, the path's too, that lead to the target."""
+    """Return the links of most relevance between these nodes that lead to the target."""
     links = [
         (s, t, float(graph.edges[t, s])) for t in chosen for s in chosen if bool(graph.edges[t, s])
     ]

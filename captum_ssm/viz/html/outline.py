@@ -121,7 +121,7 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
 
 
 def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
-    """The token that is the query, if it is one."""
+    """Return the token that is the query, if it is one."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
     except QueryError:  # methods that read a row will raise
@@ -142,7 +142,7 @@ def _grid(probe: ImageProbe, subject: Subject, example: ShownExample, tokens: in
 
 
 def _predicted(output: Tensor, positions: list[int]) -> Any:
-    """The likeliest class, or the likeliest token after the last one; None for a single number."""
+    """Return the likeliest class, or next token; None for a single number."""
     if output.dim() == 3:
         return positions[-1], int(output[0, positions[-1]].argmax())
     return int(output[0].argmax()) if output.dim() == 2 and output.shape[1] > 1 else None
@@ -185,7 +185,7 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, the token that the head reads by that, others by number."""
+    """Return patches by row and column, the token that the head reads by that, others by number."""
     names = [f"token {i}" for i in known.real]
     if known.grid is not None and known.asking is not None:
         names[known.asking] = "class token"

@@ -118,7 +118,7 @@ def _matrices(
     layers: Sequence[int],
     show_progress: bool,
 ) -> Iterator[Tensor]:
-    """The maps of the layers (L, L) without padding, of which few are held at a time."""
+    """Yield the maps of the layers (L, L) without padding, of which few are held at a time."""
     method = (ImplicitAttention if kind == "attention" else LatimNorm)(
         subject.forward_func, subject.module, subject.layers
     )
@@ -164,7 +164,7 @@ def _without_padding(matrix: Tensor, known: Outline) -> Tensor:
 
 
 def _overview(values: Tensor) -> tuple[Tensor, int]:
-    """The strongest entry of each cell (O, O), and the cell's side in tokens."""
+    """Return the strongest entry of each cell (O, O), and the cell's side in tokens."""
     size = len(values)
     cell = -(-size // _OVERVIEW)
     if cell == 1:

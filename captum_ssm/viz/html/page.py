@@ -44,7 +44,7 @@ _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
 def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
-    """A report as a whole file."""
+    """Return a report as a whole file."""
     return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
 
@@ -61,7 +61,7 @@ def whole_page(
     facts: Mapping[str, Any],
     blocks: Mapping[str, bytes] = MappingProxyType({}),
 ) -> str:
-    """A file that needs no other.
+    """Return a file that needs no other.
 
     Args:
         skeleton: the name of the file whose places are filled.
@@ -102,7 +102,7 @@ def framed(page: str, title: str, height: int) -> str:
 
 
 def asset(name: str) -> str:
-    """A file that pages are made of.
+    """Return a file that pages are made of.
 
     Args:
         name: of the file; its ending tells the folder in ``assets``.
@@ -123,5 +123,5 @@ def _digest(text: str) -> str:
 
 
 def _json(facts: Mapping[str, Any]) -> str:
-    """JSON that can neither end its element nor begin a comment in it."""
+    """Encode JSON that can neither end its element nor begin a comment in it."""
     return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

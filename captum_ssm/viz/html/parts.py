@@ -91,7 +91,7 @@ def decomposition(
     options: Mapping[str, Any],
     roles: bool,
 ) -> OutputParts:
-    """All that a method sums up."""
+    """Return all that a method sums up."""
     chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)
@@ -104,13 +104,13 @@ def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def account(found: OutputParts) -> Account:
-    """The sum that a decomposition of one example is."""
+    """Return the sum that a decomposition of one example is."""
     bias = sum(found.biases.values(), torch.zeros_like(found.output))
     references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
     return Account(*map(float, (found.output, bias, found.delta, references, baselines)))
 
 
 def roles_of(found: OutputParts) -> dict[str, Tensor]:
-    """Relevance of tokens (B, L) by role, without roles that none has."""
+    """Return relevance of tokens (B, L) by role, without empty roles."""
     roles = found.roles if isinstance(found, Decomposition) else None
     return {role: x for role, x in (roles or {}).items() if bool(x.any())}

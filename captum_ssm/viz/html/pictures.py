@@ -40,7 +40,7 @@ class Raster(NamedTuple):
 
 
 def raster(values: Tensor, *, extremes: bool) -> Raster:
-    """Relevance (h, w) for a page."""
+    """Return relevance (h, w) for a page."""
     values = values.detach().cpu().double()
     known = values.isfinite()
     finite = torch.where(known, values, 0.0)
@@ -65,7 +65,7 @@ def png(picture: Tensor) -> bytes:
 
 
 def in_base64(picture: Tensor) -> str:
-    """An image (H, W, 3) in [0, 1] as base64 of a PNG file."""
+    """Return an image (H, W, 3) in [0, 1] as base64 of a PNG file."""
     return base64.b64encode(png(picture)).decode("ascii")
 
 

@@ -261,7 +261,7 @@ def explain_all(
 
 
 def _kinds(matrices: bool | Sequence[str]) -> list[str]:
-    """The names of the maps that are wanted."""
+    """Return the names of the maps that are wanted."""
     if isinstance(matrices, bool):
         return ["attention"] if matrices else []
     kinds = [matrices] if isinstance(matrices, str) else list(matrices)
@@ -272,7 +272,7 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
 
 
 def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
-    """A number of things that are shown, which may be 0."""
+    """Return a number of things that are shown, which may be 0."""
     count = default if value is None else checks.integer(name, value)
     if not 0 <= count <= most:
         limit = "" if most == sys.maxsize else f" and at most {most}"

@@ -35,12 +35,12 @@ _HEIGHT = 560
 
 
 def frame_of(result: Result) -> str:
-    """The page of a result in a frame, as notebooks show it."""
+    """Return the page of a result in a frame, as notebooks show it."""
     return framed(page_of(result), type(result).__name__, _HEIGHT)
 
 
 def page_of(result: Result, title: str | None = None) -> str:
-    """The page of a result."""
+    """Return the page of a result."""
     if isinstance(result, SSMLLMAttributionResult):
         return answers_page([result], title or "What an answer is due to")
     if isinstance(result, Graph):
@@ -65,7 +65,7 @@ def page_of(result: Result, title: str | None = None) -> str:
 
 
 def _picture(figure: Any, title: str) -> str:
-    """A page of one picture."""
+    """Return a page of one picture."""
     file = io.StringIO()
     figure.savefig(file, format="svg", bbox_inches="tight")
     encoded = base64.b64encode(file.getvalue().encode()).decode("ascii")
@@ -112,7 +112,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
 
 
 def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Relevance of tokens by layer, (Λ, L): as it enters each, or of logits as each adds it."""
+    """Return relevance of tokens by layer (Λ, L): at its input, or as it adds to the logit."""
     by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
     length = found.tokens.shape[1]
     for values in by_layer:

@@ -139,13 +139,13 @@ class _Says:
 
 
 def _chance(chance: float) -> float:
-    """A probability in few digits; neither 0 nor 1 unless it is."""
+    """Return a probability in few digits; neither 0 nor 1 unless it is."""
     if chance < 1e-4:
         return float(f"{chance:.2g}")
     return chance if chance == 1 else min(round(chance, 6), 1 - 1e-6)
 
 
 def _call(edge: Edge, mixers: Sequence[str]) -> str:
-    """An edge as a user of Python names it: its layer by number, where layers ran in order."""
+    """Return an edge in Python: its layer by number, if layers ran in order."""
     in_order = edge.name in mixers[edge.layer : edge.layer + 1]
     return f"Edges({edge.layer if in_order else repr(edge.name)}, {edge.source}, {edge.target})"

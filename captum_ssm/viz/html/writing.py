@@ -124,7 +124,7 @@ def write_csv(found: Sequence[Explanation], out: Path) -> None:
 def write_pictures(
     found: Sequence[Explanation], images: Sequence[Tensor] | None, title: str, out: Path
 ) -> list[Path]:
-    """A picture of each example, and for texts one of each method's roles if its rule tells some.
+    """Write a picture of each example, and for texts one of each method's roles.
 
     From the second on, files are numbered.
     """
@@ -158,7 +158,7 @@ def write_pictures(
 
 
 def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
-    """The files of the pictures of several examples."""
+    """Return the files of the pictures of several examples."""
     return [path for number in range(examples) for path in _of_example(out, number, roles)]
 
 
@@ -203,7 +203,7 @@ def _caption(method: Mapping[str, Any]) -> str:
 
 
 def _scores(method: Mapping[str, Any]) -> Tensor:
-    """Relevances (L,); tokens without one have zero, and so has the identity."""
+    """Return relevances (L,); tokens without one have zero, and so has the identity."""
     scores = _filled(method["values"])
     if method["own"] is not None:
         scores[method["own"]] = 0.0
