@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that can be written to: fail before the work, not after it.
-
-    Args:
-        folder: where files are to go; made if it is missing, as are those above it.
-    """
+    """Make a writable folder, and those above it: fail before the work, not after it."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -34,12 +30,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that holds either all of the new content or the old one.
-
-    Args:
-        path: the file.
-        content: a text, written as UTF-8, or bytes.
-    """
+    """Write text (UTF-8) or bytes to a file that holds either all of it or its old content."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     with replacing(path) as beside:
         beside.write_bytes(data)
@@ -47,13 +38,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file that replaces ``path`` once it is written whole.
-
-    Args:
-        path: the file; of a link, its target.
-
-    Yields:
-        The path to write to instead: a file of the same name, on the same disk.
+    """Yield a path to write to, on the same disk; its file replaces ``path`` at the end.
 
     Raises:
         WriteError: when it cannot be written; ``path`` is then unchanged.
@@ -69,13 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Yield a folder whose files go to ``folder`` together, once all of them are written whole.
-
-    Args:
-        folder: receives the files, replacing files of the same names; created if missing.
-
-    Yields:
-        The folder to write to instead.
+    """Yield a folder to write to, whose files replace the ones in ``folder`` at the end.
 
     Raises:
         WriteError: when a file cannot be written; ``folder`` is then unchanged.
@@ -117,12 +96,7 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 
 
 def existing_folder(path: str | Path, holds: str) -> Path:
-    """Return the folder, which must exist.
-
-    Args:
-        path: its path.
-        holds: its expected contents, for the error.
-    """
+    """Return the folder, which must exist; ``holds`` names its contents in the error."""
     found = Path(path)
     if not found.is_dir():
         state = "is not a folder" if found.exists() else "does not exist"
@@ -131,12 +105,7 @@ def existing_folder(path: str | Path, holds: str) -> Path:
 
 
 def existing_file(path: str | Path, what: str) -> Path:
-    """Return the file, which must exist.
-
-    Args:
-        path: its path.
-        what: its name in the error.
-    """
+    """Return the file, which must exist; ``what`` names it in the error."""
     found = Path(path)
     if not found.is_file():
         state = "is not a file" if found.exists() else "does not exist"

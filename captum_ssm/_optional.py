@@ -7,13 +7,7 @@ from typing import Any
 
 
 def optional(name: str, package: str, need: str) -> Any:
-    """Import a module of an optional package.
-
-    Args:
-        name: of the module.
-        package: its name for pip.
-        need: its purpose, for the error.
-    """
+    """Import an optional module; the error names ``package`` for pip, and its ``need``."""
     try:
         return import_module(name)
     except ImportError as error:

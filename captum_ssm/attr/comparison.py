@@ -109,8 +109,7 @@ def compare(
     results equal the results of single calls.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; a tokenizer's result; or with a tokenizer a text.
         methods: a method, a list of methods, or a mapping of your names to methods, in which one

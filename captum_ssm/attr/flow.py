@@ -131,8 +131,7 @@ class LatimFlow(FlowMethod):
     linear in the length. Relevance and the contributions of biases sum to the output exactly.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"frozen"``.
@@ -408,8 +407,7 @@ class MambaLRP(LatimFlow):
     LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.

@@ -30,8 +30,7 @@ class ImplicitAttention(ImplicitMethod):
     the finer tokens, as in :class:`~captum_ssm.ImplicitAttentionRollout`.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 

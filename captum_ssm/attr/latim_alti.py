@@ -31,8 +31,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
     :meth:`attribute` the query's row of their product, or of their mean.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         residual: whether the residual stream x_i is added to y_i and to T_i(x_i), so the map

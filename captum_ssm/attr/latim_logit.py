@@ -52,8 +52,7 @@ class LatimLogit(LatimMethod, LinearMethod):
     mixing sum to 1, so contributions and biases sum to the output.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         activation: how an activation behind a short convolution is divided among its taps; see

@@ -31,8 +31,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
     the size of its output.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         p: the norm, 1 or 2. Default: 2.

@@ -43,8 +43,7 @@ class MambaAttribution(ImplicitMethod):
     instead. There g is zero but for rounding, since a shift of all channels changes nothing.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 

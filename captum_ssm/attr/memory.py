@@ -34,8 +34,7 @@ class StateMemory(Explainer):
     matrix its memory is linear in the length.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
@@ -155,11 +154,7 @@ class LayerMemory:
 
     @underflow_flushed()
     def states_at(self, tokens: Sequence[int]) -> Tensor:
-        """Return the states after several tokens, (B, T, H, N, P), in one pass over all steps.
-
-        Args:
-            tokens: the tokens; negative ones count from the end.
-        """
+        """Return the states after several tokens (negative ones from the end), (B, T, H, N, P)."""
         numbers = checks.integers("tokens", tokens, "tokens")
         return self._states([self._at("tokens", token) for token in numbers])
 

@@ -54,8 +54,7 @@ class TransformerAttribution(ImplicitMethod):
     LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         form: ``"lrp"`` or ``"gradient"``; the former runs the model once more, under the rules.

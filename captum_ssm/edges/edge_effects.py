@@ -37,8 +37,7 @@ class EdgeEffects(Explainer):
     edges of a layer, its constants and the stream past it sum to the output.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centered"``, or None for the model's own

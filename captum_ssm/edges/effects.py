@@ -107,11 +107,7 @@ class LayerEffects:
         return before.view(self.linear.operator.shape)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows of the matrix (B, Q, L).
-
-        Args:
-            index: which, (B, Q).
-        """
+        """Return rows of the matrix (B, Q, L) at ``index`` (B, Q)."""
         if self.readers is not None:
             return self.readers.rows(index)
         factors = self._factors_of(self._left_at(index))
@@ -276,8 +272,7 @@ class Effects:
     def of(self, *edges: Edges) -> Tensor:
         """Return the effect of cutting edges together, (B,): to first order, their sum.
 
-        Args:
-            *edges: which; an edge that two of them name counts twice.
+        An edge that two of them name counts twice.
         """
         total = torch.zeros_like(self.output)
         for one in edges:

@@ -67,11 +67,7 @@ class KnockoutWindows:
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
-        """Return the names of the layers of a window.
-
-        Args:
-            number: of the layer in its middle.
-        """
+        """Return the names of the layers of a window around layer ``number``."""
         return tuple(self.layers[i] for i in _window(number, self.window, len(self.layers)))
 
 
@@ -98,8 +94,7 @@ def knockout_windows(
     and for attention Geva et al. (arXiv:2304.14767).
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
             such tensor.
         target: the answer, in Captum's forms: a class, or for outputs (B, L, V) a tuple

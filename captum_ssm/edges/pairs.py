@@ -125,11 +125,7 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` names; for a kind all, as only a run shows the kind.
-
-        Args:
-            mixers: the model's mixers.
-        """
+        """Return the mixers that ``layers`` names; for a kind all, as only a run shows the kind."""
         layers = self.layers
         if layers is None or layers in KINDS:
             return list(mixers)

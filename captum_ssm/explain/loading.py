@@ -188,11 +188,7 @@ class SentenceClassifier(nn.Module):
         self.model, self._reader = model, reader
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of the classes, (B, 2).
-
-        Args:
-            ids: words and mark (B, L).
-        """
+        """Return the logits of the classes, (B, 2), for words and mark (B, L)."""
         return self._reader.logits(self.model, ids)
 
 

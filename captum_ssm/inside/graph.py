@@ -105,19 +105,11 @@ class Graph(Result):
         return total
 
     def to_json(self, path: str | Path) -> None:
-        """Write it for circuit-tracer's viewer; see :func:`captum_ssm.inside.to_json`.
-
-        Args:
-            path: the file, ending in ``.json``.
-        """
+        """Write it to a .json file for circuit-tracer's viewer; see :func:`.inside.to_json`."""
         to_json(self, path)
 
     def to_graphml(self, path: str | Path) -> None:
-        """Write it as GraphML; see :func:`captum_ssm.inside.to_graphml`.
-
-        Args:
-            path: the file.
-        """
+        """Write it to a file as GraphML; see :func:`.inside.to_graphml`."""
         to_graphml(self, path)
 
     def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:

@@ -35,8 +35,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
     contribution.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model or its qualified name, or a list of several. A mixer's name
             with ``.heads`` behind it means each channel of its heads, (B, L, H, P), before they are
             mixed.

@@ -53,8 +53,7 @@ def attribution_graph(
     pass per node. The contributions to a node sum to its activation.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W), which is one node;
             or a tuple of one such tensor.
         target, additional_forward_args, contrast, rule, baselines, verify: as in

@@ -42,13 +42,7 @@ class Api:
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request of the page, one at a time, so choices do not mix.
-
-        Args:
-            question: ``"config"``, ``"examples"``, ``"relevance"``, ``"cut"`` or
-                ``"flow"``.
-            request: the page's arguments.
-        """
+        """Answer a request of the page, one at a time, so choices do not mix."""
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
             "examples": self._examples,
@@ -60,11 +54,7 @@ class Api:
             return questions[question](request)
 
     def kept(self, classes: int) -> dict[str, Any]:
-        """Return answers to all that a page without a server can ask, by question.
-
-        Args:
-            classes: how many of the likeliest classes of each example are explained.
-        """
+        """Return answers to all that a page without a server can ask, by question."""
         with self._lock:
             config = self._config({})
             shown = config["filter"]

@@ -71,11 +71,7 @@ class FilterConfig(NamedTuple):
         return [first, *((name, arguments) for name, arguments in self.beside)]
 
     def checked(self, classes: Sequence[str]) -> FilterConfig:
-        """Return the same with the method's listed name; raise for unknown choices.
-
-        Args:
-            classes: the names of all classes.
-        """
+        """Return the same with the method's listed name; raise for unknown choices."""
         method = _method("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
@@ -112,12 +108,7 @@ class FilterConfig(NamedTuple):
         return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
-        """Return True if an example is to be shown.
-
-        Args:
-            predicted: a model's predictions, likeliest first; empty without classes.
-            actual: its label.
-        """
+        """Return True if an example with predictions, likeliest first, and a label passes."""
         best = predicted[0] if predicted else None
         if self.classes and (best is None or best.label not in self.classes):
             return False

@@ -229,11 +229,7 @@ class AlignmentScores:
         self._sample = Sample(_sample_rates)
 
     def update(self, predicted: Tensor, sure: Tensor, possible: Tensor | None = None) -> None:
-        """Add sentences.
-
-        Args:
-            predicted, sure, possible: see :func:`link_counts`, with the same default.
-        """
+        """Add sentences; see :func:`link_counts`."""
         self._sample.update(torch.stack(link_counts(predicted, sure, possible), -1))
 
     def merge(self, other: AlignmentScores) -> None:
@@ -247,12 +243,7 @@ class AlignmentScores:
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return bounds of the rates, in the order of :class:`Alignment`.
-
-        Args:
-            confidence, resamples, seed: see :meth:`~captum_ssm.metrics.Sample.interval`, with the
-                same defaults.
-        """
+        """Return bounds of the rates, as :meth:`~captum_ssm.metrics.Sample.interval`."""
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 

@@ -69,13 +69,7 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """Return ``flags`` as booleans of the shape and on the device of ``like``.
-
-    Args:
-        flags: booleans, or numbers of which each is 0 or 1.
-        like: the tensor they belong to.
-        name: their name in errors.
-    """
+    """Return flags (booleans, or 0 and 1) as booleans of the shape and device of ``like``."""
     if not isinstance(flags, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(flags).__name__}.")
     if flags.shape != like.shape:

@@ -216,12 +216,7 @@ class SegmentationScores:
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return bounds of the four scores, in the order of :class:`Segmentation`.
-
-        Args:
-            confidence, resamples, seed: see :meth:`~captum_ssm.metrics.Sample.interval`, with the
-                same defaults.
-        """
+        """Return bounds of the four scores, as :meth:`~captum_ssm.metrics.Sample.interval`."""
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 

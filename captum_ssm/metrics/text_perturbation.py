@@ -97,11 +97,9 @@ class Texts:
         return self.inputs if self.inputs.dim() == 2 else self.inputs[..., 0]
 
     def logits(self, altered: Tensor, how: str = "mask") -> Tensor:
-        """Return the logits of texts in which some tokens are changed, (B, F, K).
+        """Return the logits (B, F, K) of texts with ``altered`` tokens (B, F, L).
 
-        Args:
-            altered: the tokens to change, (B, F, L) of booleans.
-            how: ``"mask"`` or ``"delete"``. Default: ``"mask"``.
+        ``how`` is ``"mask"`` or ``"delete"``.
         """
         if how not in MANNERS:
             raise OptionError(f"how={how!r}: use one of {MANNERS}.")

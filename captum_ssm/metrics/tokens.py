@@ -23,12 +23,7 @@ def is_sequence(inputs: Tensor) -> bool:
 
 
 def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
-    """Return the fill as a number, or a vector of the embeddings' width, of the inputs' dtype.
-
-    Args:
-        fill: a token's replacement.
-        inputs: ids (R, L) or embeddings (R, L, E).
-    """
+    """Return the fill as a number or vector of the dtype of ids (R, L) or embeddings (R, L, E)."""
     if not inputs.is_floating_point():
         _check_id(fill)
     value = torch.as_tensor(fill, dtype=inputs.dtype, device=inputs.device)
@@ -47,13 +42,7 @@ def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
 
 
 def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Draw tokens of each row, at least one if any is allowed, (R, L) of booleans.
-
-    Args:
-        allowed: tokens to draw from, (R, L).
-        share: of them that are drawn, rounded.
-        generator: on the CPU.
-    """
+    """Draw a share of the allowed tokens of each row (R, L), rounded, at least one if any."""
     check_share(share)
     chance = torch.rand(allowed.shape, generator=generator).to(allowed.device)
     place = chance.masked_fill(~allowed, 2).argsort(-1).argsort(-1)

@@ -101,14 +101,11 @@ class TextReader:
         return negative, positive
 
     def ids(self, texts: Sequence[Sequence[str]], device: torch.device | str = "cpu") -> Tensor:
-        """Return the ids of texts with the mark, padded on the right, (B, L).
+        """Return the ids of texts with the mark, padded on the right, (B, L), int64.
 
         Args:
             texts: the words of each, at least one text.
-            device: where the tensor goes. Default: ``"cpu"``.
-
-        Returns:
-            (B, L), int64; L counts the mark.
+            device: the tensor's device. Default: ``"cpu"``.
 
         Raises:
             InputError: when there is no text.
@@ -130,19 +127,11 @@ class TextReader:
         return self.vocabulary.id_of(CLS)
 
     def mark(self, ids: Tensor) -> Tensor:
-        """Return the position of the mark in each text, (B,), from 0.
-
-        Args:
-            ids: as of :meth:`ids`, (B, L).
-        """
+        """Return the position of the mark in each text, (B,), from its :meth:`ids` (B, L)."""
         return (ids == self.mark_id).long().argmax(-1)
 
     def words(self, ids: Tensor) -> Tensor:
-        """Return True for words of the text, neither padding nor the mark, (B, L).
-
-        Args:
-            ids: as of :meth:`ids`, (B, L).
-        """
+        """Return True for words of the text, not padding or the mark, of :meth:`ids` (B, L)."""
         return (ids != self.vocabulary.pad_id) & (ids != self.mark_id)
 
     def logits(self, model: Any, ids: Tensor, embedded: Tensor | None = None) -> Tensor:

@@ -45,13 +45,7 @@ class WordVocabulary:
 
     @classmethod
     def from_json(cls, path: str | Path) -> WordVocabulary:
-        """Read a vocabulary from a JSON list of words.
-
-        Args:
-            path: the file, such as :meth:`to_json` writes.
-
-        Returns:
-            The vocabulary.
+        """Read a vocabulary from a JSON list of words, such as :meth:`to_json` writes.
 
         Raises:
             InputError: when the file holds something else.
@@ -65,11 +59,7 @@ class WordVocabulary:
         return cls(words)
 
     def to_json(self, path: str | Path) -> None:
-        """Write the vocabulary as a JSON list of words.
-
-        Args:
-            path: the file; overwritten.
-        """
+        """Write the vocabulary as a JSON list of words; an old file is replaced."""
         write_whole(Path(path), json.dumps(self.vocab, indent=0) + "\n")
 
     @property
@@ -86,12 +76,6 @@ class WordVocabulary:
     def id_of(self, word: str) -> int:
         """Return the id of one word, or of ``<unk>``.
 
-        Args:
-            word: without whitespace.
-
-        Returns:
-            The id.
-
         Raises:
             InputError: when neither is in the vocabulary.
         """
@@ -103,22 +87,13 @@ class WordVocabulary:
     def encode(self, text: str) -> list[int]:
         """Return the ids of the whitespace-separated words of ``text``.
 
-        Args:
-            text: known words, with whitespace between.
-
-        Returns:
-            One id for each word.
-
         Raises:
             InputError: when a word is unknown and the vocabulary has no ``<unk>``.
         """
         return [self.id_of(word) for word in text.split()]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return the word of each id, as labels.
-
-        Args:
-            ids: numbers, or a tensor (L,).
+        """Return the word of each id, as labels; ids are numbers, or a tensor (L,).
 
         Raises:
             InputError: when an id is outside the vocabulary.
@@ -126,13 +101,7 @@ class WordVocabulary:
         return [self._word_of(int(i)) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; the inverse of :meth:`encode` up to whitespace and unknown words.
-
-        Args:
-            ids: numbers, or a tensor (L,).
-
-        Returns:
-            The words, with spaces between.
+        """Return the text of ids, numbers or a tensor (L,); the inverse of :meth:`encode`.
 
         Raises:
             InputError: when an id is outside the vocabulary.

@@ -124,12 +124,7 @@ def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
-    """Name the innermost module that this thread is calling.
-
-    Args:
-        names: of the modules in question.
-        otherwise: is returned where none of them is called.
-    """
+    """Name the innermost module that this thread is calling; else return ``otherwise``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
@@ -173,11 +168,7 @@ def met_by(
 
 
 def sequences_in(value: Any) -> Iterator[Tensor]:
-    """Yield the floating sequences and maps in a nest of values.
-
-    Args:
-        value: tensors in tuples, lists and mappings, and anything else.
-    """
+    """Yield the floating sequences and maps in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
             yield value

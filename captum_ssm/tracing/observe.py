@@ -40,57 +40,26 @@ class Watcher:
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Receive the arguments of a module around a mixer.
+        """Receive the arguments of a module around a mixer; return others to pass, or None.
 
-        Args:
-            module: the module.
-            given: its arguments.
-            is_block: whether it holds the mixer in the residual stream.
-
-        Returns:
-            Other arguments to enter it with, or None.
+        ``is_block`` is True if the module holds the mixer in the residual stream.
         """
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the mixer's own run is enough, so no adapter is needed.
-
-        Args:
-            module: the mixer, which is about to run.
-            sequence: the first floating tensor that it is given.
-        """
+        """Return True if the mixer's own run on a sequence is enough, so no adapter is needed."""
         return False
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
-        """Return contexts to enter while a mixer runs.
-
-        Args:
-            module, sequence: as in :meth:`reads`.
-        """
+        """Return contexts to enter while a mixer runs on a sequence."""
         return ()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Receive a mixer's call directly after it returned, before other hooks.
-
-        Args:
-            mixer: the mixer.
-            call: its call.
-
-        Returns:
-            The sequence to return in place of the mixer's, or None.
-        """
+        """Receive a mixer's call directly after it returned; return another output, or None."""
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """Receive a mixer's output after the hooks of others, which may have changed it.
-
-        Args:
-            mixer: the mixer.
-            output: its output.
-
-        Returns:
-            Other output, or None.
-        """
+        """Receive a mixer's output behind the hooks of others; return another output, or None."""
 
 
 def observe(

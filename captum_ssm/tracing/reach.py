@@ -20,9 +20,6 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
 
     From a function they are reached by its closure, default arguments and the globals that it
     reads; from an object by its attributes, and so on.
-
-    Args:
-        value: a function, a partial, a bound method or any object.
     """
     seen: set[int] = set()
     near = [("forward_func", value)]

@@ -155,12 +155,7 @@ class Beginning:
 
 
 def begins_with(ids: Tensor, given: Tensor) -> bool:
-    """Return True if ids are given ones (B, L), with others behind them or none.
-
-    Args:
-        ids: any tensor.
-        given: the given ones.
-    """
+    """Return True if ids are given ones (B, L), with others behind them or none."""
     if ids.dim() != 2 or len(ids) != len(given):
         return False
     own = ids[:, : given.shape[1]]
@@ -208,11 +203,7 @@ class Replays:
             self.root = self.entry
 
     def leaf(self, k: int) -> Tensor:
-        """Return the sequence that layer k returned in the run (B, L, E), or that hooks made of it.
-
-        Args:
-            k: the layer.
-        """
+        """Return the output of layer k in the run (B, L, E), behind hooks that are settled."""
         layer = self.layers[k]
         settled = layer.mixer.module in self._settled
         return (layer.output if settled else layer.call.output_tensor).detach()

@@ -19,12 +19,9 @@ from ..errors import InputError
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return whether a plan of transformers splits a module itself, which :func:`whole` undoes.
+    """Return True if a plan of transformers splits the module itself, not its submodules.
 
     Some plans replace the ``forward`` of modules whose weights stay whole, and sum gradients there.
-
-    Args:
-        module: the module; its submodules are not asked.
     """
     code: str = getattr(vars(module).get("forward"), "__module__", "")
     return code.startswith("transformers.distributed.")

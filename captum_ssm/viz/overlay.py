@@ -87,11 +87,7 @@ def plot_image(
 
 
 def picture_of(image: Tensor) -> Tensor:
-    """Return the image as (H, W, 3) in [0, 1], stretched if it lies outside.
-
-    Args:
-        image: (C, H, W) or (1, C, H, W), C being 1 or 3.
-    """
+    """Return an image (C, H, W) or (1, C, H, W) as (H, W, 3), stretched to [0, 1]."""
     whole = numbers(image, "image")
     whole = whole[0] if whole.dim() == 4 and len(whole) == 1 else whole
     if whole.dim() != 3 or len(whole) not in (1, 3):
@@ -108,12 +104,7 @@ def picture_of(image: Tensor) -> Tensor:
 
 
 def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return relevance per pixel (H, W): color channels summed, a patch grid enlarged bilinearly.
-
-    Args:
-        relevance: (C, H, W), (H, W), or a grid (h, w), with or without a 1 in front.
-        size: the image's height and width.
-    """
+    """Return relevance per pixel (H, W): channels summed, a patch grid enlarged bilinearly."""
     return _enlarged(_summed(relevance), size)
 
 

@@ -160,7 +160,7 @@ def test_a_question_that_cannot_be_answered_is_named():
 CUTS = [
     ({"id": 99}, "not remembered"),
     ({"layer": 1}, "layer=1 is not a name"),
-    ({"layer": "nowhere"}, "'nowhere', which is no mixer"),
+    ({"layer": "nowhere"}, "'nowhere', which is not a mixer"),
     ({"from": "w1"}, "positions of words, not 'w1'"),
     ({"to": 5}, "position 5, outside the sequence of 5"),
     ({"from": 4, "to": 2}, "every target comes before its source"),

@@ -167,7 +167,9 @@ def test_a_layer_that_is_silenced_is_no_part_of_the_last_stage(reads: str) -> No
     last = wrapped.Beside(("mamba", "mamba"), "rms", True, True, True)
     net = wrapped.Network([first, last], "rms", reads, False, 0).double().eval()
     net.blocks[0].behind.register_forward_hook(lambda module, args, output: 0 * output)
-    refused = pytest.raises(InputError, match=r"does not read the output of layer 'blocks\.0\.mixer'")
+    refused = pytest.raises(
+        InputError, match=r"does not read the output of layer 'blocks\.0\.mixer'"
+    )
     with wrapped.never_rounded(), refused:
         ImplicitAttentionRollout(net).attribute(torch.randint(11, (1, 5)))
 

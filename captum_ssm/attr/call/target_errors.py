@@ -69,10 +69,7 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     """Return the error for a position that is padding.
 
-    Args:
-        index: the target of each example (B, 2).
-        padded: True for examples where it is padding (B,).
-        last: the position of each example's last real token (B,).
+    ``padded`` (B,) is True for such examples, ``last`` (B,) the last real position of each.
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])

@@ -150,11 +150,7 @@ def logits_of(output: Any) -> Tensor:
 def target_index(target: Any, output: Tensor) -> Tensor | None:
     """Return the target as indices (B, dims of one example) on the host; None for no target.
 
-    A :class:`SumTarget` has several for each example, (B, n, 2).
-
-    Args:
-        target: one of Captum's forms.
-        output: the model's output, (B, ...).
+    A :class:`SumTarget` has several for each example, (B, n, 2). The output is (B, ...).
     """
     if target is None:
         return None
@@ -191,11 +187,7 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
 
 
 def last_real(mask: Tensor) -> Tensor:
-    """Return the position of each example's last real token, (B,); -1 where there is none.
-
-    Args:
-        mask: True for real tokens (B, L).
-    """
+    """Return each example's last real token (B,) by a mask (B, L); -1 if there is none."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, position, -1).amax(-1)
 

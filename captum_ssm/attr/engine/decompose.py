@@ -278,12 +278,7 @@ def _with_others(
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Subtract each root's baseline from it.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: one for each root; empty for 0.
-    """
+    """Subtract each root's baseline from it; empty baselines are 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values

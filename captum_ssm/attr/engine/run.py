@@ -322,12 +322,7 @@ class Run:
 
 
 def traced(request: Request, *, shared: bool = False) -> Run:
-    """Run the model of a request, its mixers recorded.
-
-    Args:
-        request: the request.
-        shared: whether methods that follow use the run too. Default: False.
-    """
+    """Run the model of a request, its mixers recorded; ``shared`` if later methods use the run."""
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))

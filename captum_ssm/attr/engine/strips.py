@@ -137,11 +137,7 @@ class Budget:
 
     @classmethod
     def parse(cls, memory_budget: MemoryBudget) -> Budget:
-        """Read the option ``memory_budget``.
-
-        Args:
-            memory_budget: bytes, a size such as ``"512MiB"`` or ``"2 GB"``, or None.
-        """
+        """Read the option ``memory_budget``: bytes, a size such as ``"512MiB"``, or None."""
         if memory_budget is None:
             return cls(None)
         found: float | None = None

@@ -26,8 +26,7 @@ class LatimMethod(SSMAttribution):
     """Base of the methods that read contribution vectors (LATIM, eqs. 16-25).
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         activation: how an activation behind a short convolution is divided among its taps.
@@ -87,13 +86,7 @@ def read_options(start_layer: int, show_progress: bool, verify: bool | float) ->
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return query positions (B, Q) counted from 0, by default all.
-
-    Args:
-        positions: the option.
-        size: batch and tokens (B, L).
-        device: device of the result.
-    """
+    """Return query positions (B, Q) counted from 0, by default all, for a size (B, L)."""
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:

@@ -65,11 +65,7 @@ class TapPath:
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
-        """Return each token's share in the output's product with ``direction``, (..., B, L).
-
-        Args:
-            direction: (..., B, L, H, P).
-        """
+        """Return tokens' shares in the output's product with a direction (..., B, L, H, P)."""
         weight = self.operator.transpose(direction)
         added = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:

@@ -48,14 +48,7 @@ class BiMamba(nn.Module):
         self.mamba_rev.out_proj = self.mamba_fwd.out_proj
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream.
-
-        Args:
-            hidden_states: (B, L, E).
-
-        Returns:
-            (B, L, E).
-        """
+        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
         out: Tensor = self.mamba_fwd(hidden_states)
         back: Tensor = self.mamba_rev(hidden_states.flip(1))
         return out + back.flip(1)
@@ -82,14 +75,7 @@ class StrandsMixer(nn.Module):
         self.submodule = submodule
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream.
-
-        Args:
-            hidden_states: (B, L, 2 E).
-
-        Returns:
-            (B, L, 2 E).
-        """
+        """Return the mixer's addition to the residual stream, (B, L, 2 E) to (B, L, 2 E)."""
         one, other = hidden_states.chunk(2, -1)
         # side by side as examples: one call of the mixer takes half the time of two
         one, other = self.submodule(torch.cat([one, other.flip(1, 2)])).chunk(2)
@@ -114,14 +100,7 @@ class StrandsNorm(nn.Module):
         self.submodule = submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return each half of the channels normed by itself.
-
-        Args:
-            x: (B, L, 2 E).
-
-        Returns:
-            (B, L, 2 E).
-        """
+        """Norm each half of the channels by itself, (B, L, 2 E) to (B, L, 2 E)."""
         return _on_both(self.submodule, x)
 
 
@@ -149,14 +128,7 @@ class StrandsEmbedding(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed tokens as vectors.
-
-        Args:
-            input_ids: (B, L).
-
-        Returns:
-            (B, L, 2 E).
-        """
+        """Embed tokens (B, L) as vectors (B, L, 2 E)."""
         weight = self.embedding.weight
         # looked up once, so explanations find one input
         table = torch.cat([weight, weight[self.complement_map].flip(-1)], -1)
@@ -186,14 +158,7 @@ class StrandsHead(nn.Module):
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of vectors.
-
-        Args:
-            x: (B, L, 2 E).
-
-        Returns:
-            (B, L, V).
-        """
+        """Return logits (B, L, V) of vectors (B, L, 2 E)."""
         one, other = x.chunk(2, -1)
         weight = self.lm_head.weight
         of_other = F.linear(other.flip(-1), weight[self.complement_map])
@@ -224,14 +189,7 @@ class CaduceusBlock(nn.Module):
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind the block.
-
-        Args:
-            x: (B, L, E), of both strands (B, L, 2 E).
-
-        Returns:
-            The same shape.
-        """
+        """Return the stream behind the block, (B, L, E), or of both strands (B, L, 2 E)."""
         if not self.exchange:
             out: Tensor = x + self.mixer(self.norm(x))
             return out
@@ -261,11 +219,7 @@ class CaduceusBackbone(nn.Module):
         self.by_strand = by_strand
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the head's input.
-
-        Args:
-            x: embeddings, (B, L, E) or (B, L, 2 E).
-        """
+        """Return the head's input from embeddings, (B, L, E) or (B, L, 2 E)."""
         for layer in self.layers:
             x = layer(x)
         out: Tensor = _on_both(self.norm_f, x) if self.by_strand else self.norm_f(x)

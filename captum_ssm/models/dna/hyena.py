@@ -124,14 +124,7 @@ class HyenaFilter(nn.Module):
         self.modulation = Window(width)
 
     def kernel(self, tokens: int) -> Tensor:
-        """Return the filter; entry k is the weight of the token k steps back.
-
-        Args:
-            tokens: length of the sequence.
-
-        Returns:
-            (width, tokens).
-        """
+        """Return the filter (width, tokens); entry k is the weight of the token k steps back."""
         z, t = self.pos_emb.z[:, :tokens], self.pos_emb.t[:, :tokens]
         filters: Tensor = self.implicit_filter(z) * self.modulation(t)
         return filters[0].T
@@ -179,13 +172,7 @@ class HyenaOperator(nn.Module):
         self.filter_fn = HyenaFilter(d_model * (order - 1), l_max, **filter_options)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream.
-
-        Args:
-            hidden_states: (B, L, E).
-
-        Returns:
-            (B, L, E).
+        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
 
         Raises:
             InputError: for more tokens than the filters are long.

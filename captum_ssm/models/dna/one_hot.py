@@ -67,10 +67,7 @@ class OneHot(nn.Module):
         self.before, self.after = tuple(before), tuple(after)
 
     def forward(self, one_hot: Tensor) -> Tensor:
-        """Return the model's output.
-
-        Args:
-            one_hot: (B, 4, L), or (B, L, 4) unless ``bases_first``.
+        """Return the model's output for bases (B, 4, L), or (B, L, 4) unless ``bases_first``.
 
         Raises:
             InputError: for another shape.

@@ -92,14 +92,7 @@ class HyenaCascade(nn.Module):
         self.register_parameter("D", nn.Parameter(torch.zeros(width)) if has_weight else None)
 
     def kernel(self, tokens: int) -> Tensor:
-        """Return the filter; entry k is the weight of the token k steps back.
-
-        Args:
-            tokens: length of the sequence.
-
-        Returns:
-            (width, K).
-        """
+        """Return the filter (width, K); entry k is the weight of the token k steps back."""
         if self.h is None:
             time = torch.arange(tokens, device=self.log_poles.device)
             poles = torch.exp(self.log_poles * time)  # (width, state, tokens)
@@ -108,14 +101,7 @@ class HyenaCascade(nn.Module):
         return taps.repeat_interleave(self.width // len(taps), 0)[:, :tokens]
 
     def forward(self, projected: Tensor) -> Tensor:
-        """Return the gated convolution of the projected stream.
-
-        Args:
-            projected: (B, L, 3 E).
-
-        Returns:
-            (B, L, E).
-        """
+        """Return the gated convolution of the projected stream, (B, L, 3 E) to (B, L, E)."""
         taps = self.short_filter_weight
         padded = F.pad(projected.mT, (taps.shape[-1] - 1, 0))
         short = F.conv1d(padded, taps, groups=len(taps))
@@ -175,11 +161,7 @@ class StripedAttention(nn.Module):
         self.rotary_emb = Rotary(width // heads, base, scaling)
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, (B, L, H, P) each.
-
-        Args:
-            qkv: the output of ``Wqkv``, (B, L, 3 E).
-        """
+        """Return rotated queries and keys, and values, (B, L, H, P) each, of (B, L, 3 E)."""
         query, key, values = qkv.view(*qkv.shape[:2], self.heads, 3, -1).unbind(3)
         return self.rotary_emb(query), self.rotary_emb(key), values
 

@@ -96,14 +96,7 @@ class VimMixer(nn.Module):
         self.register_parameter("gamma", gamma)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream.
-
-        Args:
-            hidden_states: (B, L, E).
-
-        Returns:
-            (B, L, E).
-        """
+        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # (B, D, L)
         parts = (*self._select(x, ""), z)
         y = self._scan(parts, "A_log", "")

@@ -177,14 +177,7 @@ class VisionMamba(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:
-        """Return the places of the cls tokens in the sequence.
-
-        Args:
-            patches: how many there are.
-
-        Returns:
-            Positions from 0: one, two or none.
-        """
+        """Return the positions of the cls tokens among ``patches``: one, two or none."""
         positions: dict[str, list[int]] = {
             "middle": [patches // 2],
             "head": [0],
@@ -195,24 +188,13 @@ class VisionMamba(nn.Module):
         return positions[self.cls]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits of images.
-
-        Args:
-            images: (B, C, H, W).
-
-        Returns:
-            (B, classes), or (B, L, classes) where all tokens are read.
-        """
+        """Return logits (B, classes) of images (B, C, H, W), or (B, L, classes) of all tokens."""
         out: Tensor = self.head(self.forward_features(images))
         pooled_last = self.cls == "none" and self.final_pool_type == "max"
         return out.amax(1) if pooled_last else out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return the head's input: (B, E), or (B, L, E) if all tokens are read.
-
-        Args:
-            images: (B, C, H, W).
-        """
+        """Return the head's input (B, E), or (B, L, E) of all tokens, of images (B, C, H, W)."""
         x: Tensor = self.patch_embed(images)
         grid = x.shape[2], x.shape[3]
         x = self._with_cls(x.flatten(2).transpose(1, 2))  # (B, L, E)

@@ -139,14 +139,11 @@ class SS2D(nn.Module):
         self.out_proj = nn.Linear(inner, d_model, bias=False)
 
     def forward(self, hidden_states: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return the mixer's addition to the residual stream.
+        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
 
         Args:
-            hidden_states: the tokens of a map, row by row, (B, L, E).
+            hidden_states: the tokens of a map, row by row.
             size: height and width of the map.
-
-        Returns:
-            (B, L, E).
         """
         x = self.in_proj(hidden_states)
         z = None
@@ -160,12 +157,7 @@ class SS2D(nn.Module):
         return out
 
     def scan_orders(self, size: tuple[int, int], device: torch.device) -> list[Tensor]:
-        """Return the token of each step of every scan, (L,) each.
-
-        Args:
-            size: height and width of the map, whose tokens are numbered row by row.
-            device: of the result.
-        """
+        """Return the token of each step of every scan, (L,) each, in a map of a ``size``."""
         rows = torch.arange(math.prod(size), device=device)
         columns = rows.view(size).T.flatten()
         if self.form.orders == "rows":

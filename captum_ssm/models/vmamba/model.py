@@ -87,11 +87,7 @@ class VSSBlock(nn.Module):
             self.mlp = Perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the map behind the block.
-
-        Args:
-            x: (B, h, w, E).
-        """
+        """Return the map behind the block, (B, h, w, E) to (B, h, w, E)."""
         size = x.shape[1], x.shape[2]
         x = x + self.op(self.norm(x).flatten(1, 2), size=size).unflatten(1, size)
         return x + self.mlp(self.norm2(x)) if self.has_mlp else x
@@ -189,26 +185,12 @@ class VMamba(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits of images.
-
-        Args:
-            images: (B, C, H, W).
-
-        Returns:
-            (B, classes).
-        """
+        """Return logits (B, classes) of images (B, C, H, W)."""
         out: Tensor = self.classifier(self.forward_features(images))
         return out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return the map behind the last stage.
-
-        Args:
-            images: (B, C, H, W).
-
-        Returns:
-            (B, h, w, E).
-        """
+        """Return the map (B, h, w, E) behind the last stage, of images (B, C, H, W)."""
         x: Tensor = self.patch_embed(images)
         if self.pos_embed is not None:
             places: Tensor = self.pos_embed

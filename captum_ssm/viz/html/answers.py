@@ -46,12 +46,7 @@ class Answer:
 
 
 def switches(method: Any, options: Mapping[str, Any]) -> bool:
-    """Return True if a method, or a class of them, explains several predictions in one run.
-
-    Args:
-        method: the method.
-        options: its options; a contrast explains no single prediction.
-    """
+    """Return True if a method, or a class of them, explains several predictions in one run."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow) and options.get("contrast") is None
 
@@ -65,16 +60,7 @@ def answers_of(
     options: Mapping[str, Any],
     roles: bool,
 ) -> list[Answer]:
-    """Explain each of an outline's targets, in one forward run.
-
-    Args:
-        method: the method.
-        subject: the model.
-        example: the example.
-        known: its outline.
-        options: options of the method's ``attribute``.
-        roles: whether relevance is divided by role.
-    """
+    """Explain each of an outline's targets, in one forward run, with or without roles."""
     grid = PatchGrid(subject.module) if example.is_image else None
     with nullcontext() if grid is None else grid.watch():
         found = method.decompose_each(
@@ -104,12 +90,7 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
 
 
 def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
-    """Return the layer that moves most relevance between tokens; None if not known.
-
-    Args:
-        streams: of the explained answer (N, L), or None.
-        asking: the token at which the output is read, or None.
-    """
+    """Return the layer that moves most relevance between tokens; None if not known."""
     if streams is None:
         return None
     leaving = torch.zeros_like(streams[-1])
@@ -122,13 +103,10 @@ def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
 
 
 def packed(streams: Tensor) -> bytes:
-    """Pack values by layer: the scales (N,), and all values (N, L) in 32767ths of them.
+    """Pack values (N, L) by layer: the scales (N,), and all values in 32767ths of them.
 
     The scale of a layer is its largest absolute value. Scales are little-endian float32, values
     int16.
-
-    Args:
-        streams: (N, L).
     """
     scales = streams.abs().amax(-1, keepdim=True)
     steps = (streams / scales.where(scales > 0, 1.0) * _STEPS).round()

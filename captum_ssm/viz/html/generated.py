@@ -99,14 +99,7 @@ def report_answers(
     show_progress: bool,
     **asked: Any,
 ) -> str:
-    """Return the page of a report of answers.
-
-    Args:
-        subject: the model.
-        inputs, methods, options, tokenizer, generate, title, names, show_progress: as in
-            :func:`captum_ssm.viz.report`.
-        **asked: its ``spans``, ``prompt_spans`` and ``hops``.
-    """
+    """Return the page of a report of answers; see :func:`captum_ssm.viz.report`."""
     if checks.integer("generate", generate) < 1:
         raise OptionError(f"generate={generate} must be at least 1.")
     if tokenizer is None:

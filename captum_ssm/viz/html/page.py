@@ -102,11 +102,7 @@ def framed(page: str, title: str, height: int) -> str:
 
 
 def asset(name: str) -> str:
-    """Return a file that pages are made of.
-
-    Args:
-        name: of the file; its ending tells the folder in ``assets``.
-    """
+    """Return a file that pages are made of, in the folder of its ending in ``assets``."""
     folder = _FOLDERS[name.rpartition(".")[2]]
     return files(__package__).joinpath("assets", folder, name).read_text(encoding="utf-8")
 

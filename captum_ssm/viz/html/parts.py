@@ -41,12 +41,7 @@ _NOTHING = 1e-3
 
 
 def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
-    """Return True if all relevance is zero, or negligible beside the token's own.
-
-    Args:
-        values: relevance of the tokens; None where there is none.
-        own: the token whose entry holds the identity; None for none.
-    """
+    """Return True if all relevance is zero, or negligible beside the ``own`` token's identity."""
     others = [abs(x) for i, x in enumerate(values) if x is not None and i != own]
     entry = None if own is None else values[own]
     return max(others, default=0.0) <= _NOTHING * abs(entry or 0.0)
@@ -61,10 +56,7 @@ def decomposes(method: Any) -> bool:
 def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
     """Return True if a method, or a class of them, has more roles than content.
 
-    Args:
-        method: the method.
-        options: options of the method.
-        inputs: the explained inputs; images have no roles. Default: None, a text.
+    Images have no roles.
     """
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):

@@ -80,8 +80,7 @@ def report(
     In rollouts the query's own entry is about 1, from the identity. It is listed, but has no color.
 
     Args:
-        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
-            it.
+        forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
             such tensor. With a tokenizer a text, a conversation, or a list of these of any lengths;
             with a transform an image of PIL or a list of them.

@@ -112,7 +112,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
 
 
 def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Return relevance of tokens by layer (Λ, L): at its input, or as it adds to the logit."""
+    """Yield relevance of tokens by layer (Λ, L): at its input, or as it adds to the logit."""
     by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
     length = found.tokens.shape[1]
     for values in by_layer:

@@ -41,12 +41,6 @@ def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int)
     A state is the output without some messages: the explained number, its probability, and the
     likeliest answers' label numbers and probabilities. Its name is the rows' numbers, as ``"0-3"``;
     without any cut it is ``""``.
-
-    Args:
-        subject: the model.
-        example: the example.
-        known: its outline.
-        count: number of messages to cut, by estimated effect.
     """
     told: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
     if count == 0:
