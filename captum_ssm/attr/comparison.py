@@ -224,7 +224,7 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
 
 
 def _checked(method: Any) -> Attribution | type[Attribution]:
-    """Return a method, or a class that can be made here, which may come by its name."""
+    """Return a method, or a class that can be made here, possibly from its name."""
     if isinstance(method, str):
         from .catalogue import method_named  # it imports all methods
 
@@ -301,7 +301,7 @@ def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
 def _embeddings(
     name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    """Return the embeddings of ids, for a method that was made here; raise if there are none."""
+    """Return the embeddings of ids, for a method that was made here; raise if not found."""
     found = embeddings_of(forward_func, ids) if made_here else None
     if found is None:
         raise InputError(

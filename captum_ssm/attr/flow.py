@@ -339,7 +339,7 @@ class LatimFlow(FlowMethod):
 
         Args:
             inputs: one example.
-            positions: the positions of the output that are asked for.
+            positions: the positions of the explained output.
             ask: see :func:`~captum_ssm.attr.engine.linear_method.in_turn`.
             additional_forward_args, rule, baselines, zero_bias, verify: as in :meth:`attribute`,
                 with the same defaults.

@@ -152,8 +152,8 @@ class LatimLogit(LatimMethod, LinearMethod):
     ) -> LogitContributions:
         """Return all that :meth:`attribute` sums up: contributions by layer, biases.
 
-        The contribution of each layer is traced back by itself, in a time that grows with the
-        square of the number of layers; :meth:`attribute` traces back their sum.
+        Each layer's contribution is traced back separately, in time quadratic in the number of
+        layers; :meth:`attribute` traces back their sum.
 
         Args:
             inputs, target, additional_forward_args, contrast, mixing, show_progress, verify: as in

@@ -164,8 +164,8 @@ class LayerMemory:
     def read(self, query: int, until: int | None = None) -> Tensor:
         """Return the share of each token in all that a later token reads, (B, L).
 
-        Each share is the projection of the vector that the query takes from the token on the sum of
-        these vectors, so that the shares sum to 1.
+        Each share projects the vector that the query takes from the token onto the sum of these
+        vectors. The shares sum to 1.
 
         Args:
             query: the token that reads.

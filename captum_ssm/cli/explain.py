@@ -144,7 +144,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_source_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how MODEL is loaded."""
+    """Add the options for loading MODEL."""
     parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")

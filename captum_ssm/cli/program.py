@@ -25,7 +25,7 @@ def run_program(
     commands: Iterable[ModuleType],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run the command that is asked for; returns the exit code."""
+    """Run the requested command; return the exit code."""
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     parser.add_argument(
         "--debug", action="store_true", help="show tracebacks, and what libraries say"

@@ -52,7 +52,7 @@ def add_force_to(parser: argparse.ArgumentParser) -> None:
 
 
 def check_new(files: Iterable[Path], options: argparse.Namespace) -> None:
-    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be."""
+    """Raise if a file would be replaced, unless ``--force`` is set."""
     for file in () if options.force else files:
         if file.is_file():
             raise OptionError(

@@ -147,7 +147,7 @@ class EdgeEffects(Explainer):
             inputs, target, additional_forward_args, contrast: as in :meth:`attribute`, with the
                 same defaults. For ``contrast="all"`` or ``"others"`` the true effect is on the
                 log-probability or the log-odds themselves.
-            edges: each of them is cut by itself, in all examples. Default: None, single edges are
+            edges: each of them is cut separately, in all examples. Default: None, single edges are
                 sampled from all layers and examples, half of them in proportion to their effects.
             samples: how many are sampled. Default: 200.
             seed: of the draw. Default: 0.

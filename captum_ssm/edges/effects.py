@@ -199,16 +199,16 @@ class LayerEffects:
 class Effects:
     """Estimated effects of cutting the messages of a run, as :class:`EdgeEffects` returns them.
 
-    Matrices are made when they are asked for, a few rows at a time where that is enough.  An effect
-    is how much the output is expected to lose: positive where the message speaks for it.
+    Matrices are computed on request, a few rows at a time if that is enough. An effect is how much
+    the output is expected to lose: positive if the message increases it.
 
     Attributes:
         layers: one :class:`LayerEffects` for each mixer call, in the order in which they ran.
         mixers: the mixers in the order of the model.
         output: the explained number (B,).
         tokens: how many tokens the model was given, L.
-        given: which of them each token of the layers is (B, L'), -1 for one that comes from
-            elsewhere; None if they are the same.
+        given: the given token of each token of the layers (B, L'), -1 for one from elsewhere; None
+            if they are the same.
     """
 
     layers: tuple[LayerEffects, ...]

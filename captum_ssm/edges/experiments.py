@@ -38,7 +38,7 @@ class KnockoutWindows:
         layers: the names of the N layers, in the order in which they ran; a window has each of them
             in its middle.
         window: how many layers a window holds, but for those at the ends.
-        plain: the probability of the answer in the model as it is (B,).
+        plain: the probability of the answer in the whole model (B,).
         probabilities: the same without a kind's edges in a window's layers (K, N, B).
 
     Example:
@@ -176,11 +176,11 @@ class PartScores:
     """A user's score of a model without some of its parts, each a number () or (B,).
 
     Attributes:
-        plain: of the model as it is.
-        kinds: without all mixers of a kind, ``"attention"`` or ``"ssm"``, of those that there are.
+        plain: of the whole model.
+        kinds: without all mixers of a kind, ``"attention"`` or ``"ssm"``.
         layers: without one mixer, by its name.
         heads: without one head (for Mamba-1: one channel), by its mixer's name, (H,) or (H, B);
-            empty if they were not asked for.
+            empty unless requested.
     """
 
     plain: Tensor

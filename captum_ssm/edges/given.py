@@ -109,7 +109,7 @@ def _found(
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
-        """Run the module on another sequence; its output is not asked for, so any tensor does."""
+        """Run the module on another sequence; its output is not read, so any tensor does."""
 
         def other(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to

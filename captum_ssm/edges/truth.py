@@ -146,7 +146,7 @@ class Interventions:
     def outputs(self, cuts: Sequence[Sequence[Edge]], example: int = 0) -> Iterator[Tensor]:
         """Yield an example's outputs without the edges of each cut, several copies in a batch.
 
-        All batches are equally large, so that the model is asked once which tokens layers read.
+        All batches are equally large, so the tokens that layers read are found only once.
         """
         part = BatchPart(slice(example, example + 1), len(self.inputs))
         size = min(self.at_a_time, len(cuts))

@@ -42,7 +42,7 @@ def variant_effects(
         forward_func: the model, which reads one-hot sequences, such as
             :class:`~captum_ssm.models.OneHot`; or a function that runs it.
         one_hot: the reference sequences, (B, 4, L) or (B, L, 4): at each position one base, or
-            zeros where there is none.
+            zeros.
         target: in Captum's forms. Default: None, for models that return one number per example.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default: None.

@@ -179,7 +179,7 @@ class SentenceClassifier(nn.Module):
     """A language model that learned two words alone, as a classifier of sentences.
 
     Args:
-        model: tells the class as the next word after the mark.
+        model: predicts the class as the next word after the mark.
         reader: knows where.
     """
 

@@ -145,7 +145,7 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
 
 
 def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
-    """Raise for a dictionary that says it is of another layer of the model."""
+    """Raise for a dictionary made for another layer of the model."""
     of = getattr(dictionary, "layer", "")
     if isinstance(of, str) and of and of != layer and of in dict(model.named_modules()):
         raise OptionError(

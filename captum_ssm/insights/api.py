@@ -54,7 +54,7 @@ class Api:
             return questions[question](request)
 
     def kept(self, classes: int) -> dict[str, Any]:
-        """Return answers to all that a page without a server can ask, by question."""
+        """Return all answers for a page without a server, by question."""
         with self._lock:
             config = self._config({})
             shown = config["filter"]
@@ -143,7 +143,7 @@ class Api:
         return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
     def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
-        """Return the example, the model and the class that are asked about."""
+        """Return the requested example, model and class."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
         if type(identity) is not int or identity not in self._shown:

@@ -20,7 +20,7 @@ class NumberConfig(NamedTuple):
 
     Attributes:
         value: the default. Default: 1.
-        limit: the smallest and the largest value; None where there is none. Default: no limits.
+        limit: the smallest and the largest value; None for no limit. Default: no limits.
     """
 
     value: float = 1
@@ -193,7 +193,7 @@ class ConfigParameters(NamedTuple):
 
 
 def described(parameters: ConfigParameters) -> dict[str, dict[str, Any]]:
-    """Return the arguments as the page is told of them."""
+    """Return the arguments in the page's form."""
     found = {}
     for name, kind in parameters.params.items():
         found[name] = kind._asdict()

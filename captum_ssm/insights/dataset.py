@@ -28,12 +28,11 @@ class Batch:
     Args:
         inputs: a tensor, or one for each feature; the first dimension counts the examples.
         labels: the index of each example's class, (B,); None where it is not known.
-        additional_args: further arguments of the model, for which no relevance is asked. Tensors
-            with a dimension count examples as well. Default: None.
+        additional_args: further arguments of the model, without relevance. Tensors with a dimension
+            count examples as well. Default: None.
 
     Raises:
-        InputError: when the examples are looked through and the tensors do not hold equally many,
-            or there are not as many labels.
+        InputError: when the tensors and labels do not hold equally many examples.
 
     Example:
         >>> import torch

@@ -95,7 +95,7 @@ class TextFiles:
 
 
 class Images:
-    """The images of a folder, read when they are asked for."""
+    """The images of a folder, read on request."""
 
     def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
         self._loaded = loaded

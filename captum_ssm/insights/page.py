@@ -26,7 +26,7 @@ SCRIPTS = (
 
 
 def served_page(policy: str) -> str:
-    """Return the page, which asks for its parts by their names."""
+    """Return the page, which requests its parts by name."""
     styles = (f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     scripts = (f'<script defer src="{name}"></script>' for name in SCRIPTS)
     parts = {
@@ -40,5 +40,5 @@ def served_page(policy: str) -> str:
 
 
 def kept_page(facts: Mapping[str, Any]) -> str:
-    """Return the page with all that it shows, which asks for nothing."""
+    """Return the page with all its data, which makes no requests."""
     return whole_page(_SKELETON, STYLES, SCRIPTS, _TITLE, facts)

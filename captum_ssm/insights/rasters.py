@@ -18,7 +18,7 @@ def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]
     Args:
         found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no
             rasters.
-        grid: height and width of the grid of patches; None where there is none.
+        grid: height and width of the grid of patches, if any.
 
     Example:
         >>> import torch

@@ -14,10 +14,10 @@ _SMALL = 1024
 
 
 def check_sizes(models: Sequence[Any]) -> None:
-    """Raise where models tell vocabularies of different sizes.
+    """Raise if models have vocabularies of different sizes.
 
     Args:
-        models: the models. Those that tell none, such as functions and models of images, pass.
+        models: the models. Functions and models without a vocabulary pass.
 
     Example:
         >>> from captum_ssm.insights.vocabularies import check_sizes
@@ -65,7 +65,7 @@ def _size(model: Any) -> int | None:
 
 
 def _words(tokenizer: Any) -> dict[str, int] | None:
-    """Return the number of each token; None where the tokenizer does not say."""
+    """Return the number of each token; None if the tokenizer does not list it."""
     found = getattr(tokenizer, "get_vocab", lambda: None)()
     if found is not None:
         return dict(found)

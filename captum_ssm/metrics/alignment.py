@@ -27,8 +27,7 @@ from .sample import Interval, Sample
 def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return links from each target word to its most relevant source word, (B, T, S) of booleans.
 
-    Where several are equally relevant, all are linked, so that a constant row says nothing and is
-    punished for it.
+    If several are equally relevant, all are linked: a constant row is penalized.
 
     Args:
         maps: relevance of source words for target words, (B, T, S).
@@ -213,7 +212,7 @@ class AlignmentScores:
     """Gathers :class:`Alignment` over batches of sentences, as rates of all links together.
 
     Raises:
-        InputError: when rates are asked for before there is a sentence.
+        InputError: when rates are read before the first sentence.
 
     Example:
         >>> import torch
@@ -253,7 +252,7 @@ def best_layer(rates: Sequence[float]) -> int:
     The paper's table takes the best layer on the test data; choose it on other data to claim more.
 
     Args:
-        rates: the error rate of each layer, NaN where there is none.
+        rates: the error rate of each layer, NaN for none.
 
     Returns:
         The layer's index.

@@ -24,7 +24,7 @@ class Demonstration:
 
     Attributes:
         text: the question.
-        words: the words that speak for the label.
+        words: the words of the rationale.
         label: the right answer.
 
     Example:

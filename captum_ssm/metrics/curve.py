@@ -59,8 +59,8 @@ class Curve:
         """Return the area under each example's curve by the trapezoid rule, (B,).
 
         Args:
-            normalized: divide by the width, so that a constant curve's area is its height; without
-                it, nine shares from 10 % to 90 % give at most 0.8. Default: True.
+            normalized: divide by the width: a constant curve's area is then its height. Without it,
+                nine shares from 10 % to 90 % give at most 0.8. Default: True.
 
         Returns:
             (B,); its mean is the score of all examples.

@@ -45,7 +45,7 @@ def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
 def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
     """Return the images under a Gaussian of standard deviation ``sigma``, in pixels.
 
-    Beyond its edge an image goes on with the pixels of the edge.
+    Beyond its edge an image repeats the pixels of the edge.
 
     Args:
         images: (B, C, H, W).

@@ -1,7 +1,7 @@
 """Weakly supervised segmentation: relevance maps as pseudo-masks (UN table 6, appendix B).
 
-Image-level labels say which classes an image shows; the maps of these classes say where.  The
-table's numbers are the IoU of each class and their mean, over the pixels of all images.
+Labels name the classes of an image; the maps of these classes locate them. The table's numbers are
+the IoU of each class and their mean, over the pixels of all images.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class PrecisionRecall(NamedTuple):
 
 
 def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
-    """Return precision and recall at every distinct score of one set of units, of many images say.
+    """Return precision and recall at every distinct score of one set of units.
 
     Args:
         scores: (N,).

@@ -1,8 +1,8 @@
 """Numbers gathered over batches of examples: their mean, or a ratio of their sums, and its spread.
 
-Every metric of this package returns numbers per example.  A :class:`Sample` keeps them, so that
-batches can be added one by one, the results of two processes merged, and confidence intervals drawn
-by resampling examples.
+Every metric of this package returns numbers per example. A :class:`Sample` keeps them: batches can
+be added one by one, results of two processes merged, and confidence intervals drawn by resampling
+examples.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Sample:
         """Add a batch of examples.
 
         Args:
-            values: (B,), or (B, k) where each example has several numbers, such as the points of
-                a curve. NaN says that an example has no such number.
+            values: (B,), or (B, k) where each example has several numbers, such as the points of a
+                curve. NaN marks an example without such a number.
         """
         if not isinstance(values, Tensor) or values.dim() not in (1, 2):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -132,7 +132,7 @@ class Sample:
 
         Args:
             confidence: share of resamples within the bounds. Default: 0.95.
-            resamples: how many times as many examples are drawn as there are. Default: 1000.
+            resamples: number of resamples of all examples. Default: 1000.
             seed: of the draws; the same seed and examples give the same bounds. Default: 0.
 
         Returns:

@@ -46,7 +46,7 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
         The same settings.
 
     Raises:
-        CheckpointError: when they are no dict, or ask for too many layers, experts or classes.
+        CheckpointError: when they are not a dict, or have too many layers, experts or classes.
     """
     if not isinstance(settings, dict):
         raise CheckpointError(f"{where} holds a {type(settings).__name__}, not settings by name.")
@@ -174,7 +174,7 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
 
 
 def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
-    """Return names and shapes of weights; transformers 4 tells the names alone."""
+    """Return names and shapes of weights; of transformers 4 only the names."""
     named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
     own = model.state_dict()
     return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]

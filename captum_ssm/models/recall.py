@@ -80,7 +80,7 @@ class Example:
         words: the prompt, word by word.
         tokens: the ids of ``words``.
         facts: all facts in the order in which they are stated.
-        asked: the index in ``facts`` of the fact that is asked for.
+        asked: the index in ``facts`` of the asked fact.
         question_name_position: position of the asked name in the question.
     """
 
@@ -187,12 +187,12 @@ def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
 def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
     """Draw examples; the same seed gives the same examples.
 
-    Names are distinct within a prompt. Objects are drawn with replacement, so that a distractor
-    can hold the same object as the asked fact.
+    Names are distinct within a prompt. Objects are drawn with replacement: a distractor can hold
+    the same object as the asked fact.
 
     Args:
         count: how many examples.
-        seed: a seed, or a generator to go on drawing from.
+        seed: a seed, or a generator to draw from.
         n_facts: the number of facts of every prompt, 1 to 20. Default: None, drawn anew for each,
             from 2 to 8.
 
@@ -200,7 +200,7 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
         The examples.
 
     Raises:
-        OptionError: when there are not so many names, or ``count`` is below 0.
+        OptionError: when there are too few names, or ``count`` is below 0.
 
     Example:
         >>> from captum_ssm.models.recall import generate

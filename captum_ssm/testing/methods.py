@@ -166,7 +166,7 @@ class _Checker:
         }
 
     def run(self, clause: str) -> None:
-        """Check one clause, whatever of it fails."""
+        """Check one clause, and note all its failures."""
         if clause not in CLAUSES:
             raise ValueError(f"clauses names {clause!r}. Known are {', '.join(CLAUSES)}.")
         check = getattr(self, clause)

@@ -41,7 +41,7 @@ def check_operator(
     rtol: Mapping[torch.dtype, float] = RTOL,
     seed: int = 0,
 ) -> None:
-    """Raise unless an operator does everything that :class:`~captum_ssm.operators.Operator` says.
+    """Raise unless an operator keeps all promises of :class:`~captum_ssm.operators.Operator`.
 
     Compare all results and gradients of the operator with the matrices, in float64 and in float32,
     on the CPU and on a GPU if there is one.

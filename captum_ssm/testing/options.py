@@ -1,4 +1,4 @@
-"""The options of explanation methods, said once: for each the values that it is tried with."""
+"""The options of explanation methods, with the values to try."""
 
 from __future__ import annotations
 

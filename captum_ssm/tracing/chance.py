@@ -1,4 +1,4 @@
-"""Models whose output is random, so that an explanation would be, too."""
+"""Models with random output, whose explanations would be random, too."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def require_deterministic(model: nn.Module) -> None:
     """Raise if a module of the model is random, or reads across the batch.
 
     Dropout, stochastic depth and the like are known by their probability, which is above 0; batch
-    norms by their class.  Modules in evaluation mode are neither, whatever the model's own mode,
-    but for batch norms that keep no statistics.
+    norms by their class. Modules in evaluation mode are neither, except batch norms without
+    statistics; the model's own mode is ignored.
 
     Args:
         model: the model that is to be run.

@@ -1,6 +1,6 @@
 """Changes to state that all threads share, each undone by the thread that made it, or by a fork.
 
-A forked process goes on with one thread alone.  Changes by other threads would never be undone in
+A forked process continues with one thread only. Changes by other threads would never be undone in
 it: hooks, replaced functions, locks.
 """
 

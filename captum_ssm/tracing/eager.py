@@ -1,4 +1,4 @@
-"""Running compiled modules as they were written, so that hooks set afterwards fire."""
+"""Running compiled modules uncompiled, so later hooks fire."""
 
 from __future__ import annotations
 

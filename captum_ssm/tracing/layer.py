@@ -42,7 +42,7 @@ class Layer:
             :class:`~captum_ssm.mixers.Architecture`.
         block: the module that holds the mixer, or None.
         call: the recorded call.
-        tolerance: the largest error accepted of its operator, unless the user says otherwise.
+        tolerance: the largest error accepted of its operator by default.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
         stage: number of the stage that it belongs to; None if the run was not arranged.

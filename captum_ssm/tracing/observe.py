@@ -119,7 +119,7 @@ def observe(
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:
-    """Return a sequence in place of the one returned, which may have come without a batch."""
+    """Return a replacement of the returned sequence, which may have no batch dimension."""
     return changed[0] if changed.dim() > returned.dim() else changed
 
 

@@ -62,9 +62,9 @@ def _loading(
 
 
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
-    """Return the linear mixer with its present output projection, whatever becomes of the module.
+    """Return the linear mixer with a copy of its present output projection.
 
-    Offloaded weights would stay in memory with it; these are left to their hooks.
+    Offloaded weights would stay in memory with it, and are left to their hooks.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):

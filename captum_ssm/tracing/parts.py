@@ -1,4 +1,4 @@
-"""The tokens of tensors beside the mixers, and the layers that they read, asked of replays."""
+"""The tokens of tensors beside the mixers, and the layers that they read, found by replays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def place(
             if they are the same.
 
     Returns:
-        For each part its place; None for one of which it is not told.
+        For each part its place; None if not known.
     """
     layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
     embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted

@@ -215,8 +215,8 @@ def trace(
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
-    The model is not changed: hooks are removed when the block ends, however it ends, and models
-    that offer a cache are asked not to use it.
+    The model is not changed: hooks are removed when the block ends. Models run without a cache
+    meanwhile.
 
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
@@ -372,7 +372,7 @@ class Recorder(Watcher):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; a fixed guess if the system does not tell."""
+    """Return the free bytes of a device; a fixed guess if not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu" and _MEMINFO.exists():

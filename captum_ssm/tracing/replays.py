@@ -271,7 +271,7 @@ class Replays:
     def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
         """Add noise to a sequence (B, L, E) at some tokens, as large as their largest number.
 
-        Ids become others of the same text, so that the model knows them, where it has three.
+        Ids become others of the same text, which the model knows, if it has three.
 
         Args:
             x: the sequence, or ids (B, L).

@@ -30,8 +30,8 @@ def is_split(module: nn.Module) -> bool:
 def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Raise for a module whose split weights :func:`whole` does not gather.
 
-    FSDP gathers weights by itself for the time of a call.  Earlier versions of transformers split
-    weights into plain tensors; an attribute that they leave on the module tells.
+    FSDP gathers weights by itself for the time of a call. Earlier versions of transformers split
+    weights into plain tensors, and leave an attribute on the module.
 
     Args:
         model: the model.
@@ -56,7 +56,7 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give split modules their whole weights and the ``forward`` of their class.
 
-    The processes exchange their parts, so that every process has to enter the ``with``.
+    The processes exchange their parts, so every process has to enter the ``with``.
 
     Args:
         modules: the modules; those that are not split stay as they are.

@@ -117,7 +117,7 @@ def is_same(x: Tensor, y: Tensor) -> bool:
 def likely(
     rest: Tensor, before: Sequence[Tensor], left: Sequence[Tensor]
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """Find likely relations of a tensor to others, by a few tokens; a device is asked once.
+    """Find likely relations of a tensor to others, by a few tokens and one synchronization.
 
     Args:
         rest: the tensor (B, L, E).

@@ -1,9 +1,9 @@
 """Checks that an operator computes its module's output.
 
 Sums of all tokens with random signs are compared (Freivalds 1979): they cost one adjoint of the
-operator, and an error at any token is an error of the sums.  Rounding errors of many tokens partly
-cancel in them, so that less is accepted than of single numbers.  These are compared if the whole
-output is computed anyway.
+operator, and an error at any token is an error of the sums. Rounding errors of many tokens partly
+cancel in them, so their tolerance is smaller. These are compared if the whole output is computed
+anyway.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
 
 
 class _Widened(TorchFunctionMode):
-    """Reads float32 as float64: many modules compute parts in float32, whatever their dtype."""
+    """Reads float32 as float64: many modules compute parts in float32 in any dtype."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -76,7 +76,7 @@ def plot_windows(windows: WindowsLike, *, title: str | None = None) -> tuple[Fig
     Args:
         windows: a :class:`captum_ssm.edges.KnockoutWindows`; of several examples the mean is drawn,
             with a band of its standard error.
-        title: a heading, before the probability in the model as it is. Default: None.
+        title: a heading, before the probability in the whole model. Default: None.
 
     Returns:
         The matplotlib figure and its axes.
@@ -233,7 +233,7 @@ def _near(ends: set[int], count: int, most: int) -> list[int]:
 
 
 class _Arc(NamedTuple):
-    """An edge as it is drawn: from where to where, and how high."""
+    """The drawn arc of an edge: its ends and height."""
 
     edge: EdgeLike
     source: float

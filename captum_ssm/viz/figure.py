@@ -27,7 +27,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """Return a figure that belongs to no global state, so that plotting leaks none."""
+    """Return a figure outside of pyplot's global state, so plotting leaks none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -31,7 +31,7 @@ def plot_intervals(
 
     Args:
         groups: by heading, by the label of a row, one interval per column: its lower bound, the
-            value and its upper bound, NaN where there is no number.
+            value and its upper bound, NaN for no number.
         columns: the names of the columns.
         title: a heading. Default: None.
 

@@ -209,8 +209,7 @@ def as_number(value: Any) -> float | None:
 def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """Return a decorator that gives a wrapper the function's name, signature and docstring.
 
-    It has no ``__wrapped__``: Captum's tools call the function that its logging decorator wraps,
-    and would go on to call the function that this one wraps.
+    It has no ``__wrapped__``, through which Captum's tools would bypass it.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

@@ -1,4 +1,4 @@
-"""The logits of a language model at the positions that are asked for, and at no others."""
+"""The logits of a language model at the requested positions only."""
 
 from __future__ import annotations
 

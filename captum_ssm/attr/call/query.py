@@ -90,7 +90,7 @@ def query_weights(
 def _chosen(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
 ) -> Tensor:
-    """Return how often each token is asked for, (B, L)."""
+    """Return the number of times that each token is the query, (B, L)."""
     batch, tokens = keep.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
@@ -120,7 +120,7 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """Return a range that includes all tokens asked for; None if it may be any.
+    """Return a range that includes all query tokens; None if it may be any.
 
     No number of the run and no device is read for it: a cls token, a last token before padding and
     positions on a device are not looked for.

@@ -20,7 +20,7 @@ Baselines = Baseline | tuple[Baseline, ...]
 
 
 def out_of_tuple(baselines: Baselines) -> Baselines:
-    """Take a single baseline out of a tuple, in which it may come as the inputs do."""
+    """Take a single baseline out of a tuple, if it is in one."""
     if isinstance(baselines, tuple) and len(baselines) == 1:
         return baselines[0]
     return baselines

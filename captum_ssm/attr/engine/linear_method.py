@@ -188,9 +188,9 @@ def in_turn(
 
     Args:
         request: the run, of one example.
-        positions: all positions at which the model's output is asked for, counted from the end.
+        positions: all positions of the explained output, counted from the end.
         ask: takes a function that returns the output there (n, V), and returns a generator of
-            questions; it is sent the answer to each.
+            questions, to which each answer is sent.
         rules: how the network is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
 
@@ -299,7 +299,7 @@ def coefficients(
 def linear_run(
     request: Request, questions: Sequence[Against], rules: Rules
 ) -> Iterator[tuple[Network, Tensor, Kept | None]]:
-    """Run a network made linear, with the output at the positions that questions ask for.
+    """Run a network made linear, with the output at the positions of the questions.
 
     Yields:
         The network, its output, and the positions of the output, None for all.

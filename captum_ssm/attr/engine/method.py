@@ -107,7 +107,7 @@ class Explainer:
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse calls; the error says how to ask."""
+        """Refuse calls; the error names ``attribute``."""
         raise ArgumentError(
             f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
         )
@@ -165,7 +165,7 @@ class Explainer:
     def _read(
         self, inputs: Any, additional_forward_args: Any, verify: bool | float
     ) -> Iterator[Run]:
-        """Yield a run of which nothing is asked, to read its layers one by one."""
+        """Yield a run without questions, to read its layers one by one."""
         tensor, _ = single_input(inputs)
         tensor = tensor.clone() if tensor.is_inference() else tensor
         additional = as_tuple(additional_forward_args)

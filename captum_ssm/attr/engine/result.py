@@ -167,7 +167,7 @@ class NamedTokens(Result, kind=False):
             A shallow copy.
 
         Raises:
-            InputError: when they are not as many as there are tokens.
+            InputError: when the numbers of names and tokens differ.
         """
         batch, length = self._tokens()
         return self._with_names(read_names(tokens, batch, length))
@@ -191,7 +191,7 @@ class NamedTokens(Result, kind=False):
         raise NotImplementedError
 
     def _tokens(self) -> tuple[int, int]:
-        """Return how many examples there are, and tokens of each."""
+        """Return the number of examples, and of tokens in each."""
         raise NotImplementedError
 
     def _with_names(self, names: Names) -> Self:

@@ -195,7 +195,7 @@ class Run:
         output: the model's output.
         mask: True for real tokens (B, L), or None.
         chain: the token order of its layers; None if not known.
-        shared: whether methods that follow use it too, so that it keeps its graph.
+        shared: whether later methods use it too, so it keeps its graph.
         questions: questions to it, the current one first; the graph is kept for later ones.
             Default: none.
         paths: the direct paths, where they were kept. Default: None.
@@ -437,7 +437,7 @@ _current: ContextVar[Sharing | None] = ContextVar("captum_ssm_sharing", default=
 
 @contextmanager
 def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
-    """Let the methods called inside the ``with`` share a forward run where they ask for the same.
+    """Let methods inside the ``with`` share a forward run if their calls are the same.
 
     One run is held at a time, and none once the ``with`` ends.
 

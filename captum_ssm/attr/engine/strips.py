@@ -42,7 +42,7 @@ def in_strips(
 ) -> LayerMatrix:
     """Return an operator's reduced matrix with every entry changed; one strip exists at a time.
 
-    Rows of weight 0 are left out, so that a single query costs a single row.
+    Rows of weight 0 are left out: a single query costs a single row.
 
     Args:
         operator: the operator.

@@ -45,7 +45,7 @@ class Hop:
 
     Attributes:
         prompt: relevance of each token of the prompt (S, P).
-        text: relevance of each token of the text, from which it goes on (S, n).
+        text: relevance of each token of the text, to be passed on (S, n).
         unresolved: relevance that stays on tokens of the text whose row has no sum (S, n).
         constants: relevance of constants, and of tokens that the model was not given (S,).
     """
@@ -79,7 +79,7 @@ def follow(
         spans: ranges of the text's tokens.
         prompt: how many tokens the prompt has.
         contrast: the contrast of the spans' tokens.
-        hops: how often relevance goes on.
+        hops: how often relevance is passed on.
         logits: returns the model's logits at all tokens of the text (n, V).
 
     Yields:

@@ -25,7 +25,7 @@ class SpanHop:
 
     Attributes:
         prompt: relevance of each feature of the prompt (S, n_in).
-        text: relevance of each span of the text, from which it goes on (S, S).
+        text: relevance of each span of the text, to be passed on (S, S).
         unresolved: relevance that stays on spans of the text, since the explanations of their
             tokens have no sum (S, S).
         constants: relevance of biases, and of tokens of no feature or span (S,).

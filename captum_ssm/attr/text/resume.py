@@ -1,4 +1,4 @@
-"""Answers to questions kept on disk, so that a run of hours that was ended goes on where it was."""
+"""Answers to questions kept on disk, from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def kept(
 def counted(
     questions: Generator[Against, Row, T], description: str, total: int
 ) -> Generator[Against, Row, T]:
-    """Yield the same questions, with a bar that shows how many are answered."""
+    """Yield the same questions, with a progress bar."""
     with progress(desc=description, total=total) as bar:
         answer = None
         while True:

@@ -2,7 +2,7 @@
 
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
-a vector of the stream's width E for every pair of a query i and a source j, so that
+is a vector of the stream's width E for every pair of a query i and a source j, with
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
@@ -108,8 +108,8 @@ class Contributions:
 
         Args:
             direction: (..., B, L, E), 0 but for a few queries as a rule.
-            within: a range that includes these queries, so that no device is asked for them.
-                Default: None, not known.
+            within: a range that includes these queries, to avoid a synchronization. Default: None,
+                not known.
         """
         direction = direction.to(self.weight)
         for step in reversed(self._behind):
@@ -146,7 +146,7 @@ def tiles(
 
     Args:
         parts: the mixers that write to the stream together; their vectors add up.
-        index: the queries, (B, Q); on the host, so that no device is waited for.
+        index: the queries, (B, Q), on the host to avoid a synchronization.
         stream: the residual stream (B, L, E), added to the vector of each query from its own
             token. Default: None.
     """
@@ -290,7 +290,7 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """Apply an operator within tokens to rows (q, B, L, H, P), as it is at the queries (B, q)."""
+    """Apply an operator within tokens, taken at the queries (B, q), to rows (q, B, L, H, P)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)

@@ -121,8 +121,8 @@ def weighted_rows(
     Args:
         weights: the weights; rows of the map with weight 0 are not computed.
         rows: function of query positions (B, Q) that returns rows of the map (B, Q, L).
-        within: a range that includes all weights that are not 0, so that no device is asked.
-            Default: None, not known.
+        within: a range that includes all nonzero weights, to avoid a synchronization. Default:
+            None, not known.
     """
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]

@@ -51,8 +51,8 @@ class LogitContributions(NamedTokens):
     """Contributions of input tokens to one number of the output, by the layer that wrote them.
 
     Attributes:
-        layers: contributions by mixer (Λ, B, L); of all parts together (1, B, L) if they were not
-            asked for by layer.
+        layers: contributions by mixer (Λ, B, L); of all parts together (1, B, L) unless
+            ``by_layer`` was asked for.
         locals: contributions by each part within tokens, such as an MLP, (M, B, L); else (0, B, L).
         embedding: contributions of the embeddings themselves (B, L).
         biases: contributions of biases and other constants (B,), by the module that adds them.
@@ -104,8 +104,7 @@ def contributions_to(
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
         make: one of :data:`MIXINGS`.
         description: label of the progress bar; None for no bar.
-        by_layer: whether the contribution of each layer is traced back by itself, or their sum,
-            which takes as long as one of them.
+        by_layer: whether each layer's contribution is traced back separately, or their sum at once.
     """
     assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals

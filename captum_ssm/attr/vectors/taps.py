@@ -91,7 +91,7 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Ta
 
     Args:
         linear: the linearized mixer.
-        module: the mixer itself, asked for its activation with ``"silu"``.
+        module: the mixer, for its activation with ``"silu"``.
         activation: one of :data:`ACTIVATIONS`.
     """
     operator, values = linear.operator, linear.values

@@ -168,7 +168,7 @@ def _plain_hyena(key: str) -> str:
 
 
 def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
-    """Return the arguments that the weights tell."""
+    """Infer the arguments from the weights."""
 
     def anywhere(name: str) -> bool:
         return any(name in key for key in weights)
@@ -200,7 +200,7 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
-    """Return the arguments that the weights tell."""
+    """Infer the arguments from the weights."""
     embeddings, first = (
         "hyena.backbone.embeddings.word_embeddings.weight",
         "hyena.backbone.layers.0.",
@@ -228,7 +228,7 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
-    """Return the arguments that the weights tell."""
+    """Infer the arguments from the weights."""
     vocab, width = shape_of(weights, "embedding_layer.weight", 2)
     sizes: dict[str, Any] = {
         "hidden_size": width,

@@ -119,7 +119,7 @@ def depth_of(weights: Weights) -> int:
 
 
 def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """Return the shape that most layers have, so that the odd one out is found wrong."""
+    """Return the shape that most layers have, so only odd ones are refused."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")

@@ -1,1 +1,1 @@
-"""The report: one HTML file that holds its data, its style and its script, and asks for nothing."""
+"""The report: one HTML file with its data, style and script, which makes no requests."""

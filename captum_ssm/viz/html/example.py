@@ -68,7 +68,7 @@ def read_examples(
     additional_forward_args: Any,
     tokens: Names | None,
 ) -> list[ShownExample]:
-    """Return the examples, each by itself."""
+    """Return the examples one by one."""
     reader = Reader(subject.codec, subject.forward_func, subject.module)
     inputs = [inputs] if is_text(inputs) else inputs
     are_texts = isinstance(inputs, list | tuple) and any(map(is_text, inputs))

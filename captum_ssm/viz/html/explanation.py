@@ -251,7 +251,7 @@ def _methods(
 
 
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
-    """Return the options, with which methods that do not tell pixels apart return patches."""
+    """Return the options, by which methods without pixels return patches."""
     options = dict(wanted.options or {})
     for name, method in wanted.methods.items():
         if not tells_pixels(method):

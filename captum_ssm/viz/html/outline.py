@@ -60,14 +60,13 @@ class Outline:
     Attributes:
         layers: the mixers, in the order in which they ran.
         real: the positions without padding.
-        asking: the token, counted without padding, whose row methods of matrices read; None if
-            there are several.
+        asking: the query token, counted without padding; None if there are several.
         grid: the layout of an image's patches; None without one.
         target: the explained output: the user's, or the model's prediction.
         explained: the same in words.
         predictions: the likeliest classes, or tokens at the target's position.
         targets: each of these as a target in Captum's forms; only the target without predictions.
-        asked: which of them is explained.
+        asked: the number of the explained one.
     """
 
     layers: list[LayerOutline]

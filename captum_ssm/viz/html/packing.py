@@ -1,8 +1,8 @@
 """Token-to-token maps of an example, small enough for a page.
 
-24 layers of 2,000 tokens have 96 million entries.  A page holds an overview of each map and, for
+24 layers of 2,000 tokens have 96 million entries. A page holds an overview of each map and, for
 every row, its strongest entries: which they are is exact, their values are rounded to 1/127 of the
-row's largest.  Where there is room, all entries are held.
+row's largest. If there is room, all entries are kept.
 
 Shapes: L tokens, K entries kept in each row, O cells along the overview's side.
 """

@@ -59,7 +59,7 @@ def write(
     title: str,
     out: Path,
 ) -> list[Path]:
-    """Write explanations of a model as the file's ending says, and return all files."""
+    """Write explanations of a model in the form of the file's ending, and return all files."""
     if is_page(out):
         write_report(subject, found, title, out)
     elif out.suffix.lower() == ".csv":
