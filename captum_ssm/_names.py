@@ -26,7 +26,7 @@ def meant(name: object, known: Iterable[str]) -> str:
     """Return a question for the end of an error: the known name that is most like another.
 
     Returns:
-        The question behind a space; empty where no name is alike.
+        The question behind a space; empty if no name is alike.
 
     Example:
         >>> from captum_ssm._names import meant

@@ -64,7 +64,7 @@ _WORDS: dict[str, Collection[str]] = {
     "reduce": ("mean", "max", "min", "product"),
     "rule": tuple(FAMILY),
 }
-#: The smallest and the largest number that an option takes; None where there is none.
+#: The smallest and the largest number that an option takes; None if there is none.
 _LIMITS: dict[str, tuple[float | None, float | None]] = {
     "discard_ratio": (0.0, 0.999),
     "start_layer": (0, None),
@@ -77,9 +77,8 @@ class Option(NamedTuple):
     Attributes:
         name: of the argument.
         default: its default.
-        words: the words that it takes, None among them where that is the default; empty where it
-            takes none.
-        limits: the smallest and the largest number that it takes; None where it takes none.
+        words: the words that it takes, with None if that is the default; empty for none.
+        limits: the smallest and the largest number that it takes; None if it takes none.
     """
 
     name: str
@@ -296,7 +295,7 @@ def method_named(name: str, argument: str) -> type[Attribution]:
     Args:
         name: of the class, or as Captum shows it. Case, and signs other than letters and digits,
             are ignored.
-        argument: where the user named it, for the error.
+        argument: the user's argument, for the error.
 
     Example:
         >>> from captum_ssm.attr.catalogue import method_named

@@ -1,4 +1,4 @@
-"""LATIM with ALTI: which tokens each token of the stream is made of (LATIM, eq. 6 and table 1)."""
+"""LATIM with ALTI: the shares of tokens in each token of the stream (LATIM, eq. 6 and table 1)."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the maps; row i is how much token i takes from each token.
+        """Return the maps; row i holds the size of each token's share in token i.
 
         Args:
             inputs: as in :meth:`attribute`.

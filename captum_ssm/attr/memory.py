@@ -73,7 +73,7 @@ class StateMemory(Explainer):
 
         Returns:
             One for each recurrence or cache, in the order in which they ran; a mixer with two
-            directions has two.  Tokens are those that the mixers read.
+            directions has two. Tokens are the mixers' tokens.
 
         Raises:
             OptionError: when no layer has a state or a cache, such as non-causal attention.
@@ -162,7 +162,7 @@ class LayerMemory:
         return torch.cat([memory.states(at) for memory in self._memories()], 2)
 
     def read(self, query: int, until: int | None = None) -> Tensor:
-        """Return the share of each token in all that a later token reads, (B, L).
+        """Return the share of each token in a later token's read, (B, L).
 
         Each share projects the vector that the query takes from the token onto the sum of these
         vectors. The shares sum to 1.
@@ -223,7 +223,7 @@ class LayerMemory:
         return found if by_head else found.norm(dim=1)
 
     def half_lives(self) -> Tensor:
-        """Return after how many tokens half of a share is left, by the decays here, (B, H, N).
+        """Return the number of tokens after which decays halve a share, (B, H, N).
 
         N is 1 if heads fade as a whole; for a cache, which does not fade, it is infinite.  Erasing
         by a delta rule, outputs that a state reads, and windows shorten it further.
@@ -231,7 +231,7 @@ class LayerMemory:
         return self._by_head(lambda memory: memory.half_lives())
 
     def reach(self, queries: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return how far back tokens read: mean and spread of the distance, (B, H, Q) each.
+        """Return the mean and spread of the distance at which tokens read, (B, H, Q) each.
 
         The moments of the operator's rows by the size of their entries: the effective receptive
         field.

@@ -87,7 +87,7 @@ class KnockOut(Protocol):
 
     @property
     def donor(self) -> Donor | None:
-        """The other run, where messages come from one."""
+        """The other run, if messages come from one."""
 
     def meets(self, edges: Iterable[Edges]) -> None:
         """Note edges that a mixer of their kind has run for."""

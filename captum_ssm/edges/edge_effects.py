@@ -149,9 +149,9 @@ class EdgeEffects(Explainer):
                 log-probability or the log-odds themselves.
             edges: each of them is cut separately, in all examples. Default: None, single edges are
                 sampled from all layers and examples, half of them in proportion to their effects.
-            samples: how many are sampled. Default: 200.
+            samples: number of sampled edges. Default: 200.
             seed: of the draw. Default: 0.
-            at_a_time: how many copies of an example run together. Default: 16.
+            at_a_time: number of copies of an example that run together. Default: 16.
 
         Returns:
             Both numbers for every edge, with their correlation and how often their signs agree.

@@ -44,7 +44,7 @@ class Edge(NamedTuple):
         name: of its mixer.
         target: the token that receives.
         source: the token that sends.
-        effect: how much the output is expected to lose.
+        effect: the estimated loss of the output.
         first_order: whether norms behind the layer are taken to first order, which misses how they
             change without a large message. Default: False.
     """

@@ -106,7 +106,7 @@ class Loaded:
         return self
 
     def prepared(self, files: Sequence[Path]) -> Tensor:
-        """Return images (B, C, H, W) in the model's precision, where it is."""
+        """Return images (B, C, H, W) in the model's precision, on its device."""
         if self.prepare is None:
             raise OptionError(f"{type(self.model).__name__} takes no images.")
         return self.prepare(files).to(next(self.model.parameters()))

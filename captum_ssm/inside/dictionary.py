@@ -162,7 +162,7 @@ class SparseAutoencoder(nn.Module):
         """Write a folder that :meth:`load` and SAELens read.
 
         Args:
-            folder: where ``cfg.json`` and ``sae_weights.safetensors`` go; made if missing.
+            folder: the folder of ``cfg.json`` and ``sae_weights.safetensors``; created if missing.
 
         Raises:
             WriteError: when it cannot be written; old files are then unchanged.

@@ -46,7 +46,7 @@ def influences(
 def scores(
     edges: Tensor, counted: Tensor, errors: Tensor, tokens: Tensor, entered: Tensor | None = None
 ) -> dict[str, float]:
-    """Score how much of a graph its features explain, not their errors.
+    """Score the part of a graph that its features explain, not their errors.
 
     Args:
         edges, counted, entered: as for :func:`influences`.

@@ -259,7 +259,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
 class LayerMambaLRP(LayerLatimFlow):
     """Layer-wise relevance propagation down to an activation inside the model.
 
-    It is :class:`LayerLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+    It is :class:`LayerLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
         forward_func, layer, model, layers: as there, with the same defaults.

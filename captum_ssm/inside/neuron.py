@@ -204,7 +204,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
 
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
-        """Return where the linear network ends, and the function that picks the number there."""
+        """Return the end of the linear network, and the function that picks the number there."""
         checks.flags(attribute_to_neuron_input=at_input)
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
@@ -220,7 +220,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
 class NeuronMambaLRP(NeuronLatimFlow):
     """Layer-wise relevance propagation from an activation inside the model.
 
-    It is :class:`NeuronLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+    It is :class:`NeuronLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
         forward_func, layer, model, layers: as there, with the same defaults.

@@ -1,4 +1,4 @@
-"""The examples that are looked through, one after the other, and those that pass a filter."""
+"""The examples of a dataset, one after the other, and the ones that pass a filter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batch:
 
     Args:
         inputs: a tensor, or one for each feature; the first dimension counts the examples.
-        labels: the index of each example's class, (B,); None where it is not known.
+        labels: the index of each example's class, (B,); None if it is not known.
         additional_args: further arguments of the model, without relevance. Tensors with a dimension
             count examples as well. Default: None.
 

@@ -41,7 +41,7 @@ def check_sizes(models: Sequence[Any]) -> None:
 
 
 def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
-    """Raise where tokenizers give words different numbers."""
+    """Raise if tokenizers give words different numbers."""
     first, *others = (_words(tokenizer) for tokenizer in tokenizers)
     for name, words in zip(names[1:], others, strict=True):
         if first is None or words is None or words == first:

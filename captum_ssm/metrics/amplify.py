@@ -58,7 +58,7 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
         labels: the right class y of each example, (B,).
 
     Returns:
-        (B,), from -1 to 1, above 0 where the example is misclassified.
+        (B,), from -1 to 1, above 0 if the example is misclassified.
 
     Raises:
         InputError: when there is one class alone.

@@ -156,7 +156,7 @@ def token_sensitivity(
         options: further arguments of ``attribute``, the same for all examples. Default: None.
 
     Returns:
-        (B,); 0 where relevance does not change.
+        (B,); 0 if relevance does not change.
 
     Raises:
         InputError: when inputs are no sequence, or mask leaves an example without a token to

@@ -22,7 +22,7 @@ class Perturbed(NamedTuple):
     """Effects of changed inputs on a class: curves of a value per example and share.
 
     Attributes:
-        correct: 1 where the class is still the most likely one, else 0.
+        correct: 1 if the class is still the most likely one, else 0.
         probability: of the class, after a softmax.
         logit: of the class.
     """

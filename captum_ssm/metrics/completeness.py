@@ -25,7 +25,7 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
         mask: real tokens, (B, L). Default: None, all.
 
     Returns:
-        (B,); NaN where the output is all zeros.
+        (B,); NaN if the output is all zeros.
 
     Raises:
         InputError: when the shapes differ.
@@ -63,7 +63,7 @@ def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
             a method reports them.
 
     Returns:
-        (B,); NaN where there is nothing to explain.
+        (B,); NaN if there is nothing to explain.
 
     Raises:
         InputError: when ``explained`` does not have one number per example.

@@ -110,7 +110,7 @@ def mean_iou(counts: Tensor) -> Tensor:
         counts: (..., K, K), as for :func:`pixel_accuracy`.
 
     Returns:
-        (...), float64; NaN where no pixel counts.
+        (...), float64; NaN if no pixel counts.
 
     Raises:
         InputError: when counts is not (..., K, K).

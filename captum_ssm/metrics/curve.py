@@ -1,6 +1,6 @@
 """A measurement taken at several shares of a change, and the area under it.
 
-The order in which relevance has units changed, and how many have been at each share.
+The order in which units change by relevance, and the units changed at each share.
 
 Shapes: B examples, N units (pixels, tokens) of each, F shares.
 """

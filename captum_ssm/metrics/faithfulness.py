@@ -50,7 +50,7 @@ def token_faithfulness(
             true and other sources. Default: False, all pairs of a matrix in one ranking.
 
     Returns:
-        (B,) each; NaN where undefined, see :mod:`~captum_ssm.metrics.ranking`.
+        (B,) each; NaN if undefined, see :mod:`~captum_ssm.metrics.ranking`.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0 and 1.
@@ -89,7 +89,7 @@ def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) 
         mask: which units count, of the same shape. Default: None, all.
 
     Returns:
-        (B,); NaN where nothing has positive relevance.
+        (B,); NaN if nothing has positive relevance.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0 and 1.

@@ -33,7 +33,7 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN where no unit is true, or every one.
+        (B,); NaN if no unit is true, or every one.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0 and 1.
@@ -67,7 +67,7 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN where no unit is true, 1 where every one is.
+        (B,); NaN if no unit is true, 1 if every one is.
 
     Raises:
         InputError, NonFiniteError: as :func:`roc_auc`.
@@ -125,7 +125,7 @@ def precision_at_k(
             answer to ties.
 
     Returns:
-        (B,); NaN where there is nothing to look at.
+        (B,); NaN if there is nothing to look at.
 
     Raises:
         InputError, NonFiniteError, OptionError: as :func:`recall_at_k`.
@@ -150,7 +150,7 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
-        (B,), from -1 to 1; NaN where either is the same everywhere.
+        (B,), from -1 to 1; NaN if either is the same everywhere.
 
     Raises:
         InputError: when the shapes differ.
@@ -172,7 +172,7 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
         scores, others, mask: as in :func:`pearson`, with the same defaults.
 
     Returns:
-        (B,), from -1 to 1; NaN where either is the same everywhere.
+        (B,), from -1 to 1; NaN if either is the same everywhere.
 
     Raises:
         InputError, NonFiniteError: as :func:`pearson`.
@@ -196,7 +196,7 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
         scores, others, mask: as in :func:`pearson`, with the same defaults.
 
     Returns:
-        (B,), from -1 to 1; NaN where either is the same everywhere.
+        (B,), from -1 to 1; NaN if either is the same everywhere.
 
     Raises:
         InputError, NonFiniteError: as :func:`pearson`.
@@ -261,7 +261,7 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
 
 
 def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, the true units and those that are not."""
+    """Return scores, the true units and the others."""
     scores, counts = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
     return scores.contiguous(), true & counts, ~true & counts

@@ -24,7 +24,7 @@ _BLOCK_ELEMENTS = 2**23
 
 
 def mean(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of each column; NaN where no example has a number."""
+    """Return the mean of each column; NaN if no example has a number."""
     return sums / counts
 
 

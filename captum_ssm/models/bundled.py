@@ -67,8 +67,8 @@ def load_dictionary(
 
     Args:
         name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
-        folder: where ``captum-ssm-bench train recall-mamba-dictionary`` has written one.
-            Default: None, the one that ships with the package.
+        folder: a folder of ``captum-ssm-bench train recall-mamba-dictionary``. Default: None, the
+            one that ships with the package.
 
     Returns:
         The dictionary on the CPU; its ``layer`` names the module whose output it is for.

@@ -38,7 +38,7 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
 
     Args:
         examples: at least one.
-        device: where the tensors go. Default: ``"cpu"``.
+        device: the tensors' device. Default: ``"cpu"``.
 
     Returns:
         The batch, as wide as the longest prompt.

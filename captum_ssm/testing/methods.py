@@ -490,7 +490,7 @@ _HOOKS = (
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Return all that a call may not change, of the model and of the process."""
+    """Return the state of model and process that a call may not change."""
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         gradient = None if tensor.grad is None else tensor.grad.clone()

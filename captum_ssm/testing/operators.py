@@ -597,7 +597,7 @@ def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor
 
 
 def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """Return an answer to values that require gradients, where these are off in two ways."""
+    """Return an answer to values that require gradients, with gradients off in two ways."""
     with torch.no_grad():
         out = function(v.clone().requires_grad_())
     assert not out.requires_grad, "its graph is recorded"

@@ -53,7 +53,7 @@ _SEED = 2_718_281
 
 
 class _Seen(NamedTuple):
-    """A tensor that entered or left a module, and how many mixers had run."""
+    """A tensor that entered or left a module, and the number of mixers that had run."""
 
     ran: int
     value: Tensor

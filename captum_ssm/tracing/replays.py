@@ -167,7 +167,7 @@ class Replays:
 
     Args:
         layers: the layers of the run, in the order in which they ran.
-        beginning: where its tokens began.
+        beginning: the tensor of its first tokens.
         call: runs the model on an input.
         start: the input of the run.
         vouched: whether the user named the mixers and vouches for the rest.
@@ -340,7 +340,7 @@ class Replays:
         Args:
             leaf: returns the leaf of every layer.
             root: makes another root of the root. Default: None, it stays.
-            moved: by how many tokens parts that read the token before return theirs later.
+            moved: number of tokens by which parts that read the token before shift their outputs.
                 Default: 0.
 
         Returns:

@@ -184,7 +184,7 @@ class WordRow(NamedTuple):
     """The words of a row.
 
     Attributes:
-        middles: where the middle of each is, by token, of those that are shown.
+        middles: the middle of each shown token.
         halves: half of the room that it has for the ends of arcs.
         ticks: the middles of all labels, those for words left out among them.
         labels: the labels.

@@ -14,7 +14,7 @@ from .labels import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: (lower bound, value, upper bound); NaN where there is no number.
+#: (lower bound, value, upper bound); NaN if there is no number.
 Interval = tuple[float, float, float]
 
 #: Inches: of a line, of a panel, of a character of a label and of the title, of the margins.

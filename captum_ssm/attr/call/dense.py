@@ -22,9 +22,9 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
     Args:
         model: returns logits (B, K, H, W), or an object that holds them as ``logits``; of volumes
             (B, K, D, H, W).
-        mask: True for the pixels that count, (H, W), or for each example (B, H, W); of volumes
-            with as many dimensions more. Default: None, for each class those that the model gives
-            to it; a class without any has the mean 0.
+        mask: True for the pixels that count, (H, W), or for each example (B, H, W); of volumes with
+            as many dimensions more. Default: None, for each class the pixels assigned to it; a
+            class without any has the mean 0.
 
     Returns:
         A function of the arguments of ``model``.

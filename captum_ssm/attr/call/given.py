@@ -108,7 +108,7 @@ class Reader:
     Args:
         tokenizer: for texts, or its codec. Default: None, forward_func's own if it is a pipeline.
         forward_func: runs the model.
-        model: the module, where forward_func does not reveal it. Default: None.
+        model: the module, if forward_func does not reveal it. Default: None.
     """
 
     def __init__(self, tokenizer: Any, forward_func: Any, model: nn.Module | None = None) -> None:

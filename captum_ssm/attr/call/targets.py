@@ -268,7 +268,7 @@ def contrasted(
 
     Raises:
         TargetError, OptionError: when the target or the contrast does not fit the output.
-        NonFiniteError: when the number is NaN or infinite, as where the model overflows.
+        NonFiniteError: when the number is NaN or infinite, such as after an overflow.
     """
     asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
     number, constant = _contrasted(output, *asked)

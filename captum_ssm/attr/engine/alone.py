@@ -38,7 +38,7 @@ class Alone:
     limit: float
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
-        """Raise unless explained numbers (B,) are those that forward_func returns."""
+        """Raise unless explained numbers (B,) equal forward_func's."""
         output = self.request.output_alone
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
@@ -74,7 +74,7 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
 def require_alone(
     run: Run, verify: bool | float, explained: Sequence[tuple[Against, Tensor]]
 ) -> None:
-    """Raise unless the numbers that a traced run explains are those that forward_func returns.
+    """Raise unless the numbers that a traced run explains equal forward_func's.
 
     Args:
         run: the run.

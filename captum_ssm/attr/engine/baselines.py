@@ -34,7 +34,7 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
         got = f"holds {len(baselines)}" if isinstance(baselines, tuple) else f"is {baselines!r}"
         raise OptionError(
             f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of one for each, "
-            "with None where it is the default."
+            "with None if it is the default."
         )
     return baselines
 

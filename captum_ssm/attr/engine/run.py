@@ -46,7 +46,7 @@ from .fold import stages
 #: Elements of the tensors kept from one question to the next (1 GiB in float32).
 _KEPT_ELEMENTS = 2**28
 
-#: Gradients by the tensor they belong to; None where none arrived.
+#: Gradients by the tensor they belong to; None if none arrived.
 Taken = dict[Tensor, Tensor | None]
 
 
@@ -57,7 +57,7 @@ class Inner:
     Attributes:
         site: the activation.
         chosen: the number per example (B,) that is chosen of its tensors, given which tokens (B, L)
-            are real, or None where all are.
+            are real, or None if all are.
     """
 
     site: Site
@@ -137,7 +137,7 @@ class Request:
 
     @functools.cached_property
     def output_alone(self) -> Tensor:
-        """The output of forward_func while nobody looks on; errors that it raises pass through.
+        """Return the output of forward_func without hooks; its errors pass through.
 
         Methods that share a run share its request, and so this as well.
         """
@@ -198,7 +198,7 @@ class Run:
         shared: whether later methods use it too, so it keeps its graph.
         questions: questions to it, the current one first; the graph is kept for later ones.
             Default: none.
-        paths: the direct paths, where they were kept. Default: None.
+        paths: the direct paths, if they were kept. Default: None.
         kept: cache of :meth:`once` for all questions.
     """
 
@@ -228,7 +228,7 @@ class Run:
 
     @functools.cached_property
     def streams(self) -> Mapping[Layer, Tensor | None]:
-        """The residual stream (B, L, E) entering each layer's block; None where none was kept."""
+        """The residual stream (B, L, E) entering each layer's block; None if none was kept."""
         return {layer: layer.residual_in_order for layer in self.layers}
 
     @property

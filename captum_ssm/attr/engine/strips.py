@@ -1,4 +1,4 @@
-"""Layer matrices that exist a strip of rows at a time, and how much memory strips may take."""
+"""Layer matrices computed a strip of rows at a time, within a memory budget."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Budget:
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:
-        """Return how many rows of an operator's reduced matrix a strip may have."""
+        """Return the number of rows of an operator's reduced matrix that a strip may have."""
         batch, tokens, heads, per_head = operator.shape
         # the mean is summed in blocks of channels, other reductions need all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
@@ -175,7 +175,7 @@ class Budget:
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Return up to how many rows are quicker from the rows of all channels, within it."""
+        """Return the number of rows up to which the rows of all channels are quicker."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)

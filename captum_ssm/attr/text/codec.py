@@ -219,7 +219,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
 
 
 def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
-    """Return how many of the first tokens make whole characters, and the text that they add."""
+    """Return the number of first tokens that make whole characters, and their text."""
     known = read(before) if before else ""
     for count in range(1, len(ids) + 1):
         group = list(ids[:count])

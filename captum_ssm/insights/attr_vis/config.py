@@ -1,4 +1,4 @@
-"""The names of ``captum.insights.attr_vis.config``; the tables are those that are used."""
+"""The names of ``captum.insights.attr_vis.config``; the tables are the ones in use."""
 
 from ..config import Config, ConfigParameters, NumberConfig, StrConfig, StrEnumConfig
 from ..methods import (

@@ -171,8 +171,8 @@ class CaduceusBlock(nn.Module):
     Args:
         norm: of one strand, or a :class:`StrandsNorm`.
         mixer: mixes the tokens.
-        exchange: whether the halves of the channels change places, which the published code does
-            where norm and sum are fused and both strands are read. Default: False.
+        exchange: whether the halves of the channels change places, as in the published code with
+            fused norm and sum and both strands. Default: False.
 
     Example:
         >>> import torch
@@ -239,7 +239,7 @@ class DNAModel(nn.Module):
         """Return logits of tokens.
 
         Args:
-            input_ids: (B, L). Default: None, where embeddings are given.
+            input_ids: (B, L). Default: None, if embeddings are given.
             inputs_embeds: output of :meth:`get_input_embeddings` for tokens, (B, L, ...). Default:
                 None.
 

@@ -89,7 +89,7 @@ class OneHot(nn.Module):
         return out
 
     def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
-        """Return the same tokens for each example, (B, n, E); None where there are none."""
+        """Return the same tokens for each example, (B, n, E); None if there are none."""
         if not ids:
             return None
         vectors = self._embedded(ids, like.device)

@@ -1,4 +1,4 @@
-"""The mixer of RWKV-7: a state that each token reads, and of which it erases a part."""
+"""The mixer of RWKV-7: a state that each token reads, and partly erases."""
 
 from __future__ import annotations
 

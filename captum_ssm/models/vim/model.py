@@ -222,7 +222,7 @@ class VisionMamba(nn.Module):
         return torch.cat([x[:, :at], self.cls_token.expand(len(x), -1, -1), x[:, at:]], dim=1)
 
     def _resized(self, embeddings: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return the position embeddings, of the patches bicubic where the grid is another one."""
+        """Return the position embeddings, resized bicubically for another grid of patches."""
         if grid == self.grid:
             return embeddings
         old_cls, old_patches = self._layout(self.grid)

@@ -295,7 +295,7 @@ def _shortened_roles(
 
 
 def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
-    """Return the image as a data address, and where its tokens lie."""
+    """Return the image as a data address, and the layout of its tokens."""
     if not example.is_image:
         return None
     picture = picture_of(example.inputs[0])

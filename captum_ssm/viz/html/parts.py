@@ -83,7 +83,7 @@ def decomposition(
     options: Mapping[str, Any],
     roles: bool,
 ) -> OutputParts:
-    """Return all that a method sums up."""
+    """Return a method's decomposition of the output."""
     chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)

@@ -1,9 +1,8 @@
 """Runs of a report's example without its strongest messages, one at a time and two.
 
-A page without a server can show no other runs than those that were made for it.  So single cuts go
-with the pairs that a reader tries: the strongest message with all others, and the strongest few
-with each other.  Where an answer is all but certain, its probability moves only once the strongest
-message is cut.
+A page without a server can only show runs that were made for it. So single cuts go with the pairs
+that a reader tries: the strongest message with all others, and the strongest few with each other.
+Where an answer is all but certain, its probability moves only once the strongest message is cut.
 """
 
 from __future__ import annotations
