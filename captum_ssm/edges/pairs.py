@@ -59,8 +59,8 @@ class Edges:
         targets: the tokens that receive, in the same forms; names are relations to the source.
             Default: None, all.
         heads: the heads; for Mamba-1, channels. Default: None, all.
-        component: a component or several, of ``conv``, ``activation``, ``scan``, ``skip``, ``gate``
-            and ``norm``: cut only the part of the message that the operator without it lacks.
+        component: one or several of ``conv``, ``activation``, ``scan``, ``skip``, ``gate`` and
+            ``norm``. Cut only its part of the message: the operator less the operator without it.
             Default: None, the whole message.
         selection: whether the mixer computes the targets without the sources (zeros, or
             ``replace``), so their effects on B, C, steps and gates go as well. Default: False, the
