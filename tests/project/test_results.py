@@ -65,7 +65,7 @@ def test_tables(measured: Any, options: dict[str, str], cells: list[list[str]]) 
     assert measured.table(rows, options)[1:] == cells
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "methods/content_or_cause.md"])
 def test_all_that_is_asked_for_is_in_the_tables(measured: Any, page: str) -> None:
     """Models, methods, rows and columns by their names."""
     blocks = _BLOCK.findall((DOCS / page).read_text("utf-8"))
