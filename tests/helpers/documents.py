@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +42,12 @@ def blocks(page: str, language: str = "python") -> list[str]:
     return [code for name, code in found if name == language]
 
 
-def run(page: str) -> dict[str, Any]:
-    """The names that the page's Python code defines, run from top to bottom."""
+def run(page: str, checkpoints: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The names that the page's Python code defines, run with these folders for checkpoints."""
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
+        for name, folder in checkpoints.items():
+            block = block.replace(f'"{name}"', repr(folder))
         exec(compile(block, page, "exec"), names)
     return names
 

@@ -10,9 +10,24 @@ from pathlib import Path
 import pytest
 from helpers.documents import PAGES, ROOT, blocks, links, run
 from helpers.marks import slow_but
+from zoo.language import byte_tokenizer
+from zoo.small import mamba_lm
 
 #: Pages that plain pytest runs.
 QUICK = ("README.md", "docs/quickstart.md")
+
+
+#: The model that README.md loads. Tests load a random model of the same class.
+CHECKPOINT = "state-spaces/mamba-130m-hf"
+
+
+def save_checkpoint(folder: Path) -> str:
+    """Save a small random Mamba with a tokenizer of bytes and one word; return the folder."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([" Paris"])
+    mamba_lm(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +41,13 @@ def pictures_closed() -> Iterator[None]:
     "page",
     slow_but(QUICK, [page for page in PAGES if blocks(page)]),
 )
-def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run(page)
+    names = run(page, {CHECKPOINT: save_checkpoint(tmp_path / "checkpoint")})
+    if page == "README.md":
+        assert "+" in capsys.readouterr().out and (tmp_path / "report.html").exists()
     if "relevance" in names:
         assert names["relevance"].isfinite().all()
 
