@@ -166,7 +166,7 @@ METHODS: tuple[Entry, ...] = (
     Entry(
         LatimFlow,
         Cost("", backward=1, linear=True),
-        "what each token adds to an output, exactly",
+        "each token's exact addition to an output",
         _GRADIENT,
     ),
     Entry(
@@ -205,7 +205,7 @@ METHODS: tuple[Entry, ...] = (
     Entry(
         LatimNorm,
         Cost("1 row of vectors per layer", linear=True),
-        "how long contribution vectors are",
+        "lengths of contribution vectors",
         _ROW,
     ),
     Entry(
@@ -217,7 +217,7 @@ METHODS: tuple[Entry, ...] = (
     Entry(
         LatimALTI,
         Cost("all rows of vectors of every layer"),
-        "which tokens a token is made of",
+        "the share of each source token in a token",
         _ROW,
     ),
 )

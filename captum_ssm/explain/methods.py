@@ -157,13 +157,13 @@ def methods_table(markdown: bool = False) -> str:
     """
     if markdown:
         lines = [
-            ("method", "what it says", "needs", "cost beside the forward run"),
+            ("method", "returns", "needs", "cost beside the forward run"),
             ("---",) * 4,
             *((f"`{m.name}`", m.says, "; ".join(m.needs), str(m.cost)) for m in METHODS),
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     rows = [
-        ("method", "cost", "what it says"),
+        ("method", "cost", "returns"),
         *((entry.name, str(entry.cost), entry.says) for entry in METHODS),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
