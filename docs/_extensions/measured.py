@@ -6,6 +6,9 @@ name, or all that tells a line apart), ``rows`` and ``columns``. ``best`` keeps 
 each model, of each method and formulation the best one by the first column; ``lowest`` says that
 low is good there. ``pivot`` makes a table of models and lines, ``picture`` draws and says in words
 how. ``whole`` names columns of whole numbers.
+
+The role of the same name inserts one number into a sentence: ``TABLE; MODEL; LINE; COLUMN``, with a
+table of ``docs/results`` without its ending, and as fifth part a format other than ``.2f``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx.util.typing import ExtensionMetadata
 
 from captum_ssm.viz import plot_intervals
@@ -29,6 +32,7 @@ from captum_ssm.viz import plot_intervals
 Row = Mapping[str, str]
 OPTIONS = ("models", "methods", "rows", "columns", "best", "lowest", "pivot", "picture")
 WHOLE = "whole"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def names(options: Row, name: str) -> list[str]:
@@ -38,7 +42,7 @@ def names(options: Row, name: str) -> list[str]:
 
 def label(row: Row) -> str:
     """All that tells a line apart from others of its model."""
-    return ", ".join(filter(None, (row["method"], row["formulation"], row["row"])))
+    return ", ".join(filter(None, map(row.get, ("method", "formulation", "row", "layers"))))
 
 
 def interval(row: Row, column: str) -> tuple[float, float, float]:
@@ -55,6 +59,14 @@ def entry(row: Row, column: str) -> str:
 def count(row: Row, column: str) -> str:
     """The value as a whole number."""
     return f"{float(row[column]):.0f}"
+
+
+def number(text: str) -> str:
+    """The number of a role's text."""
+    table, model, line, column, *spec = (" ".join(part.split()) for part in text.split(";"))
+    with (RESULTS / f"{table}.csv").open(encoding="utf-8", newline="") as file:
+        (row,) = (r for r in csv.DictReader(file) if (r["model"], label(r)) == (model, line))
+    return format(float(row[column]), *(spec or [".2f"])).replace("%", " %")
 
 
 def chosen(rows: Sequence[Row], options: Row) -> list[Row]:
@@ -98,6 +110,14 @@ def table(rows: Sequence[Row], options: Row) -> list[list[str]]:
     return [["model", "line", *columns], *body]
 
 
+class Number(SphinxRole):
+    """The role."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """The number as text; the build fails where a table lacks it."""
+        return [nodes.Text(number(self.text))], []
+
+
 class Measured(SphinxDirective):
     """The directive."""
 
@@ -126,6 +146,7 @@ class Measured(SphinxDirective):
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
-    """Add the directive."""
+    """Add the directive and the role."""
     app.add_directive("measured", Measured)
+    app.add_role("measured", Number())
     return {"parallel_read_safe": True, "parallel_write_safe": True}

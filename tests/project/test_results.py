@@ -15,6 +15,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("results.md", "results/interventions.md", "results/cuts.md", "methods/index.md")
 _BLOCK = re.compile(r"^```\{measured\} (\S+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"\{measured\}`([^`]+)`")
 _OPTION = re.compile(r"^:(\w+):(.*)", re.MULTILINE)
 
 TABLE = """\
@@ -100,6 +101,30 @@ def test_numbers_with_intervals_are_those_of_a_table(measured: Any, page: str) -
         if f"{name} low" in row
     }
     assert set(re.findall(r"-?\d\.\d+ \[[^\]]+\]", text)) <= known
+
+
+def test_numbers_in_sentences_are_in_the_tables(measured: Any) -> None:
+    texts = [path.read_text("utf-8") for path in DOCS.rglob("*.md")]
+    asked = [each for text in texts for each in _NUMBER.findall(text)]
+    assert asked and all(re.fullmatch(r"-?\d+(\.\d+)?( %)?", measured.number(x)) for x in asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("causal; confirming (7 models); LatimFlow, frozen; top 1", "0.95"),
+        ("copying; copying-mamba; LatimFlow, frozen; top 1; .0%", "93 %"),
+        ("../speed/calls; Mamba; 2; LatimFlow\ncentered; .1f", "1.5"),
+    ],
+)
+def test_one_number(measured: Any, asked: str, shown: str) -> None:
+    assert measured.number(asked) == shown
+
+
+def test_a_number_that_no_table_has_is_an_error(measured: Any) -> None:
+    for asked in ("causal; no model; LatimFlow, frozen; top 1", "causal; confirming (7 models)"):
+        with pytest.raises(ValueError):
+            measured.number(asked)
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:
