@@ -25,6 +25,7 @@ version = release = __version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "mathml",
@@ -55,6 +56,7 @@ nb_execution_timeout = 180
 # packages warn of kernels that a CPU lacks, each time a kernel starts
 nb_output_stderr = "remove"
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
