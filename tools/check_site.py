@@ -31,7 +31,29 @@ LONGEST = 15_000
 VIEWS, HEIGHT = ((1280, "light"), (390, "dark")), 800
 MAIN = ("index", "quickstart", "methods/index", "results", "gallery", "speed", "api/mixers")
 #: What is asked of the search, and the page that it is to find first.
-ASKED = {"which method to trust": "docs/methods/index.html"}
+ASKED = {
+    "which method to trust": "docs/methods/index.html",
+    "which method should I use": "docs/faq.html",
+    "how to install": "docs/index.html",
+    "explain my own model": "docs/faq.html",
+    "my model was refused": "docs/howto/refused.html",
+    "falcon-h1": "docs/architectures.html",
+    "supported models": "docs/architectures.html",
+    "out of memory": "docs/howto/long_contexts.html",
+    "long inputs": "docs/howto/long_contexts.html",
+    "bfloat16": "docs/howto/gpus_and_sharded_models.html",
+    "padding attention mask": "docs/reading_scores.html",
+    "baseline": "docs/reading_scores.html",
+    "negative scores": "docs/reading_scores.html",
+    "limitations": "docs/faq.html",
+    "coming from captum": "docs/faq.html",
+    "shap": "docs/faq.html",
+    "NoiseTunnel": "docs/howto/captum_workflow.html",
+    "segmentation": "docs/howto/vision_models.html",
+    "add a mixer": "docs/howto/adding_an_architecture.html",
+    "DNA": "docs/howto/dna.html",
+    "glossary": "docs/words.html",
+}
 
 _UNFOLDED_HEIGHT = """\
 document.querySelectorAll("details").forEach((each) => { each.open = true; }),
