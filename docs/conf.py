@@ -45,7 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["formulas.css", "pages.css"]
 html_js_files = ["pages.js"]
 html_copy_source = False
-html_search_scorer = "_extensions/search_scorer.js"
+html_search_scorer = str(Path(__file__).parent / "_extensions" / "search_scorer.js")
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
