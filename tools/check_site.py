@@ -40,7 +40,6 @@ ASKED = {
     "falcon-h1": "docs/architectures.html",
     "supported models": "docs/architectures.html",
     "out of memory": "docs/howto/long_contexts.html",
-    "long inputs": "docs/howto/long_contexts.html",
     "bfloat16": "docs/howto/gpus_and_sharded_models.html",
     "padding attention mask": "docs/reading_scores.html",
     "baseline": "docs/reading_scores.html",
