@@ -52,6 +52,7 @@ ASKED = {
     "add a mixer": "docs/howto/adding_an_architecture.html",
     "DNA": "docs/howto/dna.html",
     "glossary": "docs/words.html",
+    "command line": "docs/api/cli.html",
 }
 
 _UNFOLDED_HEIGHT = """\
