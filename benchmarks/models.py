@@ -20,7 +20,7 @@ WIDTH, VOCABULARY, WORD = 768, 256, 5
 def build(family: str, layers: int) -> nn.Module:
     """A frozen model with so many layers of the family."""
     torch.manual_seed(0)
-    return FAMILIES[family](layers).eval().requires_grad_(False)
+    return {**FAMILIES, **HYBRIDS}[family](layers).eval().requires_grad_(False)
 
 
 def example(family: str, length: int) -> Tensor:
@@ -71,6 +71,21 @@ def _language(family: str, config: str, **options: Any) -> Callable[[int], nn.Mo
     return built
 
 
+def _qwen3_next(kinds: list[str]) -> Callable[[int], nn.Module]:
+    return _language(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        layer_types=lambda layers: [kinds[i % len(kinds)] for i in range(layers)],
+        linear_num_key_heads=6,
+        linear_num_value_heads=6,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=128,
+        intermediate_size=2 * WIDTH,
+        num_experts=0,
+    )
+
+
 def _vim(layers: int) -> nn.Module:
     from captum_ssm.models import vim_small
 
@@ -93,18 +108,7 @@ FAMILIES: dict[str, Callable[[int], nn.Module]] = {
         block_types=["recurrent"],
     ),
     "RWKV-4": _language("RwkvForCausalLM", "RwkvConfig"),
-    "Gated DeltaNet": _language(
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        layer_types=lambda layers: ["linear_attention"] * layers,
-        linear_num_key_heads=6,
-        linear_num_value_heads=6,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        head_dim=128,
-        intermediate_size=2 * WIDTH,
-        num_experts=0,
-    ),
+    "Gated DeltaNet": _qwen3_next(["linear_attention"]),
     "softmax": _language(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
@@ -114,3 +118,5 @@ FAMILIES: dict[str, Callable[[int], nn.Module]] = {
         attn_implementation="eager",
     ),
 }
+#: Of several kinds, which tables of kinds leave out.
+HYBRIDS = {"hybrid 3:1": _qwen3_next(["linear_attention"] * 3 + ["full_attention"])}

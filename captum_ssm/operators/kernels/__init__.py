@@ -24,12 +24,13 @@ DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
 Matrices are those of heads; gradients are those of coefficients and values.  Rows of single
 positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors; its
 strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
-of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
-its arithmetic, fused_scan serves in place of token_loop and scan_backward; without Triton, odd_even
-serves there, and chunks for many vectors.  Where a DeltaRule has a decay for each key channel, its
-gradients take attention_backward in place of within_chunk.  Other operators need none of these:
-diagonals and short convolutions are bands, long convolutions fast Fourier transforms, and given
-matrices products.  The mixers' projections by weights in bfloat16 are wide_products there.
+of a head, and trees of chunks else.  Where a DeltaRule has a decay for each key channel, its
+gradients take attention_backward in place of within_chunk.  On a GPU, where a launch for each token
+would cost more than its arithmetic, fused_scan serves in place of token_loop and scan_backward, and
+fused_fading for an ElementwiseRecurrence; without Triton, odd_even serves there, and chunks for
+many vectors.  Other operators need none of these: diagonals and short convolutions are bands, long
+convolutions fast Fourier transforms, and given matrices products.  The mixers' projections by
+weights in bfloat16 are wide_products there.
 
 Names of their algorithms; each module has a reference, and its naive version in tests/oracles:
 
@@ -37,6 +38,7 @@ Names of their algorithms; each module has a reference, and its naive version in
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
 fused_scan             the same in one launch: prefix computations of runs of tokens, on a GPU
+fused_fading           first-order linear recurrences in one launch, on a GPU
 wide_products          float32 as a sum of two numbers of bfloat16, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums that hold them

@@ -173,21 +173,21 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
 @functools.cache
 def compiled() -> Any:
     """The kernel as Triton runs it."""
-    return _jitted(_scan)
+    return jitted(_scan)
 
 
 @functools.cache
 def compiled_gradients() -> Any:
     """The kernel of gradients as Triton runs it."""
-    return _jitted(_pull)
+    return jitted(_pull)
 
 
-def _jitted(kernel: Any) -> Any:
-    """Wrap a kernel for Triton, which looks its names up in this module."""
-    triton, names = import_module("triton"), globals()
+def jitted(kernel: Any) -> Any:
+    """Wrap a kernel for Triton, which looks names up in the kernel's module."""
+    triton, names = import_module("triton"), kernel.__globals__
     names["tl"] = import_module("triton.language")
-    if inspect.isfunction(composed):  # and not wrapped for the other kernel
-        names["composed"] = triton.jit(composed)
+    if inspect.isfunction(names["composed"]):  # and not wrapped for another kernel
+        names["composed"] = triton.jit(names["composed"])
     return triton.jit(kernel)
 
 

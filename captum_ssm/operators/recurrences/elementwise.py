@@ -19,6 +19,7 @@ from ..chain import Chain
 from ..combine import Sum
 from ..conv import ShortConv
 from ..diagonal import Diagonal
+from ..kernels import fused_fading
 from ..kernels.arithmetic import (
     Scratch,
     doubled,
@@ -105,6 +106,9 @@ class ElementwiseRecurrence(FadingRecurrence):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        if x.is_cuda and fused_fading.serves():
+            stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
+            return fused_fading.run(self.decay, stacked, transposed=transposed).view(x.shape)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = self._steps(transposed)
         for part in parts(self.shape.tokens, _TOKENS, transposed):

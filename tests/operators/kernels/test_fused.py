@@ -13,8 +13,8 @@ from helpers.counts import Counts
 from helpers.stand_in import StandIn
 from zoo import triton_interpreter
 
-from captum_ssm.operators import SelectiveScan
-from captum_ssm.operators.kernels import fused_scan
+from captum_ssm.operators import ElementwiseRecurrence, Operator, SelectiveScan
+from captum_ssm.operators.kernels import fused_fading, fused_scan
 
 BINARY = {"BINARY": fused_scan.BINARY}
 #: Each kernel, what it is made for, its flag, and the tensors that are no values.
@@ -25,6 +25,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, tuple[str, ...]
         fused_scan.compiled_gradients, {**BINARY, "T": 16, "BLOCK": 16, "STATES": 16}, "BACK",
         ("dt", "a", "b", "c", "kept", "of_dt", "of_shared"),
     ),
+    "fading": (fused_fading.compiled, {"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
 }  # fmt: skip
 
 
@@ -61,12 +62,15 @@ def scan(states: int) -> SelectiveScan:
     return SelectiveScan(dt, a, *torch.randn(2, 2, 40, states))
 
 
-def test_on_a_device_it_is_one_launch() -> None:
+@pytest.mark.parametrize(("make", "each"), [
+    (lambda: scan(4), 4), (lambda: ElementwiseRecurrence(torch.rand(2, 40, 3)), 1),
+], ids=["scan", "recurrence"])  # fmt: skip
+def test_on_a_device_it_is_one_launch(make: Callable[[], Operator], each: int) -> None:
     """What is read and written are coefficients and values, and what is computed all the same.
 
     For each state of a number more than one operation.
     """
-    x, here = torch.randn(2, 40, 3, 1), scan(4)
+    x, here = torch.randn(2, 40, 3, 1), make()
     with StandIn() as device:
         there = copy.copy(here)
         for name, value in vars(here).items():
@@ -77,7 +81,7 @@ def test_on_a_device_it_is_one_launch() -> None:
             device.counts = Counts()
             found = getattr(there, way)(given)
             assert device.counts.launches == 1
-            assert device.counts.flops >= 4 * x.numel()
+            assert device.counts.flops >= each * x.numel()
             moved = sum(y.nbytes for y in (*here.tensors().values(), x, x))
             assert device.counts.bytes == moved
             torch.testing.assert_close(found.cpu(), getattr(here, way)(x))
