@@ -193,6 +193,8 @@ class Blocks:
             alone = len(self._calls[number].entering) == 1
             behind, at_behind = self._again(number, later if alone else entered)
             _add(entered, dict(zip(behind, at_behind, strict=True)))
+            sooner = {id(x) for each in earlier[:-1] for x in each.entering if self._read}
+            later, entered = ({k: g for k, g in x.items() if k in sooner} for x in (later, entered))
         return total
 
     def _again(self, number: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -208,8 +208,8 @@ class Network(Watcher):
 
     def begin_again(self) -> None:
         """Forget what has entered blocks."""
-        self._entered.clear()
-        self._first.clear()
+        for known in (self._entering, self._entered, self._first):
+            known.clear()
 
     def leaves(self, module: nn.Module, output: Any) -> Any:
         """A block has returned: later blocks are given views, apart from its own use of them."""

@@ -84,11 +84,14 @@ def test_a_span_holds_what_one_token_does() -> None:
 
 
 @pytest.mark.parametrize("rule", ["frozen", "centered"])
-def test_blocks_that_run_again_add_their_stream_alone(rule: str) -> None:
-    """A layer more is one sequence of the stream's width more, and its copy while one is made."""
+@pytest.mark.parametrize(("ask", "options"), [("attribute", {}), ("decompose", {"roles": False})])
+def test_blocks_that_run_again_add_their_stream_alone(
+    ask: str, options: dict[str, Any], rule: str
+) -> None:
+    """Of deep models, whose streams outweigh the graph of a block."""
 
     def of(layers: int) -> float:
-        explain = LatimFlow(model(layers), rule=rule, recompute=True)
-        return sequences(lambda: explain.attribute(torch.randint(15, (1, TOKENS)), (-1, 3)))
+        explain = getattr(LatimFlow(model(layers), rule=rule, recompute=True), ask)
+        return sequences(lambda: explain(torch.randint(15, (1, TOKENS)), (-1, 3), **options))
 
-    assert of(LAYERS + 6) - of(LAYERS) <= 6 * 1.1
+    assert of(36) - of(24) <= 12 * 1.1
