@@ -192,6 +192,7 @@ class LatimFlow(FlowMethod):
                 content it moves. ``"half"``: equally to content and gates, as in layer-wise
                 relevance propagation. ``"equal"``: to keys and queries as well. ``"centered"``:
                 also to steps, and to keys and queries by their excess over the average so far.
+                ``"balanced"``: the gradient, whole for content and half for all other factors.
                 Default: None, ``"frozen"`` for LatimFlow and ``"half"`` for MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over

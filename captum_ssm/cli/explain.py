@@ -33,7 +33,7 @@ Examples:
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
-_RULES = ("frozen", "half", "equal", "centered")
+_RULES = ("frozen", "half", "equal", "centered", "balanced")
 #: The spans of an answer, likewise.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that say nothing of answers.

@@ -40,7 +40,7 @@ class EdgeEffects(Explainer):
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centered"``, or None for the model's own
+        rule: a rule of :class:`.LatimFlow`, such as ``"centered"``, or None for the model's own
             gradient. Default: None.
         exact_norms: whether the norms that read a layer's output are recomputed without each
             message, and not approximated to first order. Default: None, True unless ``rule`` is

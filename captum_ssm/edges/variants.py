@@ -46,9 +46,9 @@ def variant_effects(
         target: in Captum's forms. Default: None, for models that return one number per example.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default: None.
-        rule: the rule of the linear network whose gradient is used, ``"frozen"``, ``"half"``,
-            ``"equal"`` or ``"centered"``. None: the model's own gradient, which is near 0 for a
-            sure model. Default: ``"centered"``, the best by evidence.
+        rule: the rule of :class:`.LatimFlow` whose gradient is used. None: the model's own
+            gradient, which is near 0 for a sure model. Default: ``"centered"``, the best by
+            evidence.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use, with a rule. Default: None, all.
 

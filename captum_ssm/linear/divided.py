@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import unseen
-from .shares import FAMILY, NODES, by_example, running_mean
+from .shares import FAMILY, by_example, nodes_of, running_mean
 
 if TYPE_CHECKING:
     from .kernels import Reading
@@ -67,11 +67,11 @@ class Core:
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
         """Return the gradients at the live factors: averaged over nodes, times the shares."""
-        family, live = FAMILY[self.reading.mode.rule], self.live
-        found: dict[str, Tensor] = {}
-        for node in NODES:
+        rule, live = self.reading.mode.rule, self.live
+        family, nodes, found = FAMILY[rule], nodes_of(rule), dict[str, Tensor]()
+        for node in nodes:
             for name, gradient in self._at(node, up, live).items():
-                part = gradient * (family[self.role(name)].share / len(NODES))
+                part = gradient * (family[self.role(name)].share / len(nodes))
                 found[name] = found[name] + part if name in found else part
         return found
 

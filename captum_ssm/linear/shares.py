@@ -31,9 +31,10 @@ from ..operators.readings.coefficients import (
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
-#: keys and queries alike. ``"centered"``: these, and steps, where keys and queries count by what
-#: they are more than the average so far.
-Rule = Literal["frozen", "half", "equal", "centered"]
+#: keys and queries alike. ``"centered"``: these, and steps, where keys and queries count by their
+#: difference from the average so far. ``"balanced"``: the gradient itself, whole for content and
+#: half for all other roles.
+Rule = Literal["frozen", "half", "equal", "centered", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Share:
 
 
 _ALL, _ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 0.5), Share("own", 0.5)
+_BESIDE_CONTENT: tuple[Role, ...] = ("gate", "key", "query", "step")
 
 #: The share of each role, by rule; roles that are not named get none.
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
@@ -65,10 +67,19 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
         "query": _ABOVE_MEAN,
         "step": _AS_IT_IS,
     },
+    "balanced": {"content": Share("own", 1.0), **dict.fromkeys(_BESIDE_CONTENT, _AS_IT_IS)},
 }
 
-#: Nodes between reference and factor: Gauss's two, exact for products of up to four factors.
-NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
+
+def nodes_of(rule: Rule) -> tuple[float, ...]:
+    """Return the nodes between references (0) and factors (1) at which derivatives are taken.
+
+    They are Gauss's two, exact for products of up to four factors; or the factors alone, if every
+    factor is its own reference.
+    """
+    if all(share.reference == "own" for share in FAMILY[rule].values()):
+        return (1.0,)
+    return tuple(0.5 + side / 12**0.5 for side in (-1, 1))
 
 
 class Labels:
@@ -172,8 +183,8 @@ class _Outer:
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients at values and factors: averaged over nodes, times the shares."""
-        shares, found = FAMILY[self.rule], Gradients()
-        stack = (gradient / len(NODES)).expand(len(NODES), *gradient.shape)
+        shares, found, count = FAMILY[self.rule], Gradients(), len(nodes_of(self.rule))
+        stack = (gradient / count).expand(count, *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
 
         def shared(of: Tensor, role: Role) -> Tensor:
@@ -187,9 +198,9 @@ class _Outer:
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
-        first, last = NODES
-        both = torch.linspace(first, last, len(NODES), dtype=x.dtype, device=x.device)
-        nodes = both.view(-1, *(1,) * x.dim())
+        at = nodes_of(self.rule)
+        each = torch.linspace(at[0], at[-1], len(at), dtype=x.dtype, device=x.device)
+        nodes = each.view(-1, *(1,) * x.dim())
         _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
         if self.labels.several:
             self._known.append(back)

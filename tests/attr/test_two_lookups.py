@@ -16,7 +16,7 @@ from tests.oracles import relative_error
 pytestmark = pytest.mark.slow
 
 TARGET = (-1, 5)
-NAMES = ("frozen", "half", "equal", "centered")
+NAMES = ("frozen", "half", "equal", "centered", "balanced")
 
 
 def mamba(**more: Any) -> nn.Module:

@@ -128,7 +128,8 @@ def test_whole_activations_have_the_parts_of_the_whole_decomposition():
 
 
 @pytest.mark.parametrize(
-    "rule", ["centered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "equal"))]
+    "rule",
+    ["centered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "equal", "balanced"))],
 )
 def test_other_rules_add_up(rule):
     model, ids = mamba_lm().double(), token_ids(1, 5)

@@ -23,7 +23,7 @@ from captum_ssm.linear.kernels import Reading
 from captum_ssm.linear.network import Network
 
 Make = Callable[[pytest.MonkeyPatch], Any]
-RULES = ("frozen", "half", "equal", "centered")
+RULES = ("frozen", "half", "equal", "centered", "balanced")
 
 
 def of_mamba_ssm(fused: bool, **options: Any) -> Make:

@@ -29,7 +29,7 @@ from captum_ssm.operators.reorder import Permute, Windowed, Windows
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS = 11
 RULES = tuple(FAMILY)
-DIVIDING = ("equal", "centered")
+DIVIDING = ("equal", "centered", "balanced")
 
 
 class Alone(nn.Module):
@@ -143,7 +143,9 @@ def test_relevance_is_that_of_the_averaged_function(
         assert_same(found, by_hand.divided(*factors, entering, seed, rule))
 
 
-@pytest.mark.parametrize(("side", "rule"), [("left", "centered"), ("right", "equal")])
+@pytest.mark.parametrize(
+    ("side", "rule"), [("left", "centered"), ("right", "equal"), ("right", "balanced")]
+)
 @pytest.mark.parametrize("name", MASKED)
 def test_padding_changes_nothing(
     name: str, side: str, rule: str, monkeypatch: pytest.MonkeyPatch

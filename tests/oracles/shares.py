@@ -31,6 +31,10 @@ DIVIDED = {
         "content": ("zero", 1.0), "gate": ("zero", 1.0), "sigmoid gate": ("one half", 1.0),
         "key": ("mean", 0.5), "query": ("mean", 0.5), "step": ("own", 0.5),
     },
+    "balanced": {
+        "content": ("own", 1.0),
+        **{role: ("own", 0.5) for role in ("gate", "sigmoid gate", "key", "query", "step")},
+    },
 }  # fmt: skip
 
 #: Factors by name, each with its role.
