@@ -137,10 +137,10 @@ class Circuit:
         with torch.no_grad(), repaired_scans():
             each = [
                 self.model(input_ids=ids, use_cache=False).logits[:, -1]
-                for ids in self.ids(self.letters).split(_AT_A_TIME)
+                for ids in torch.split(self.ids(self.letters), _AT_A_TIME)
             ]
-        found: np.ndarray[Any, Any] = torch.cat(each)[:, list(self.words.ids("value"))].double()
-        return found.numpy()  # type: ignore[attr-defined,no-any-return]
+        values = torch.cat(each)[:, list(self.words.ids("value"))]
+        return values.double().numpy()
 
     def checked(self) -> tuple[int, float]:
         """Return how many inputs have an answer, and the least margin of its logit over others."""

@@ -226,7 +226,8 @@ def delta_rule(
         use_cache=False,
         layer_types=kinds,
     )
-    model: Any = Qwen3NextForCausalLM(config).eval()
+    model: Any = Qwen3NextForCausalLM(config)
+    model.eval()
     table, head = model.model.embed_tokens.weight, model.lm_head.weight
     table.copy_(words.embeddings())
     _read_out(head, words)
@@ -289,7 +290,8 @@ def mamba2(words: Words, layer: Layer, dense: Dense = PLAIN) -> Any:
         chunk_size=16,
         pad_token_id=0,
     )
-    model: Any = Mamba2ForCausalLM(config).eval()
+    model: Any = Mamba2ForCausalLM(config)
+    model.eval()
     table, head = model.backbone.embeddings.weight, model.lm_head.weight
     table.copy_(words.embeddings())
     _read_out(head, words)
@@ -325,7 +327,8 @@ def mamba(words: Words, layers: Sequence[MambaLayer], gain: float = 4.0) -> Any:
         conv_kernel=4,
         tie_word_embeddings=False,
     )
-    model: Any = MambaForCausalLM(config).eval()
+    model: Any = MambaForCausalLM(config)
+    model.eval()
     model.backbone.embeddings.weight.copy_(words.embeddings())
     _read_out(model.lm_head.weight, words, gain)
     for depth, (block, layer) in enumerate(zip(model.backbone.layers, layers, strict=True)):
@@ -375,7 +378,8 @@ def rwkv(words: Words, mark: int, sharpness: float = 6.0) -> Any:
         context_length=16,
         tie_word_embeddings=False,
     )
-    model: Any = RwkvForCausalLM(config).eval()
+    model: Any = RwkvForCausalLM(config)
+    model.eval()
     model.rwkv.embeddings.weight.copy_(words.embeddings(centered=True))
     _read_out(model.head.weight, words)
     for block in model.rwkv.blocks:

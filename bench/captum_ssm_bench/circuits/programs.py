@@ -298,7 +298,7 @@ HARDENED: dict[str, Callable[[], Circuit]] = {
         mamba2(_RECALL, _recalling(_RECALL), _DENSE), _RECALL, _PAIRS, _added, _once
     ),
     "brackets, Mamba-2": _brackets,
-    "recall, delta rule and softmax": _hybrid,
+    "recall, Gated DeltaNet and softmax": _hybrid,
     "marked value, RWKV": _marks,
 }
 

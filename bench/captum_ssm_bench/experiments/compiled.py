@@ -55,7 +55,7 @@ class Asked:
         self.ids = circuit.ids([example.letters])
         self.target = circuit.answer_id(example.answer)
         self.table: Tensor = self.model.get_input_embeddings().weight.detach()
-        self.points = self.table[self.ids]  # (1, L, E)
+        self.points: Tensor = self.table[self.ids]  # (1, L, E)
 
     @cached_property
     def value(self) -> np.ndarray[Any, Any]:
@@ -96,8 +96,9 @@ class Asked:
     def output(self, points: Tensor) -> Tensor:
         """The answer's logit at embeddings, (N,)."""
         with repaired_scans():
-            logits: Tensor = self.model(inputs_embeds=points, use_cache=False).logits
-        return logits[:, -1, self.target]
+            logits = self.model(inputs_embeds=points, use_cache=False).logits
+        answers: Tensor = logits[:, -1, self.target]
+        return answers
 
     def gradients(self, points: Tensor) -> Tensor:
         """The gradient of the answer's logit at embeddings."""
