@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("results.md", "results/interventions.md", "results/cuts.md", "methods/index.md")
+PAGES = (
+    "results.md",
+    "results/interventions.md",
+    "results/compiled.md",
+    "results/cuts.md",
+    "methods/index.md",
+)
 _BLOCK = re.compile(r"^```\{measured\} (\S+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\{measured\}`([^`]+)`")
 _OPTION = re.compile(r"^:(\w+):(.*)", re.MULTILINE)

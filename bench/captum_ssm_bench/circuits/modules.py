@@ -155,8 +155,15 @@ def _connect(
         conv[: len(entering), 0, conv.shape[-1] - 1 - wire.lag] = 1
 
 
+def _blank(model: Any) -> Any:
+    """Return a model in evaluation mode whose matrices are 0: nothing is left to chance."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.zero_()
+    return model.eval()
+
+
 def _read_out(head: Tensor, words: Words, gain: float = 4.0) -> None:
-    head.zero_()
     for letter, word in enumerate(words.ids("value")):
         head[word, ANSWER + letter] = gain
 
@@ -226,21 +233,16 @@ def delta_rule(
         use_cache=False,
         layer_types=kinds,
     )
-    model: Any = Qwen3NextForCausalLM(config)
-    model.eval()
+    model = _blank(Qwen3NextForCausalLM(config))
     table, head = model.model.embed_tokens.weight, model.lm_head.weight
     table.copy_(words.embeddings())
     _read_out(head, words)
     readers, writers = [table, head], []
     turned = dense.rotation("value", VALUES)
-    for block in model.model.layers:
-        block.mlp.down_proj.weight.zero_()
     for block, layer in zip(model.model.layers, layers, strict=False):
         mixer = block.linear_attn
         wide, narrow = mixer.in_proj_qkvz.weight, mixer.in_proj_ba.weight
         conv, out = mixer.conv1d.weight, mixer.out_proj.weight
-        for weight in (wide, narrow, conv, out):
-            weight.zero_()
         parts = zip((layer.query, layer.key, layer.value), (0, KEYS, 2 * KEYS), strict=True)
         for place, (wires, start) in enumerate(parts):
             entering = dense.entering("key" if place < 2 else "value", KEYS)
@@ -258,8 +260,6 @@ def delta_rule(
         writers.append(out)
     if softmax is not None:
         attention = model.model.layers[-1].self_attn
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(attention, name).weight.zero_()
         size = config.head_dim
         for letter in range(KEYS):  # the first two channels carry positions
             attention.q_proj.weight[2 + letter, softmax.query[letter]] = 1
@@ -290,15 +290,14 @@ def mamba2(words: Words, layer: Layer, dense: Dense = PLAIN) -> Any:
         chunk_size=16,
         pad_token_id=0,
     )
-    model: Any = Mamba2ForCausalLM(config)
-    model.eval()
+    model = _blank(Mamba2ForCausalLM(config))
     table, head = model.backbone.embeddings.weight, model.lm_head.weight
     table.copy_(words.embeddings())
     _read_out(head, words)
     mixer = model.backbone.layers[0].mixer
     wide, conv, out = mixer.in_proj.weight, mixer.conv1d.weight, mixer.out_proj.weight
-    for weight in (wide, conv, mixer.conv1d.bias, out, mixer.D):
-        weight.zero_()
+    for vector in (mixer.conv1d.bias, mixer.D):
+        vector.zero_()
     channels = {"value": 0, "key": WIDTH, "query": WIDTH + KEYS}
     for name, start in channels.items():
         entering = dense.entering("value" if name == "value" else "key", KEYS)
@@ -327,16 +326,14 @@ def mamba(words: Words, layers: Sequence[MambaLayer], gain: float = 4.0) -> Any:
         conv_kernel=4,
         tie_word_embeddings=False,
     )
-    model: Any = MambaForCausalLM(config)
-    model.eval()
+    model = _blank(MambaForCausalLM(config))
     model.backbone.embeddings.weight.copy_(words.embeddings())
     _read_out(model.lm_head.weight, words, gain)
     for depth, (block, layer) in enumerate(zip(model.backbone.layers, layers, strict=True)):
         mixer, scale = block.mixer, FIRST
         wide, conv, narrow = mixer.in_proj.weight, mixer.conv1d.weight, mixer.x_proj.weight
-        zeros = (wide, conv, narrow, mixer.conv1d.bias, mixer.out_proj.weight, mixer.D)
-        for weight in (*zeros, mixer.dt_proj.weight):
-            weight.zero_()
+        for vector in (mixer.conv1d.bias, mixer.D):
+            vector.zero_()
         for wire in layer.value:
             wide[wire.channel, wire.feature] = _OPEN / scale
             conv[wire.channel, 0, 3 - wire.lag] = 1
@@ -378,21 +375,14 @@ def rwkv(words: Words, mark: int, sharpness: float = 6.0) -> Any:
         context_length=16,
         tie_word_embeddings=False,
     )
-    model: Any = RwkvForCausalLM(config)
-    model.eval()
+    model = _blank(RwkvForCausalLM(config))
     model.rwkv.embeddings.weight.copy_(words.embeddings(centered=True))
     _read_out(model.head.weight, words)
-    for block in model.rwkv.blocks:
-        block.feed_forward.value.weight.zero_()
-        block.attention.output.weight.zero_()
     mixer, scale = model.rwkv.blocks[0].attention, math.sqrt(WIDTH / 4)
     mixer.time_decay.fill_(-20.0)
     mixer.time_first.zero_()
-    mixer.time_mix_key.zero_()  # keys read the token before
-    mixer.time_mix_value.fill_(1.0)
+    mixer.time_mix_value.fill_(1.0)  # keys read the token before
     mixer.time_mix_receptance.fill_(1.0)
-    for name in ("key", "value", "receptance"):
-        getattr(mixer, name).weight.zero_()
     mixer.key.weight[:VALUES, mark] = sharpness / scale
     mixer.receptance.weight[:VALUES, words.kind("query")] = HARD / scale
     for letter, word in enumerate(words.ids("value")):

@@ -246,7 +246,7 @@ def _brackets() -> Circuit:
     head, few = model.lm_head.weight, 0.14  # the least difference of the counts is 0.28
     with torch.no_grad():
         for sign, word in zip((1.0, -1.0), words.ids("value"), strict=True):
-            head[word].zero_()
+            head[word] = 0
             head[word, ANSWER], head[word, ANSWER + 1] = 4 * sign, -4 * sign
             head[word, words.kind("query")] = -4 * few * sign
     return Circuit(model, words, ("value",) * 10 + ("query",), _balance)

@@ -53,6 +53,13 @@ def test_a_broken_weight_is_noticed() -> None:
     assert Circuit(model, of.words, of.kinds, of.program).checked()[1] < 0
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_weights_are_not_left_to_chance(name: str) -> None:
+    torch.manual_seed(3)
+    again = HARDENED[name]().model.state_dict()
+    assert all(torch.equal(x, again[key]) for key, x in circuit(name).model.state_dict().items())
+
+
 def test_dense_letters_are_dense() -> None:
     model = circuit("dense recall, Mamba-2").model
     mixer = model.backbone.layers[0].mixer
