@@ -5,7 +5,7 @@ beside the page. Options choose of it, several names apart by ``|``: ``models``,
 name, or all that tells a line apart), ``rows`` and ``columns``. ``best`` keeps so many lines of
 each model, of each method and formulation the best one by the first column; ``lowest`` says that
 low is good there. ``pivot`` makes a table of models and lines, ``picture`` draws and says in words
-how. ``whole`` names columns of whole numbers.
+how. ``frontier`` does so of lines by their passes. ``whole`` names columns of whole numbers.
 
 The role of the same name inserts one number into a sentence: ``TABLE; MODEL; LINE; COLUMN``, with a
 table of ``docs/results`` without its ending, and as fifth part a format other than ``.2f``.
@@ -21,8 +21,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 from docutils import nodes
 from docutils.parsers.rst import directives
+from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx.util.typing import ExtensionMetadata
@@ -30,7 +32,7 @@ from sphinx.util.typing import ExtensionMetadata
 from captum_ssm.viz import plot_intervals
 
 Row = Mapping[str, str]
-OPTIONS = ("models", "methods", "rows", "columns", "best", "lowest", "pivot", "picture")
+OPTIONS = ("models", "methods", "rows", "columns", "best", "lowest", "pivot", "picture", "frontier")
 WHOLE = "whole"
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -118,6 +120,25 @@ class Number(SphinxRole):
         return [nodes.Text(number(self.text))], []
 
 
+def frontier(rows: Sequence[Row], columns: Sequence[str]) -> Figure:
+    """Draw each column against the passes of each line, with intervals."""
+    figure, axes = plt.subplots(1, len(columns), figsize=(4.4 * len(columns) + 3.6, 4.2))
+    colors = [plt.get_cmap("tab20")(place) for place in (*range(0, 20, 2), *range(1, 20, 2))]
+    for column, ax in zip(columns, axes, strict=True):
+        taken: dict[float, int] = {}
+        for row, color in zip(rows, colors, strict=False):
+            (low, value, high), passes = interval(row, column), float(row["passes"])
+            beside = taken[passes] = taken.get(passes, -1) + 1  # lines of one cost side by side
+            spread, about = 1.07**beside, [[value - low], [high - value]]
+            ax.errorbar(passes * spread, value, about, fmt="o", color=color, label=label(row))
+        ax.set(xscale="log", xlabel="passes", title=column)
+        ax.set_xticks([2**power for power in range(1, 7)], [2**power for power in range(1, 7)])
+        ax.minorticks_off()
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
 class Measured(SphinxDirective):
     """The directive."""
 
@@ -130,19 +151,27 @@ class Measured(SphinxDirective):
         self.env.note_dependency(relative)
         with Path(path).open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        if "picture" not in self.options:
+        said = self.options.get("frontier") or self.options.get("picture")
+        if said is None:
             lines = [f"| {' | '.join(each)} |" for each in table(rows, self.options)]
             lines.insert(1, "|" + " --- |" * (lines[0].count("|") - 1))
             return self.parse_text_to_nodes("\n".join(lines))
         found, columns = chosen(rows, self.options), columns_of(rows, self.options)
+        if "frontier" in self.options:
+            return [_image(frontier(found, columns), said)]
         groups: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
         for row in found:
             groups.setdefault(row["model"], {})[label(row)] = [interval(row, c) for c in columns]
-        drawn = io.BytesIO()
-        plot_intervals(groups, columns)[0].savefig(drawn, dpi=80, format="png")
-        source = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
-        image = f'<p><img alt="{escape(self.options["picture"])}" src="{source}"/></p>'
-        return [nodes.raw("", image, format="html")]
+        return [_image(plot_intervals(groups, columns)[0], said)]
+
+
+def _image(figure: Figure, said: str) -> nodes.Node:
+    """A picture inside the page, with its words."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=80, format="png")
+    plt.close(figure)
+    source = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
+    return nodes.raw("", f'<p><img alt="{escape(said)}" src="{source}"/></p>', format="html")
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
