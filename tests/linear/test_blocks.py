@@ -20,7 +20,7 @@ from captum_ssm.linear import linearised
 from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 
-RULES = ("frozen", "half", "centered")
+RULES = ("frozen", "half", "centered", "balanced")
 QUICK = ("mamba_ssm", "zamba with attention", "rwkv7")
 
 
