@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -26,12 +28,13 @@ from .call.inputs import (
     single_input,
 )
 from .call.layout import PatchGrid
+from .call.progress import bar, counting_runs, shown
 from .call.targets import logits_of
-from .engine.fold import shown
 from .engine.method import ImplicitMethod, SSMAttribution
 from .engine.result import NamedTokens, Names
 from .engine.run import shared_forward
 from .engine.sums import Sums, attribute_with_sums, joined
+from .text.tokens import Tokens
 
 #: A method, a class of methods to be made on the compared model, or such a class by its name.
 Method: TypeAlias = Attribution | type[Attribution] | str
@@ -72,6 +75,57 @@ class Comparison(dict[str, Tensor], NamedTokens):
         shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in self.items())
         return f"Comparison({shapes})"
 
+    def against(self, before: Comparison) -> Comparison:
+        """Return the relevance of two runs and their difference, by aligned tokens.
+
+        The runs differ in the prompt, or in the model, such as before and after fine-tuning.
+        A replaced token shares the position of its replacement. A new token has zero before.
+
+        Args:
+            before: the result of :func:`compare` for the other run, by the same methods.
+
+        Raises:
+            InputError: for several examples, or methods or tokens that do not correspond.
+
+        Example:
+            >>> import torch
+            >>> from captum_ssm.attr import Comparison
+            >>> one = Comparison({"m": torch.tensor([[1.0, 2.0]])}).named(["the", "kite"])
+            >>> other = Comparison({"m": torch.tensor([[1.5, 5.0]])}).named(["the", "lamp"])
+            >>> found = other.against(one)
+            >>> found.names, found["m, difference"].tolist()
+            ((('the', 'kite → lamp'),), [[0.5, 3.0]])
+        """
+        (count, here), (count_before, there) = self._tokens(), before._tokens()
+        if list(self) != list(before) or count > 1 or count_before > 1:
+            raise InputError(
+                f"before has {count_before} examples by {', '.join(before)}, and this has {count} "
+                f"by {', '.join(self)}. Compare one example of each, by the same methods."
+            )
+        if (self.names is None or before.names is None) and here != there:
+            raise InputError(
+                f"before has {there} tokens, and this has {here}, without names to align them by. "
+                "Pass tokenizer= to compare, or name them by named(tokens)."
+            )
+        names: tuple[Sequence[Any], Sequence[Any]] = (range(there), range(here))
+        if self.names is not None and before.names is not None:
+            names = (before.names[0], self.names[0])
+        places = aligned(*names)
+        found: dict[str, Tensor] = {}
+        for name, after in self.items():
+            old, new = (
+                torch.stack([x.new_zeros(()) if i is None else x[0, i] for i in each])[None]
+                for x, each in zip((before[name], after), zip(*places, strict=True), strict=True)
+            )
+            found |= {f"{name}, before": old, name: new, f"{name}, difference": new - old}
+        if self.names is None:
+            return Comparison(found)
+        said = []
+        for pair in places:
+            both = [n[i] for n, i in zip(names, pair, strict=True) if i is not None]
+            said.append(" → ".join(map(str, dict.fromkeys(both))))
+        return Comparison(found).named(said)
+
     def _state(self) -> dict[str, Any]:
         return {"relevance": dict(self), "names": self.names, "sums": self.sums}
 
@@ -84,6 +138,15 @@ class Comparison(dict[str, Tensor], NamedTokens):
 
     def _with_names(self, names: Names) -> Comparison:
         return Comparison(self, names, self.sums)
+
+
+def aligned(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[int | None, int | None]]:
+    """Return pairs of positions of corresponding tokens; None for a missing token."""
+    found: list[tuple[int | None, int | None]] = []
+    matcher = SequenceMatcher(None, list(before), list(after), autojunk=False)
+    for _, start, end, begin, stop in matcher.get_opcodes():
+        found += zip_longest(range(start, end), range(begin, stop))
+    return found
 
 
 @called_by_name
@@ -154,7 +217,8 @@ def compare(
         {'ImplicitAttentionRollout': (1, 4), 'MambaAttribution': (1, 4), 'LatimFlow': (1, 4)}
     """
     given = {"inputs": inputs, "target": target, "additional_forward_args": additional_forward_args}
-    Reader(tokenizer, forward_func, model).read(given, {})
+    reader = Reader(tokenizer, forward_func, model)
+    reader.read(given, {})
     target = given["target"]
     tensor, _ = single_input(given["inputs"])
     additional = as_tuple(given["additional_forward_args"])
@@ -179,24 +243,30 @@ def compare(
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
     sums: dict[str, list[Sums]] = {}
-    for cut in batch_parts(len(tensor), internal_batch_size):
-        with _sharing(ours), cut.counting():
-            further = cut.target(target), tuple(cut(a) for a in additional)
-            for name, method in shown(list(made.items()), "compare", show_progress):
-                of_method = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
-                arguments = (cut(embedded.get(name, tensor)), *further)
-                summed = per_token or name in embedded
-                found, its_sums = _relevance(method, arguments, of_method, summed, grid)
-                if not isinstance(found, Tensor):
-                    raise OptionError(
-                        f"{name} returned {type(found).__name__} in place of one tensor. Leave out "
-                        "options such as return_convergence_delta, and methods of several inputs."
-                    )
-                parts[name].append(found.detach().to(tensor.device))
-                if its_sums is not None:
-                    sums.setdefault(name, []).append(its_sums)
+    with bar("compare", show_progress):
+        for cut in shown(list(batch_parts(len(tensor), internal_batch_size))):
+            with _sharing(ours), cut.counting():
+                further = cut.target(target), tuple(cut(a) for a in additional)
+                for name, method in shown(list(made.items()), list(made)):
+                    of_method = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
+                    arguments = (cut(embedded.get(name, tensor)), *further)
+                    summed = per_token or name in embedded
+                    own = isinstance(method, SSMAttribution)
+                    with nullcontext() if own else counting_runs(find_model(forward_func, model)):
+                        found, its_sums = _relevance(method, arguments, of_method, summed, grid)
+                    if not isinstance(found, Tensor):
+                        raise OptionError(
+                            f"{name} returned {type(found).__name__} in place of one tensor. Leave "
+                            "out options such as return_convergence_delta, and methods of several "
+                            "inputs."
+                        )
+                    parts[name].append(found.detach().to(tensor.device))
+                    if its_sums is not None:
+                        sums.setdefault(name, []).append(its_sums)
     relevance = {name: torch.cat(found) for name, found in parts.items()}
-    return Comparison(relevance, sums={name: joined(each) for name, each in sums.items()})
+    named_by = None if reader.codec is None or tensor.dim() != 2 else reader.codec
+    names = None if named_by is None else tuple(Tokens.of(named_by, ids) for ids in tensor)
+    return Comparison(relevance, names, {name: joined(each) for name, each in sums.items()})
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..operators import Reduce
 from ..tracing import Layer
+from .call.progress import shown
 from .call.query import Query
 from .engine import published
 from .engine.factors import Factors, each_factor, each_state
-from .engine.fold import carry, shown
+from .engine.fold import carry
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
 from .engine.strips import Budget, reduced
@@ -61,7 +62,6 @@ class ImplicitAttention(ImplicitMethod):
         start_layer: int = 0,
         recipe: str = "paper",
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -89,7 +89,6 @@ class ImplicitAttention(ImplicitMethod):
                 ``"paper"``.
             per_token: one number per token, (B, L), or for images per patch (B, h, w), if there is
                 a grid. Default: False.
-            show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
             verify: check every operator against its module's output; a number is the tolerance.
                 Default: True.
@@ -104,7 +103,7 @@ class ImplicitAttention(ImplicitMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+        chosen = options(components, reduce, heads, start_layer, recipe, verify)
 
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
@@ -113,7 +112,7 @@ class ImplicitAttention(ImplicitMethod):
                 query_at = published.query_positions(run.weights)
             weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
-                for layer in shown(used[::-1], self.name, show_progress):
+                for layer in shown(used[::-1]):
                     operator = chosen.operator(layer)
                     if query_at is None:
                         weights = carry(weights.to(layer.values), at, layer)
@@ -148,7 +147,6 @@ class ImplicitAttention(ImplicitMethod):
         heads: Sequence[int] | None = None,
         additional_forward_args: Any = None,
         *,
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
         """Return the implicit attention matrices; row i holds the weights of all tokens in token i.
@@ -162,7 +160,6 @@ class ImplicitAttention(ImplicitMethod):
             components: as in :meth:`attribute`. Default: ``"unified"``.
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress: show a progress bar over layers. Default: False.
             verify: as in :meth:`attribute`. Default: True.
 
         Returns:
@@ -170,9 +167,7 @@ class ImplicitAttention(ImplicitMethod):
             with ``"heads"``. For a mixer that works in windows of a map, L counts the map's tokens,
             row by row, and the matrices are zero between windows.
         """
-        chosen = options(
-            components, reduce, heads, 0, "paper", show_progress, verify, keep_channels=True
-        )
+        chosen = options(components, reduce, heads, 0, "paper", verify, keep_channels=True)
 
         def make(run: Run, layer: Layer) -> Tensor:
             # of a wider matrix the columns at its end would be kept in memory, too
@@ -189,7 +184,6 @@ class ImplicitAttention(ImplicitMethod):
         components: str | Collection[str] = "s6",
         additional_forward_args: Any = None,
         *,
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
         """Return the matrices of a channel's single states (hidden-attention paper, eq. 16).
@@ -202,13 +196,13 @@ class ImplicitAttention(ImplicitMethod):
             layers: as in :meth:`matrices`. Default: None, all.
             components: as in :meth:`attribute`; with the scan, without the skip. Default: ``"s6"``.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress, verify: as in :meth:`matrices`, with the same defaults.
+            verify: as in :meth:`matrices`, with the same defaults.
 
         Returns:
             One tensor (B, len(channels), N, L, L) per layer.  Mixers that read both ways have 2 N
             states: the forward direction's, then the backward one's, un-flipped.
         """
-        chosen, make = each_state(channels, components, show_progress, verify)
+        chosen, make = each_state(channels, components, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def factors(
@@ -219,13 +213,12 @@ class ImplicitAttention(ImplicitMethod):
         simplified: bool = False,
         additional_forward_args: Any = None,
         *,
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Factors]:
         """Return the factors of :meth:`states` in Mamba and Mamba-2: query, key, history.
 
         Args:
-            inputs, channels, layers, additional_forward_args, show_progress, verify: as in
+            inputs, channels, layers, additional_forward_args, verify: as in
                 :meth:`states`, with the same defaults.
             simplified: replace softplus by relu (eqs. 18-20). Default: False, exact (eq. 17).
 
@@ -233,5 +226,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.operators.readings.selection.Factors` per layer, states as in
             :meth:`states`.
         """
-        chosen, make = each_factor(channels, simplified, show_progress, verify)
+        chosen, make = each_factor(channels, simplified, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

@@ -12,8 +12,9 @@ from ..errors import OptionError
 from ..operators.kernels.rows import Positions
 from ..tracing import Layer
 from .call import checks
+from .call.progress import shown
 from .call.query import Query
-from .engine.fold import carry, check_row, shown, stages, verify_layer
+from .engine.fold import carry, check_row, stages, verify_layer
 from .engine.method import ImplicitMethod
 from .engine.run import Run
 from .vectors.latim import LatimMethod, query_index, read_options
@@ -80,7 +81,6 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         aggregate: str = "rollout",
         start_layer: int = 0,
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         but no quadratic memory.
 
         Args:
-            inputs, target, additional_forward_args, query, start_layer, per_token, show_progress,
+            inputs, target, additional_forward_args, query, start_layer, per_token,
                 internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
                 same defaults.
             aggregate: ``"rollout"``, the product of the maps, later ones on the left; or
@@ -103,7 +103,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         Raises:
             CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
         """
-        chosen = read_options(start_layer, show_progress, verify)
+        chosen = read_options(start_layer, verify)
         checks.choice("aggregate", aggregate, AGGREGATES)
         if aggregate == "rollout" and not self.residual:
             raise OptionError(
@@ -115,7 +115,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             used = stages(chosen.used(run.layers))
             row, mean, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
-                for stage in shown(used[::-1], self.name, chosen.show_progress):
+                for stage in shown(used[::-1]):
                     row = carry(row.to(stage[-1].values), at, stage[-1])
                     mean, at = carry(mean.to(row), at, stage[-1]), stage[-1]
                     found = check_row(self._mixing(stage, run, chosen.verify).rmatvec(row), at)
@@ -143,7 +143,6 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         positions: Positions | None = None,
         additional_forward_args: Any = None,
         *,
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
         """Return the maps; row i is the share of each token in token i.
@@ -156,14 +155,13 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             positions: the tokens whose rows are wanted: Q positions common to all examples, or a
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress: show a progress bar over layers. Default: False.
             verify: as in :meth:`attribute`. Default: True.
 
         Returns:
             One tensor (B, Q, L) per layer or stage, its rows summing to 1. Padded tokens belong
             to nothing but themselves.
         """
-        chosen = read_options(0, show_progress, verify)
+        chosen = read_options(0, verify)
 
         def make(run: Run, stage: Sequence[Layer]) -> Tensor:
             mixing = self._mixing(stage, run, chosen.verify)

@@ -31,12 +31,10 @@ class _Options:
 
     Attributes:
         make: makes the mixing of a stage.
-        description: label of the progress bar; None for no bar.
         verify: whether operators are checked against their modules; a number is the tolerance.
     """
 
     make: MakeShares
-    description: str | None
     verify: bool | float
 
 
@@ -86,7 +84,6 @@ class LatimLogit(LatimMethod, LinearMethod):
         contrast: Any = None,
         mixing: str = "alti",
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         return_convergence_delta: bool = False,
         verify: bool | float = True,
@@ -94,7 +91,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         """Attribute the target to each input token.
 
         Args:
-            inputs, additional_forward_args, per_token, show_progress, internal_batch_size, verify:
+            inputs, additional_forward_args, per_token, internal_batch_size, verify:
                 as in :meth:`ImplicitAttention.attribute`, with the same defaults.
             target: in Captum's forms; for outputs (B, L, V) a tuple (position, token). Default:
                 None, for models that return one number per example.
@@ -119,7 +116,7 @@ class LatimLogit(LatimMethod, LinearMethod):
             ReconstructionError: when ``verify`` finds an operator that differs from its module.
         """
         checks.flags(per_token=per_token)
-        chosen = self._options(mixing, show_progress, verify)
+        chosen = self._options(mixing, verify)
 
         def explain(
             request: Request, questions: Sequence[Against], cut: BatchPart
@@ -147,7 +144,6 @@ class LatimLogit(LatimMethod, LinearMethod):
         *,
         contrast: Any = None,
         mixing: str = "alti",
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> LogitContributions:
         """Return all that :meth:`attribute` sums up: contributions by layer, biases.
@@ -156,13 +152,13 @@ class LatimLogit(LatimMethod, LinearMethod):
         layers; :meth:`attribute` traces back their sum.
 
         Args:
-            inputs, target, additional_forward_args, contrast, mixing, show_progress, verify: as in
+            inputs, target, additional_forward_args, contrast, mixing, verify: as in
                 :meth:`attribute`, with the same defaults.
 
         Returns:
             A :class:`~captum_ssm.attr.vectors.logit.LogitContributions`.
         """
-        chosen = self._options(mixing, show_progress, verify)
+        chosen = self._options(mixing, verify)
         ((found,),) = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast)],
@@ -207,10 +203,10 @@ class LatimLogit(LatimMethod, LinearMethod):
         )
         return self._delta(found, [found.tokens], attributions)
 
-    def _options(self, mixing: str, show_progress: bool, verify: bool | float) -> _Options:
+    def _options(self, mixing: str, verify: bool | float) -> _Options:
         make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
-        chosen = read_options(0, show_progress, verify)
-        return _Options(make, self.name if chosen.show_progress else None, chosen.verify)
+        chosen = read_options(0, verify)
+        return _Options(make, chosen.verify)
 
     def _contributions(
         self,
@@ -231,9 +227,7 @@ class LatimLogit(LatimMethod, LinearMethod):
             for layer in run.layers:
                 verify_layer(layer, chosen.verify)
             run = replace(run, questions=[_question(run, each) for each in questions])
-            found = contributions_to(
-                run, self.activation, chosen.make, chosen.description, by_layer=by_layer
-            )
+            found = contributions_to(run, self.activation, chosen.make, by_layer=by_layer)
         if self.activation == "linearized" and chosen.verify is not False:
             _require_sums(found, run)
         numbers = [(q, x.output) for q, x in zip(questions, found, strict=True)]

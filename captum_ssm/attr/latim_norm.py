@@ -14,8 +14,9 @@ from ..operators.kernels.rows import Positions
 from ..operators.kernels.truths import all_finite
 from ..tracing import Layer
 from .call import checks
+from .call.progress import shown
 from .call.query import Query
-from .engine.fold import carry, shown, verify_layer
+from .engine.fold import carry, verify_layer
 from .engine.method import ImplicitMethod
 from .engine.run import Run
 from .vectors.contributions import Contributions, tiles
@@ -76,14 +77,13 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         query: Query = None,
         start_layer: int = 0,
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the query's row of the mean over layers; for one layer name it in ``layers``.
 
         Args:
-            inputs, target, additional_forward_args, query, start_layer, per_token, show_progress,
+            inputs, target, additional_forward_args, query, start_layer, per_token,
                 internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
                 same defaults.
 
@@ -94,12 +94,12 @@ class LatimNorm(LatimMethod, ImplicitMethod):
             CaptumSSMError: as :meth:`ImplicitAttention.attribute`; NonFiniteError also if a norm
                 overflows.
         """
-        chosen = read_options(start_layer, show_progress, verify)
+        chosen = read_options(start_layer, verify)
 
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
             weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
-            for layer in shown(used[::-1], self.name, chosen.show_progress):
+            for layer in shown(used[::-1]):
                 verify_layer(layer, chosen.verify)
                 weights = carry(weights.to(layer.values), at, layer)
                 total = carry(total.to(weights), at, layer) + self._row(layer, weights)
@@ -124,7 +124,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         positions: Positions | None = None,
         additional_forward_args: Any = None,
         *,
-        show_progress: bool = False,
         verify: bool | float = True,
     ) -> list[Tensor]:
         """Return the maps; row i holds the size of each token's share in token i.
@@ -136,13 +135,12 @@ class LatimNorm(LatimMethod, ImplicitMethod):
             positions: the tokens whose rows are wanted: Q positions common to all examples, or a
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress: show a progress bar over layers. Default: False.
             verify: as in :meth:`attribute`. Default: True.
 
         Returns:
             One tensor (B, Q, L) per layer. Rows and columns of padded tokens are zero.
         """
-        chosen = read_options(0, show_progress, verify)
+        chosen = read_options(0, verify)
 
         def make(run: Run, layer: Layer) -> Tensor:
             verify_layer(layer, chosen.verify)

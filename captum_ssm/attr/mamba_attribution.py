@@ -78,7 +78,6 @@ class MambaAttribution(ImplicitMethod):
         start_layer: int = 0,
         recipe: str = "paper",
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
         memory_budget: MemoryBudget = None,
@@ -87,7 +86,7 @@ class MambaAttribution(ImplicitMethod):
 
         Args:
             inputs, additional_forward_args, query, components, reduce, heads, start_layer,
-                per_token, show_progress, internal_batch_size, verify: as in
+                per_token, internal_batch_size, verify: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
             target: in Captum's forms: a class for outputs (B, classes), a tuple (position, token)
                 for outputs (B, L, V), a list or tensor of them per example. Default: None, for
@@ -109,7 +108,7 @@ class MambaAttribution(ImplicitMethod):
             CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+        chosen = options(components, reduce, heads, start_layer, recipe, verify)
         budget = Budget.parse(memory_budget)
         checks.flags(normalize_rows=normalize_rows)
         checks.choice("clamp", clamp, CLAMPS)
@@ -140,7 +139,7 @@ class MambaAttribution(ImplicitMethod):
                     )
                     return in_strips(operator, chosen.reduce, budget, weighted, alpha)
 
-                return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
+                return fold(run.layers, run.weights, step, chosen, normalize_rows)
 
             query_at = published.query_positions(run.weights)
 
@@ -149,7 +148,7 @@ class MambaAttribution(ImplicitMethod):
                 gradient = layer.in_order(gradients[layer])
                 return published.class_row(rows, gradient, run.mask, chosen)
 
-            return published.fold(run.layers, query_at, row_of, chosen, self.name)
+            return published.fold(run.layers, query_at, row_of, chosen)
 
         return self._attribute(
             inputs,

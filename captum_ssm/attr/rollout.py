@@ -67,7 +67,6 @@ class ImplicitAttentionRollout(ImplicitMethod):
         start_layer: int = 0,
         recipe: str = "paper",
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
         memory_budget: MemoryBudget = None,
@@ -76,7 +75,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
 
         Args:
             inputs, target, additional_forward_args, query, components, reduce, heads, start_layer,
-                per_token, show_progress, internal_batch_size, verify: as in
+                per_token, internal_batch_size, verify: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
             normalize_rows: divide every row of I + alpha by its sum. Default: False.
             absolute: take absolute values of the reduced matrices. Default: False.
@@ -94,7 +93,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         Raises:
             CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+        chosen = options(components, reduce, heads, start_layer, recipe, verify)
         checks.flags(normalize_rows=normalize_rows, absolute=absolute)
         discard_ratio = checks.ratio("discard_ratio", discard_ratio)
         budget = Budget.parse(memory_budget)
@@ -124,9 +123,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
                     query_at,
                     lambda layer, of: published.rows(layer, of, query_at, chosen).mean(1),
                     chosen,
-                    self.name,
                 )
-            return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
+            return fold(run.layers, run.weights, step, chosen, normalize_rows)
 
         return self._attribute(
             inputs,

@@ -99,14 +99,13 @@ class TransformerAttribution(ImplicitMethod):
         normalize_rows: bool = False,
         start_layer: int = 0,
         per_token: bool = False,
-        show_progress: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the relevance of every input token to the target.
 
         Args:
-            inputs, additional_forward_args, query, heads, start_layer, per_token, show_progress,
+            inputs, additional_forward_args, query, heads, start_layer, per_token,
                 internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
                 same defaults.
             target, normalize_rows: as in :meth:`MambaAttribution.attribute`, with the same
@@ -121,7 +120,7 @@ class TransformerAttribution(ImplicitMethod):
             CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
-        chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
+        chosen = options(components, "mean", heads, start_layer, "paper", verify)
         checks.flags(normalize_rows=normalize_rows)
 
         # For each question that is left, the coefficients g of all layers.  ``relevance`` is called
@@ -144,7 +143,7 @@ class TransformerAttribution(ImplicitMethod):
                 )
 
             with recordable(run.request.model):  # gradients pass the output projections again
-                return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
+                return fold(run.layers, run.weights, step, chosen, normalize_rows)
 
         return self._attribute(
             inputs,

@@ -38,7 +38,8 @@ _RULES = ("frozen", "half", "equal", "centered", "balanced")
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that say nothing of answers.
 _NOT_OF_ANSWERS = (
-    "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "labels",
+    "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "cuts",
+    "labels",
 )  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
@@ -131,6 +132,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
+        "--cuts", type=int, metavar="N", help="messages that a report cuts; 20 beside maps if left"
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="file to write: .html, .png, .json or .csv, or - to print JSON; report.html, or "
@@ -218,17 +222,24 @@ def run(options: argparse.Namespace) -> None:
         their_options,
         matrices=maps if is_page(options.out) else False,
         shown_layers=options.layers,
+        cuts=options.cuts,
         accounts=options.out.suffix.lower() in ("", ".json"),
         answers=is_page(options.out),
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
+    name = _name_of(options.model)
     if printed:
-        print(json_of(found, options.model), end="")
+        print(json_of(found, name), end="")
         return
     _tell(found)
-    title = options.model if options.title is None else options.title
-    for path in write(subject, examples, found, options.model, title, options.out):
+    title = name if options.title is None else options.title
+    for path in write(subject, examples, found, name, title, options.out):
         print(f"wrote {path}")
+
+
+def _name_of(model: str) -> str:
+    """Return a model's name for files, which may be shared: no path."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _files(
@@ -309,10 +320,12 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     identity = holds_identity(method)
     page = {
         "title": options.title,
-        "about": about_answers(options.model, name, contrast if adds_up else None, identity),
+        "about": about_answers(
+            _name_of(options.model), name, contrast if adds_up else None, identity
+        ),
         "identity": identity,
     }
-    for path in write_answers(found, options.model, out, **page):
+    for path in write_answers(found, _name_of(options.model), out, **page):
         print(f"wrote {path}")
 
 
@@ -346,10 +359,10 @@ def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
 
 def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
     """Raise for options that only a report follows."""
-    for name in ("maps", "layers"):
+    for name in ("maps", "layers", "cuts"):
         if not is_page and getattr(options, name) is not None:
             raise OptionError(
-                f"--{name} chooses the maps of a report, and {options.out} holds none. Leave it "
+                f"--{name} changes a report, and {options.out} is none. Leave it "
                 "out, or let --out end in .html."
             )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attr.call import checks
 from ..attr.call.given import called_by_name
 from ..attr.call.inputs import BatchPart, single_input
+from ..attr.call.progress import bar
 from ..attr.call.targets import Against, target_index
 from ..attr.engine.baselines import Baselines, out_of_tuple
 from ..attr.engine.linear_method import Rules, linear_run, numbers_of, start_of
@@ -94,7 +95,6 @@ def attribution_graph(
         >>> [node.label or (node.layer, node.position) for node in graph.path()]
         ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'lamp']
     """
-    checks.flags(show_progress=show_progress)
     if checks.count("top", top) is None:
         raise OptionError("top=None must be an integer, at least 1.")
     if keep is not None:
@@ -109,9 +109,8 @@ def attribution_graph(
     start = out_of_tuple(baselines)
     rules = maker.rules(rule, verify)
     taken = _by_layer(_blocks(maker) if nodes is None else nodes)
-    parts = maker.parts(
-        tensor, asked, additional_forward_args, taken, rules, start, top, show_progress
-    )
+    with bar("attribution_graph", show_progress):
+        parts = maker.parts(tensor, asked, additional_forward_args, taken, rules, start, top)
     return parts.graph(tokens, tensor, keep)
 
 
@@ -171,7 +170,6 @@ class _Maker(FlowMethod):
         rules: Rules,
         baselines: Baselines,
         top: int,
-        show_progress: bool,
     ) -> Parts:
         """Run the model once, cut at the nodes' layers, and find the contributions to each node."""
         model = find_model(self.forward_func, self.model)
@@ -185,7 +183,7 @@ class _Maker(FlowMethod):
                 (number,) = numbers_of(network, output, kept, questions)
                 index = target_index(asked.target, output if kept is None else kept.whole(output))
                 parts = Parts(network, taken, *number, start_of(network, rules, baselines), index)
-                return [parts.followed(top, show_progress)]
+                return [parts.followed(top)]
 
         ((parts,),) = self._by_parts(inputs, [asked], additional_forward_args, None, explain)
         return parts

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attr.call.progress import shown
 from ..attr.engine.decompose import TOLERANCES, account, changes, not_linear
-from ..attr.engine.fold import shown
 from ..errors import OptionError
 from ..linear import Network, Site
 from ..operators.kernels.arithmetic import sum_tensors, unseen
@@ -53,7 +53,7 @@ class Parts:
         self.readings: dict[Site, Readings] = {}
         self.edges: list[Tensor] = []
 
-    def followed(self, top: int, show_progress: bool) -> Parts:
+    def followed(self, top: int) -> Parts:
         """Keep the nodes that add most to the target, find contributions to each; return itself."""
         with unseen():
             effects = self._read_nodes()
@@ -65,7 +65,7 @@ class Parts:
                 self.readings[site] = self.readings[site].only(chosen.nonzero()[:, 0])
             self.errors = {site: self._error(site) for site in self.sites}
             numbers = list(self._numbers())
-            for number, constant, activation in shown(numbers, "nodes", show_progress):
+            for number, constant, activation in shown(numbers):
                 self.edges.append(self._row(number, constant, activation))
         return self
 

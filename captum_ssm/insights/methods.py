@@ -20,7 +20,7 @@ from captum.attr import (
 from torch import Tensor
 
 from ..attr import LatimFlow
-from ..attr.catalogue import METHODS, OFFERED, Entry, Option
+from ..attr.catalogue import METHODS, OFFERED, QUESTIONS, Entry, Option
 from .config import (
     BaselinesConfig,
     BoolConfig,
@@ -94,9 +94,8 @@ ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
     **{entry.method.get_name(): _parameters(entry) for entry in METHODS},
 }
 
-#: The method that a page begins with where it fits, and its arguments: of those that cost a
-#: gradient it agrees best with interventions.
-RECOMMENDED: tuple[str, dict[str, object]] = (LatimFlow.get_name(), {"rule": "centered"})
+#: The first rows of a page, methods and arguments: a question each, as in a report.
+RECOMMENDED = [(LatimFlow.get_name(), {"rule": str(rule)}) for rule in QUESTIONS]
 
 #: An occluding window covers an eighth of each side of an image, and moves by half of that.
 _WINDOW = 8
@@ -135,12 +134,12 @@ def parameters_of(name: str) -> ConfigParameters:
 
 
 def titled(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a method with those of its arguments that are set.
+    """Return a method with those of its arguments that are set, under the question that it answers.
 
     Example:
         >>> from captum_ssm.insights.methods import titled
         >>> titled("LatimFlow", {"rule": "centered", "contrast": None, "zero_bias": False})
-        'LatimFlow, rule centered'
+        'What mattered? LatimFlow, rule centered'
     """
     kinds = parameters_of(name).params
     given = {
@@ -148,4 +147,6 @@ def titled(name: str, arguments: Mapping[str, Any]) -> str:
         for key, value in arguments.items()
         if value is not None and value != "" and not (key in kinds and kinds[key].value == value)
     }
-    return ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
+    called = ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
+    asks = QUESTIONS.get(given.get("rule", "")) if name == LatimFlow.get_name() else None
+    return f"{asks} {called}" if asks else called

@@ -372,9 +372,9 @@ class AttributionVisualizer:
 
     def _first_config(self) -> FilterConfig:
         obstacles = self.obstacles()
-        name, arguments = RECOMMENDED
-        if obstacles[name][0] is None:
-            return FilterConfig(name, arguments)
+        first, *beside = RECOMMENDED
+        if obstacles[first[0]][0] is None:
+            return FilterConfig(*first, beside=beside)
         for name, reasons in obstacles.items():
             if reasons[0] is None:
                 return FilterConfig(name)

@@ -27,8 +27,9 @@ _INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 
     range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0)
 )
 
-#: The label of the second, third, ... token of a character.
-_SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+#: The digits in the labels of the second, third, ... token of a character.
+PARTS = "₀₁₂₃₄₅₆₇₈₉"
+_SUBSCRIPTS = str.maketrans("0123456789", PARTS)
 
 #: More labels than this along an axis are thinned out so that they do not collide.
 _MOST_LABELS = 64
@@ -95,6 +96,30 @@ def as_words(tokens: Sequence[str]) -> Words:
             found.breaks.append(i)
         before = piece
     return found
+
+
+def shards(words: Words) -> list[int]:
+    """Return the tokens that continue the word of the token before.
+
+    In scripts without spaces between words, each token is a word.
+
+    Example:
+        >>> from captum_ssm.viz.labels import Words, shards
+        >>> shards(Words(["la", "mp", "."], [1, 2], [], []))
+        [1]
+    """
+    labels = words.labels
+    return [
+        i
+        for i in words.joined
+        if labels[i][0] in PARTS or (_of_word(labels[i - 1][-1]) and _of_word(labels[i][0]))
+    ]
+
+
+def _of_word(character: str) -> bool:
+    """Return True for a letter of a script with spaces: no Thai, Chinese or Japanese."""
+    alone = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
+    return character.isalnum() and not alone
 
 
 def direction_of(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..attr.catalogue import holds_identity
 from ..errors import InputError
 from .figure import (
     DIVERGING,
@@ -30,6 +31,8 @@ LINE = 84
 CELL = (0.098, 0.32)
 #: Cells around a word in its box, and between the boxes of two words.
 PAD, GAP = 0.4, 0.4
+#: Entries below this share of the identity stay pale.
+_NOTHING = 1e-3
 
 
 def plot_text(
@@ -39,6 +42,7 @@ def plot_text(
     marked: Sequence[int] = (),
     one_scale: bool = False,
     title: str | None = None,
+    asking: int | None = None,
 ) -> tuple[Figure, Any]:
     """Draw the tokens of a text on a background colored by their relevance.
 
@@ -50,6 +54,8 @@ def plot_text(
         one_scale: one color scale for all, for relevances of one unit, such as roles of a
             decomposition. Default: False, each has its own.
         title: a heading. Default: None.
+        asking: the position that asks, usually -1. Of methods whose own entry of that token is the
+            identity, it is not colored. Default: None, all tokens are.
 
     Returns:
         The matplotlib figure and its axes, one per relevance.
@@ -76,14 +82,23 @@ def plot_text(
     high = (lines * CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
     figure, axes = new_figure(LINE * CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
     found = {name: of_tokens(values, "relevance", name, names) for name, values in rows.items()}
-    together = scale(torch.cat(list(found.values()))) if one_scale else None
-    limits = [together or scale(scores) for scores in found.values()]
+    named = {name: shown(name) for name in found}
+    ends = {name: scores.clone() for name, scores in found.items()}
+    for name, scores in found.items():
+        if asking is not None and holds_identity(name):
+            entry = float(scores[asking])
+            named[name] += f" without {names[asking]}'s own entry, {entry:.3g},"
+            scores[asking] = 0.0
+            if float(scores.abs().max()) > _NOTHING * abs(entry):
+                ends[name] = scores
+    together = scale(torch.cat(list(ends.values()))) if one_scale else None
+    limits = [together or scale(scores) for scores in ends.values()]
     signed = [each for each, _, _ in limits if each == DIVERGING]
     explain_colors(figure, signed[0] if signed else SEQUENTIAL)
     for axis, own, (name, scores) in zip(axes[:, 0], limits, found.items(), strict=True):
         _draw(axis, names, cells, places, joined, scores, own, set(marked))
         axis.set(xlim=(0, LINE), ylim=(lines, 0))
-        heading = f"{shown(name)}   (strongest: {strongest(scores):.3g})"
+        heading = f"{named[name]}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)
         axis.axis("off")
     if title:
@@ -93,7 +108,7 @@ def plot_text(
 
 def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
     """Return one number per token (L,), or an error that names the relevance."""
-    scores = numbers(values, what).flatten()
+    scores = numbers(values, what).flatten().clone()
     if len(scores) != len(tokens):
         raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")
     return scores

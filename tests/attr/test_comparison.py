@@ -21,7 +21,8 @@ from captum_ssm import (
     TransformerAttribution,
     compare,
 )
-from captum_ssm.errors import OptionError
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.slow
 
@@ -189,3 +190,32 @@ def test_no_graph_where_nobody_takes_gradients():
     with torch.no_grad(), without_replays(recording):
         compare(model, ids, [ImplicitAttention, MambaAttribution], (-1, 3))
     assert recording == [True]
+
+
+def test_two_prompts_and_two_models_by_aligned_tokens():
+    model, vocabulary = load_bundled()
+    prompts = ["anna owns the lamp . ? anna owns the", "anna owns the drum . bob ? anna owns the"]
+    given = {"methods": ["LatimFlow"], "tokenizer": vocabulary}
+    one, other = (
+        compare(model, prompt, target=word, **given)
+        for prompt, word in zip(prompts, ("lamp", "drum"), strict=True)
+    )
+    found = other.against(one)
+    tokens = "anna,owns,the,lamp → drum,.,bob,?,anna,owns,the"
+    assert ",".join(found.names[0]) == tokens
+    before = one["LatimFlow"][0]
+    wanted = torch.cat([before[:5], torch.zeros(1), before[5:]])
+    torch.testing.assert_close(found["LatimFlow, before"][0], wanted)
+    torch.testing.assert_close(found["LatimFlow"], other["LatimFlow"])
+    torch.testing.assert_close(found["LatimFlow, difference"][0], other["LatimFlow"][0] - wanted)
+    assert "lamp \\u2192 drum" in found.to_html()
+    # of another model of the same tokens
+    ids = torch.tensor([vocabulary.encode(prompts[0])])
+    changed = compare(mamba_lm(vocab_size=len(vocabulary)), ids, ["LatimFlow"], (-1, 3))
+    plain = compare(model, ids, ["LatimFlow"], (-1, 3))
+    difference = changed.against(plain)["LatimFlow, difference"]
+    torch.testing.assert_close(difference, changed["LatimFlow"] - plain["LatimFlow"])
+    with pytest.raises(InputError, match="without names to align"):
+        changed.against(compare(model, ids[:, :4], ["LatimFlow"], (-1, 3)))
+    with pytest.raises(InputError, match="by the same methods"):
+        changed.against(compare(model, ids, ["LatimNorm"], (-1, 3)))

@@ -100,6 +100,7 @@ def shown(page: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
             visualizer.serve()
             page.goto(visualizer.url)
         page.settle()
+        page.evaluate("document.querySelector('#choosing').open = true")
         return page
 
     yield open_

@@ -44,8 +44,8 @@ def short_texts(path: Path) -> object:
     return report(mamba_lm(), token_ids(2, 17), METHODS, **options, path=path)
 
 
-def folded(path: Path) -> object:
-    """A report of a text of several folds, whose asking token is in the second one."""
+def lines(path: Path) -> object:
+    """A report of a text that scrolls, whose asking token is in its middle."""
     given: dict[str, Any] = {"tokens": [f"word{i}" for i in range(640)], "target": (330, 3)}
     return report(mamba_lm(), token_ids(1, 640), [LatimFlow], **given, graph=4, path=path)
 
@@ -70,7 +70,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "readme": lambda path: of_recall(path, methods=[LatimFlow, LatimNorm]),
     "short": short_texts,
     "long": lambda path: report(mamba_lm(), token_ids(2, 410), METHODS, matrices=KINDS, path=path),
-    "folded": folded,
+    "lines": lines,
     "image": lambda path: report(
         vision("middle", (4, 6)), torch.rand(2, 3, 16, 18), METHODS, path=path
     ),

@@ -59,11 +59,11 @@ def test_pointing_colours_what_a_word_is_due_to(
 ) -> None:
     prompt, answer = last(found)
     assert_coloured(opened, prompt.sum(0), answer.sum(0))
-    assert opened.text("#status").startswith("The whole answer is due most to")
+    assert opened.text("#status").startswith("The whole answer comes most from")
     opened.hover(word("answer", 6))
     assert_coloured(opened, prompt[6], answer[6])
     best = PROMPT.split()[int(prompt[6].argmax())]
-    assert opened.text("#status").startswith(f"“kite” is due most to “{best}” +")
+    assert opened.text("#status").startswith(f"“kite” comes most from “{best}” +")
     assert opened.text("#strongest li").split()[0] == best == "kite"
     sums = [prompt[6].sum(), answer[6].sum(), found.spans.hops[-1].constants[6]]
     said = opened.text("#sum").replace("−", "-").rstrip(".").replace(":", ",").split(", ")
@@ -79,7 +79,7 @@ def test_sentences_are_sums_of_their_words(opened: Page, found: SSMLLMAttributio
     opened.hover(word("answer", 5))
     assert_coloured(opened, prompt[3:8].sum(0), answer[3:8].sum(0))
     assert opened.count("#answer .current") == len(LAST)
-    assert opened.text("#status").startswith("“bob owns the kite .” is due most to")
+    assert opened.text("#status").startswith("“bob owns the kite .” comes most from")
     opened.click("#shades [value=sentences]")
     opened.hover(word("answer", 5))
     coloured = opened.opacities("#prompt .token")
@@ -95,9 +95,9 @@ def test_a_word_that_is_kept(opened: Page, found: SSMLLMAttributionResult) -> No
     opened.click(word("answer", 6))
     opened.click("#strongest button")
     assert opened.count("#prompt .found") == 1 and opened.text(".found") == "kite"
-    assert opened.text("#hops-said") == "after 2 hops"
+    assert opened.text("#hops-said") == "2 times"
     opened.focus("#hops")
-    for said, hop in (("after one hop", 1), ("directly", 0)):
+    for said, hop in (("once", 1), ("not at all", 0)):
         opened.keys("ArrowLeft")
         assert opened.text("#hops-said") == said
         parts = found.spans.hops[hop]

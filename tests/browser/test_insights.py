@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from browser.made import sentences
 from helpers.browser import Page
 from helpers.insights_examples import CLASSES, Always, numbers, table, table_model
 
+from captum_ssm.attr.catalogue import QUESTIONS
 from captum_ssm.insights.calculation import AttributionCalculation
 
 HOSTILE = [
@@ -50,6 +52,23 @@ def test_the_page_shows_the_first_examples_by_itself(shown):
     assert page.texts("h2") == ["Example 5: eel"]
     show(page, "#next")
     assert page.texts("h2")[0] == "Example 1: bee"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_first_screen_answers_two_questions(page, width):
+    """Of the first example, without scrolling; controls are folded."""
+    visualizer = sentences(IDS, WORDS)
+    visualizer._config = None  # as it begins
+    with visualizer:
+        visualizer.serve()
+        page.resize(width, 800)
+        page.goto(visualizer.url)
+        page.settle()
+        assert page.texts("article:first-child .by") == [
+            f"{question} LatimFlow, rule {rule}" for rule, question in QUESTIONS.items()
+        ]
+        assert page.box("article:first-child .flow")["bottom"] < 800
+        assert not page.evaluate("document.querySelector('#choosing').open")
 
 
 def test_filtering_by_prediction_and_class(shown):
@@ -139,7 +158,7 @@ def test_a_server_that_has_ended_is_told(page):
         visualizer.serve()
         page.goto(visualizer.url)
         page.settle()
-    page.click("#show")
+    page.click("#next")
     page.wait_for("document.querySelector('#status').classList.contains('error')")
     assert "does not answer" in page.text("#status")
 
@@ -148,7 +167,7 @@ def test_hostile_texts_are_text(shown):
     page = shown(sentences([list(range(len(HOSTILE)))], HOSTILE))
     assert page.texts(".token") == [SEEN.get(word, word) for word in HOSTILE]
     assert page.count("main script, main b, main img") == 0
-    page.click("details:not(#unfit) summary")
+    page.click("article details summary")
     page.wait_for("document.querySelectorAll('.numbers tr').length > 0")
     assert page.texts(".numbers th") == page.texts(".token")
     fill(page, "#class", HOSTILE[0])
@@ -229,7 +248,7 @@ def test_a_kept_page_shows_what_the_served_one_does(shown):
     kept = shown(visualizer, kept=True, width=390)
     assert (kept.texts(".by"), percents(kept, "main"), kept.texts(".predicted button")) == wanted
     assert kept.requests == [kept.evaluate("location.href")]
-    assert kept.is_hidden("#choices") and not kept.is_hidden("#kept")
+    assert kept.is_hidden("#choosing") and not kept.is_hidden("#kept")
     assert kept.count(".cutting") == 0 and kept.overflow() == 0
     # its classes are chosen, too
     buttons = "article:first-child .predicted button"

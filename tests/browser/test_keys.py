@@ -59,6 +59,7 @@ GRAPH = [
 ]
 ARC, SAID = "#cuts .arc[tabindex='0']", text("#cuts .say")
 CUTS = [
+    Use("#cuts .copy", "Enter", text("#cuts .why")),
     *(Use(ARC, key, FOCUS) for key in ("ArrowRight", "ArrowLeft", "End", "Home")),
     *(Use(ARC, key, SAID) for key in ("Enter", "Escape", "Space")),
     Use("#cuts .heal", "Enter", SAID),
@@ -98,9 +99,6 @@ PAGES = {
         *CUTS,
         TABLE[-1],
         *TABLE[:-1],
-        Use("#text summary", "Enter", value("#text details", "open")),
-        Use("#fold", "Enter", count("#text details[open]")),
-        Use("#unfold", "Enter", count("#text details[open]")),
         *(Use(TOKENS, key, FOCUS) for key in TO_AND_FRO),
         Use(TOKENS, "Enter", KEPT),
         Use(TOKENS, "Escape", KEPT),
@@ -154,6 +152,7 @@ PAGES = {
         Use(".cutting button", "Enter", text(".cutting .result")),
         Use(".way > summary", "Enter", count(".way svg")),
         *GRAPH,
+        Use("#choosing > summary", "Enter", value("#choosing", "open")),
         Use("#unfit summary", "Enter", value("#unfit", "open")),
         Use("#add-method", "Enter", count(".choice")),
         Use(".remove", "Enter", count(".choice")),

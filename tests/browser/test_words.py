@@ -21,6 +21,7 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, re
 from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.viz import Tokens
+from captum_ssm.viz.html.writing import largest
 
 
 def write(kind: str, path: Path) -> None:
@@ -55,6 +56,24 @@ def test_tokens_of_a_word_touch_each_other(
     assert gaps[2] > 1 and gaps[3] > 1
     assert boxes[7]["top"] > boxes[6]["bottom"]  # a line ends there
     assert page.overflow() <= 0 and page.errors == []
+    if kind == "report":  # whose list is of whole words, and the terminal's too
+        (example,) = read_page(tmp_path / "words.html").facts["examples"]
+        assert example["shards"] == [1, 2, 5, 8, 9]
+        values = example["methods"][0]["values"]
+        words = {
+            "cat": values[:3],
+            "␣": values[3:4],
+            "on": values[4:6],
+            r"\n": values[6:7],
+            "好": values[7:],
+        }
+        rows = [row.split("\t") for row in page.texts("#strongest tbody tr", "innerText")]
+        found = {row[1]: float(row[-1].replace("−", "-")) for row in rows}
+        assert found == pytest.approx(
+            {name: sum(x) for name, x in words.items()}, rel=1e-2, abs=1e-6
+        )
+        said = largest(example, example["methods"][0])
+        assert all(f"{name} ({sum(x):+.3g}, token" in said for name, x in words.items())
 
 
 def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:

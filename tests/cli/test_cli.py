@@ -203,6 +203,7 @@ def test_what_is_held_against_another_is_called_so(tmp_path: Path, run: Callable
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(SHORT)])
     lamp, kite = vocabulary.encode("lamp kite")
+    assert example["contrast"] == {"LatimFlow, against kite": [-1, kite]}
     flow = LatimFlow(model).attribute(ids, (-1, lamp), contrast=(-1, kite))[0]
     few = compare(model, ids, "IntegratedGradients", (-1, lamp), options={path: {"n_steps": 3}})
     for name, relevance in {"LatimFlow, against kite": flow, path: few[path][0]}.items():

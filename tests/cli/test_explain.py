@@ -65,7 +65,7 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
     target = (-1, vocabulary.id_of("lamp"))
     for example, text in zip(read(out)["examples"], texts, strict=True):
         ids = torch.tensor([vocabulary.encode(text)])
-        assert example["tokens"] == text.split()
+        assert example["tokens"] == text.split() and example["ids"] == ids[0].tolist()
         assert list(example["relevance"]) == [method.name for method in methods]
         assert list(example["accounts"]) == [method.name for method in decomposing]
         for method in methods:
@@ -137,8 +137,9 @@ def test_reports(tmp_path: Path, run: Run) -> None:
     run(*asked, "--maps", "contributions", "--layers", "-1")
     (contributions,) = read_page(out).facts["examples"][0]["maps"]
     assert [layer["index"] for layer in contributions["layers"]] == [1]
-    run(*asked, "--maps")
-    assert read_page(out).facts["examples"][0]["maps"] == []
+    run(*asked, "--maps", "--cuts", "3")
+    (example,) = read_page(out).facts["examples"]
+    assert example["maps"] == [] and len(example["cuts"]["rows"]) == 3
 
 
 @pytest.mark.slow
@@ -152,6 +153,7 @@ def test_folders_of_transformers(
         (example,) = explained(out, *asked)
         assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
         assert example["explained"] == "the logit of “lamp”, predicted after token 4"
+        assert read(out)["model"] == language_model.name  # no path, which may be private
     folder = tmp_path / "seeing"
     vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
@@ -284,7 +286,7 @@ OF_RECALL = [
     ("--target zebra", "--target 'zebra': unknown word"),
     ("--contrast zebra", "--contrast 'zebra': unknown word"),
     ("--method LatimNorm --contrast all", "--contrast is taken by LatimFlow"),
-    ("--layers 0", "--layers chooses"),
+    ("--layers 0", "--layers changes"),
     ("--rule half --method MambaLRP", "--rule is LatimFlow's"),
     ("--baselines 0 --method LatimNorm", "--baselines is for LatimFlow"),
     ("--baselines zero", "--baselines zero: use mean, or a number"),

@@ -63,7 +63,7 @@ def test_texts_of_a_language_model(prompts):
     assert visualizer.config.attribution_method == "LatimFlow"
     shown = visualizer.visualize()
     assert len(shown) == len(PROMPTS)
-    for text, (output,) in zip(PROMPTS, shown, strict=True):
+    for text, (output, *_) in zip(PROMPTS, shown, strict=True):
         chances = model(torch.tensor([vocabulary.encode(text)])).logits[0, -1].detach().softmax(-1)
         assert output.predicted[0].label == vocabulary.vocab[int(chances.argmax())]
         assert output.predicted[0].score == pytest.approx(float(chances.max()), rel=1e-5)

@@ -602,8 +602,8 @@ PAGES = (
     ),
     Fault(
         "each picture of a text has the scale of the first",
-        "limits = [together or scale(scores) for scores in found.values()]",
-        "limits = [scale(next(iter(found.values()))) for _ in found]",
+        "limits = [together or scale(scores) for scores in ends.values()]",
+        "limits = [scale(next(iter(ends.values()))) for _ in found]",
         ("viz/test_pictures.py",),
     ),
     Fault(

@@ -175,6 +175,10 @@ class Page:
         """Click on the first element found."""
         self._tab.click(selector)
 
+    def move_to(self, x: float, y: float) -> None:
+        """Move the mouse to a point of the window."""
+        self._tab.mouse.move(x, y)
+
     def click_at(self, x: float, y: float) -> None:
         """Click on a point of the window."""
         self._tab.mouse.click(x, y)

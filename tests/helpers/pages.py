@@ -55,14 +55,16 @@ class ReadPage:
 def unpacked(data: bytes, size: int, kept: int, side: int) -> tuple[np.ndarray, ...]:
     """Scales, columns, values and overview of a map, as packing.py says that they lie."""
     whole = kept == size
-    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, side * side, size * kept]
+    cells = 0 if whole and side == size else side * side  # else the overview is the map
+    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, cells, size * kept]
     assert len(data) == sum(counts)
     ends = np.cumsum(counts)
     raw = [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
     kinds = ["<f4", "<f4", "<u2", "i1", "i1"]
     scales, _, columns, overview, values = map(np.frombuffer, raw, kinds)
     columns = np.tile(np.arange(size), (size, 1)) if whole else columns.reshape(size, kept)
-    overview, values = overview.reshape(side, side), values.reshape(size, kept)
+    values = values.reshape(size, kept)
+    overview = overview.reshape(side, side) if cells else np.empty((0, 0))
     return scales, columns.astype(int), values, overview
 
 

@@ -69,7 +69,8 @@ def test_the_words_of_a_text():
     """By the method that is recommended, by roles, and against another class by its name."""
     model, ids = mamba_lm(), token_ids(2, 6)
     visualizer, flow = prompts(model, ids), LatimFlow(model)
-    assert visualizer.config.methods == [("LatimFlow", {"rule": "centered"})]
+    rules = ("centered", "frozen")
+    assert visualizer.config.methods == [("LatimFlow", {"rule": rule}) for rule in rules]
     assert visualizer.get_insights_config()["selected_method"] == "LatimFlow"
     best = model(ids).logits[:, -1].argmax(-1).tolist()
     rival = next(k for k in range(VOCABULARY) if k not in best)
@@ -82,12 +83,12 @@ def test_the_words_of_a_text():
         if given:
             visualizer.config = FilterConfig("LatimFlow", {"rule": "centered", **given})
         shown = [outputs for _, outputs in visualizer.search(visualizer.view, again=True).examples]
-        for example, label, (output,) in zip(ids.split(1), best, shown, strict=True):
+        for example, label, (output, *_) in zip(ids.split(1), best, shown, strict=True):
             assert output.active_index == label
             target = (-1, label)
             found = flow.decompose(example, target, rule="centered", **options)
             assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-            assert given or output.method == "LatimFlow, rule centered"
+            assert given or output.method == "What mattered? LatimFlow, rule centered"
             check_percents(output.feature_outputs[0].modified, found.tokens[0])
             end = max(float(x.abs().max()) for x in found.roles.values())
             assert set(output.roles) == set(found.roles)

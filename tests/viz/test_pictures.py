@@ -92,6 +92,20 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
+def test_the_identity_is_white_if_the_asking_token_is_named() -> None:
+    scores = torch.tensor([0.2, -0.1, 5.0])
+    given = {name: scores for name in ("LatimFlow", "MambaAttribution")}
+    axes = plot_text(["a", "b", "c"], given, asking=-1)[1]
+    flow, row = ([patch.get_facecolor() for patch in axis.patches] for axis in axes)
+    white = plot_text(["a", "b", "c"], {"it": torch.tensor([0.2, -0.1, 0.0])})[1][0]
+    assert row == [patch.get_facecolor() for patch in white.patches] != flow
+    assert "without c's own entry, 5," in axes[1].get_title(loc="left")
+    assert float(scores[2]) == 5.0
+    # beside an identity that is far larger all else is pale
+    pale = plot_text(["a", "b"], {"MambaAttribution": torch.tensor([1e-5, 1.0])}, asking=-1)[1][0]
+    assert min(pale.patches[0].get_facecolor()) > 0.9
+
+
 def test_refusals() -> None:
     for said, draw_it in REFUSED.items():
         with pytest.raises((InputError, OptionError), match=said):

@@ -16,6 +16,7 @@ from ...tracing import find_model
 from ..text.codec import Codec
 from .checks import as_integer, in_place_of
 from .inputs import BESIDE, KEYS, behind_inputs, unpadded
+from .progress import bar
 from .targets import CONTRASTS, Each
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -82,9 +83,7 @@ def reads_any(function: Function, name: str) -> Function:
     signature = inspect.signature(function)
     parameters = signature.parameters
     more = {*KEYS, *BESIDE, "tokenizer"} - parameters.keys()
-    more_options = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    asks = bool({"target", "targets"} & parameters.keys())
-    own_bar = more_options or not asks or "show_progress" in parameters
+    own_bar = "show_progress" in parameters
 
     @in_place_of(function)
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +91,12 @@ def reads_any(function: Function, name: str) -> Function:
         key = next((key for key in KEYS if key in given), None)
         if key is not None:
             kwargs["inputs"] = given.pop(key)
-        if not own_bar and "show_progress" in kwargs:
-            self = self.with_progress(kwargs.pop("show_progress"))
+        show = kwargs.get("show_progress", False) if own_bar else kwargs.pop("show_progress", False)
         found = bound(signature, f"{self.name}.{name}", (self, *args), kwargs)
         reader = Reader(given.pop("tokenizer", None), self.forward_func, self.model)
         reader.read(found.arguments, given)
-        return function(*found.args, **found.kwargs)
+        with bar(self.name, show):
+            return function(*found.args, **found.kwargs)
 
     return asked
 

@@ -26,7 +26,6 @@ __all__ = ["Factors", "each_factor", "each_state"]
 def each_state(
     channels: Sequence[int],
     components: str | Collection[str],
-    show_progress: bool,
     verify: bool | float,
 ) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
     """Check the user's options; return them, and a function of a run and layer: (B, C, N, L, L).
@@ -34,7 +33,7 @@ def each_state(
     Args:
         channels: the channels wanted, C of them; negative ones count from the end.
         components: components with the scan and without the skip.
-        show_progress, verify: as the user gave them.
+        verify: as the user gave it.
     """
     names = checks.parse_components(components)
     if "scan" not in names or "skip" in names:
@@ -44,7 +43,7 @@ def each_state(
             "such as {'scan', 'gate'}; matrices() takes any components."
         )
     wanted = _checked(channels)
-    chosen = options(names, None, None, 0, "paper", show_progress, verify, keep_channels=True)
+    chosen = options(names, None, None, 0, "paper", verify, keep_channels=True)
 
     def make(run: Run, layer: Layer) -> Tensor:
         operator = chosen.operator(layer)
@@ -55,17 +54,17 @@ def each_state(
 
 
 def each_factor(
-    channels: Sequence[int], simplified: bool, show_progress: bool, verify: bool | float
+    channels: Sequence[int], simplified: bool, verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Factors]]:
     """Check the user's options; return them, and a function of a run and layer: its factors.
 
     Args:
-        channels, show_progress, verify: as in :func:`each_state`.
+        channels, verify: as in :func:`each_state`.
         simplified: whether relu takes the place of softplus.
     """
     wanted = _checked(channels)
     checks.flags(simplified=simplified)
-    chosen = options("s6", None, None, 0, "paper", show_progress, verify, keep_channels=True)
+    chosen = options("s6", None, None, 0, "paper", verify, keep_channels=True)
 
     def make(run: Run, layer: Layer) -> Factors:
         operator = chosen.operator(layer)

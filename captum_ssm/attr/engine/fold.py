@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from captum._utils.progress import progress
 from torch import Tensor
 
 from ...errors import InputError, NonFiniteError, OptionError
@@ -16,6 +15,7 @@ from ...operators.kernels.arithmetic import matmul
 from ...operators.kernels.truths import all_finite, are_noted
 from ...tracing import Layer
 from ..call import checks
+from ..call.progress import shown
 
 T = TypeVar("T")
 
@@ -30,7 +30,6 @@ class Options:
         heads: the heads (for Mamba-1: channels) used, or None for all.
         start_layer: layers before this one are left out.
         recipe: ``"paper"`` or ``"published_code"``.
-        show_progress: show a bar over layers.
         verify: check every operator against its module's output; a number is the tolerance.
     """
 
@@ -39,7 +38,6 @@ class Options:
     heads: tuple[int, ...] | None
     start_layer: int
     recipe: str
-    show_progress: bool
     verify: bool | float
 
     def operator(self, layer: Layer) -> Operator:
@@ -123,7 +121,6 @@ def fold(
     row: Tensor,
     step: MatrixMaker,
     options: Options,
-    description: str,
     normalize_rows: bool = False,
 ) -> Tensor:
     """Carry ``row`` (B, L) through I + M of the layers, from the last to ``start_layer``.
@@ -135,7 +132,7 @@ def fold(
     """
     at = layers[-1]
     with torch.no_grad():
-        for stage in shown(stages(options.used(layers))[::-1], description, options.show_progress):
+        for stage in shown(stages(options.used(layers))[::-1]):
             mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
             row = carry(row.to(stage[-1].values), at, stage[-1])
             at = stage[-1]
@@ -236,11 +233,3 @@ def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
                 f"layers names {index}, but there are {len(items)}, numbered 0 to {len(items) - 1}."
             )
     return [items[index] for index in indices]
-
-
-def shown(items: Sequence[T], description: str, show: bool) -> Iterable[T]:
-    """Return the items, under a progress bar if ``show``."""
-    if not show:
-        return items
-    bar: Iterable[T] = progress(items, desc=description, total=len(items))
-    return bar

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from captum.attr import Attribution, LLMGradientAttribution
@@ -31,6 +31,7 @@ from ...tracing import (
 from ..call import checks
 from ..call.given import called_by_name, check_model, reads_any
 from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
+from ..call.progress import shown
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
     Against,
@@ -43,11 +44,8 @@ from ..call.targets import (
     target_index,
 )
 from .alone import require_alone
-from .fold import Options, shown, wanted
+from .fold import Options, wanted
 from .run import Question, Request, Run, layout_of, run_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -69,8 +67,6 @@ class Explainer:
     #: whether the run keeps its autograd graph, and the stream entering each mixer's block
     needs_gradient = False
     needs_streams = False
-    #: whether a bar over the parts of a batch is shown
-    shows_progress = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -112,13 +108,6 @@ class Explainer:
             f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
         )
 
-    def with_progress(self, show: bool) -> Self:
-        """Return a copy that shows a bar over the parts of a batch, if ``show``."""
-        checks.flags(show_progress=show)
-        other = copy(self)
-        other.shows_progress = bool(show)
-        return other
-
     def _by_parts(
         self,
         inputs: Tensor,
@@ -151,7 +140,7 @@ class Explainer:
             )
         model, parts = find_model(self.forward_func, self.model), []
         cuts = list(batch_parts(len(inputs), internal_batch_size))
-        for cut in shown(cuts, self.name, self.shows_progress):
+        for cut in shown(cuts):
             # where graphs are recorded: without one, a part of inputs that have one has none
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 own = tuple(map(cut, additional))
@@ -201,7 +190,7 @@ class Explainer:
         named = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
             parts, made = wanted(split(run.layers), named), dict[int, T]()
-            for part in shown(parts, self.name, chosen.show_progress):
+            for part in shown(parts):
                 if id(part) not in made:
                     made[id(part)] = make(run, part)
             return [made[id(part)] for part in parts]
@@ -395,7 +384,6 @@ def options(
     heads: Sequence[int] | None,
     start_layer: int,
     recipe: str,
-    show_progress: bool,
     verify: bool | float,
     *,
     keep_channels: bool = False,
@@ -410,7 +398,6 @@ def options(
     checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
         raise OptionError("recipe='published_code' fixes the reduction; leave reduce='mean'.")
-    checks.flags(show_progress=show_progress)
     chosen = None
     if heads is not None:
         chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")
@@ -418,4 +405,4 @@ def options(
     start_layer = checks.integer("start_layer", start_layer)
     verify = checks.tolerance("verify", verify)
     names = checks.parse_components(components)
-    return Options(names, reduce, chosen, start_layer, recipe, show_progress, verify)
+    return Options(names, reduce, chosen, start_layer, recipe, verify)

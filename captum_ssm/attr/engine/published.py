@@ -20,7 +20,8 @@ from ...errors import OptionError
 from ...operators import Chain, Operator, Permute, SelectiveScan, Sum
 from ...tracing import Layer
 from ..call.checks import PRESETS
-from .fold import Options, check_row, shown
+from ..call.progress import shown
+from .fold import Options, check_row
 
 
 def query_positions(weights: Tensor) -> Tensor:
@@ -38,12 +39,11 @@ def fold(
     query: Tensor,
     row_of: Callable[[Layer, Operator], Tensor],
     options: Options,
-    description: str,
 ) -> Tensor:
     """Return the query's row of the product of (I + 1 r^T) / (1 + sum r), its own entry 0."""
     row: Tensor | None = None
     with torch.no_grad():
-        for layer in shown(options.used(layers)[::-1], description, options.show_progress):
+        for layer in shown(options.used(layers)[::-1]):
             check_tokens(layer, layers[-1])
             added = row_of(layer, options.operator(layer))
             if row is None:

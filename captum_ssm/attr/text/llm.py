@@ -17,6 +17,7 @@ from ...errors import InputError, OptionError, OutputError, TargetError
 from ...tracing import find_model
 from ..call import checks
 from ..call.inputs import call_model
+from ..call.progress import bar, shown
 from ..call.targets import Against, SumTarget, logits_of
 from ..engine.linear_method import LinearMethod, answered
 from ..engine.method import SSMAttribution
@@ -165,7 +166,6 @@ class SSMLLMAttribution(Attribution):
                 f"but attr_method is {type(self.attr_method).__name__}."
             )
         self._check_ids(prompt.ids)
-        checks.flags(show_progress=show_progress)
         if against is not None and spans != "all":
             raise OptionError(
                 f"against= holds whole texts against each other, not spans={spans!r}."
@@ -179,16 +179,16 @@ class SSMLLMAttribution(Attribution):
             hops,
             None if against is None else self._read_target(against),
             None if resume is None else Path(resume),
-            show_progress,
         )
-        if target is None:
-            return self._explained(prompt, self._generated(prompt.ids, gen_args), asked, options)
-        if gen_args is not None:
+        if gen_args is not None and target is not None:
             raise OptionError("gen_args is for generating a target, but target is given as well.")
-        if not _is_several(target):
-            return self._explained(prompt, self._read_target(target), asked, options)
-        texts = [self._read_target(text) for text in target]
-        return [self._explained(prompt, text, asked, options) for text in texts]
+        if target is None:
+            texts = [self._generated(prompt.ids, gen_args)]
+        else:
+            texts = [self._read_target(x) for x in (target if _is_several(target) else [target])]
+        with bar(type(self.attr_method).__name__, show_progress):
+            found = [self._explained(prompt, text, asked, options) for text in shown(texts)]
+        return found if _is_several(target) else found[0]
 
     def _explained(
         self, prompt: Prompt, text: Tensor, asked: _Asked, options: Mapping[str, Any]
@@ -203,8 +203,6 @@ class SSMLLMAttribution(Attribution):
             resume = None if asked.resume is None else asked.resume / "against"
             other = replace(asked, against=None, resume=resume)
             return less(found, self._explained(prompt, asked.against, other, options))
-        if asked.show_progress:
-            options = {**options, "show_progress": True}
         # counted from the end: models may put virtual tokens in front
         targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:
@@ -240,8 +238,7 @@ class SSMLLMAttribution(Attribution):
 
         def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[Hop]]:
             questions = follow(text, spans, length, contrast, asked.hops, logits)
-            if asked.show_progress:
-                questions = counted(questions, method.name, len(spans) * (1 + asked.hops))
+            questions = counted(questions, len(spans) * (1 + asked.hops))
             if asked.resume is None:
                 return questions
             name = type(method).__name__
@@ -382,7 +379,6 @@ class _Asked:
     hops: int
     against: Tensor | None
     resume: Path | None
-    show_progress: bool
 
 
 def _adds_up(method: Any) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from captum._utils.progress import progress
 from torch import Tensor, nn
 
 from ..._files import make_folder, replacing, write_whole
 from ...errors import OptionError
+from ..call.progress import shown
 from ..call.targets import Against
 from .hops import Row
 
@@ -78,20 +78,17 @@ def kept(
         number += 1
 
 
-def counted(
-    questions: Generator[Against, Row, T], description: str, total: int
-) -> Generator[Against, Row, T]:
-    """Yield the same questions, with a progress bar."""
-    with progress(desc=description, total=total) as bar:
-        answer = None
-        while True:
-            try:
-                question = next(questions) if answer is None else questions.send(answer)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            answer = yield question
-            bar.update(1)
+def counted(questions: Generator[Against, Row, T], total: int) -> Generator[Against, Row, T]:
+    """Yield the same questions, each a step of the bar."""
+    answer, numbers = None, shown(range(total))
+    while True:
+        next(numbers, None)
+        try:
+            question = next(questions) if answer is None else questions.send(answer)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        answer = yield question
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:

@@ -52,8 +52,6 @@ class LatimMethod(SSMAttribution):
         inputs: Tensor | tuple[Tensor, ...],
         layers: Sequence[int] | None = None,
         additional_forward_args: Any = None,
-        *,
-        show_progress: bool = False,
     ) -> list[float]:
         """Return the share of each mixer's output that its vectors miss (LATIM, figure 4).
 
@@ -66,7 +64,6 @@ class LatimMethod(SSMAttribution):
             layers: indices of the layers wanted, in the order in which they ran; negative ones
                 count from the end. Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress: show a progress bar over layers. Default: False.
 
         Returns:
             One number per layer: 0 but for rounding with ``activation="linearized"``.
@@ -75,14 +72,14 @@ class LatimMethod(SSMAttribution):
             inputs,
             layers,
             additional_forward_args,
-            read_options(0, show_progress, False),
+            read_options(0, False),
             lambda run, layer: _missed(layer, self.activation, run.mask),
         )
 
 
-def read_options(start_layer: int, show_progress: bool, verify: bool | float) -> Options:
+def read_options(start_layer: int, verify: bool | float) -> Options:
     """Check the options that LATIM's methods share, before anything runs."""
-    return options("exact", "mean", None, start_layer, "paper", show_progress, verify)
+    return options("exact", "mean", None, start_layer, "paper", verify)
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:

@@ -13,8 +13,9 @@ from ...errors import InputError
 from ...linear import Local
 from ...operators.kernels.truths import are_noted, may_hold_any, reached
 from ...tracing import Layer
+from ..call.progress import shown
 from ..engine.decompose import account
-from ..engine.fold import shown, stages
+from ..engine.fold import stages
 from ..engine.result import NamedTokens, Names
 from ..engine.run import Question, Run
 from .contributions import Contributions
@@ -93,7 +94,6 @@ def contributions_to(
     run: Run,
     activation: str,
     make: MakeShares,
-    description: str | None,
     *,
     by_layer: bool,
 ) -> list[LogitContributions]:
@@ -103,7 +103,6 @@ def contributions_to(
         run: the run.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
         make: one of :data:`MIXINGS`.
-        description: label of the progress bar; None for no bar.
         by_layer: whether each layer's contribution is traced back separately, or their sum at once.
     """
     assert run.paths is not None
@@ -130,7 +129,7 @@ def contributions_to(
                 row[apart + part if by_layer else 0] += direct.locals[part].to(row.device)
 
     with torch.no_grad():
-        for stage in shown(stages(layers)[::-1], description or "", description is not None):
+        for stage in shown(stages(layers)[::-1]):
             first = layers.index(stage[0])
             rows = rows.to(stage[-1].values)  # of a model on several devices, where the layers are
             enter_locals(first + 1)

@@ -25,6 +25,8 @@ from .parts import Account, account, options_of_parts, roles_of
 
 #: Streams are held in this share of the largest of their layer, in 16 bits.
 _STEPS = 2**15 - 1
+#: Bytes of base64 as long as a token's values and roles (six lists) in JSON.
+_WRITTEN = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +91,8 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
     return torch.stack([x[0] for x in found.streams]).detach().cpu().double()[:, known.real]
 
 
-def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
-    """Return the layer that moves most relevance between tokens; None if not known."""
+def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
+    """Return the relevance that each layer moves between tokens; None if not known."""
     if streams is None:
         return None
     leaving = torch.zeros_like(streams[-1])
@@ -98,8 +100,8 @@ def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
         leaving = streams[-1]
     else:
         leaving[asking] = streams[-1].sum()
-    moved = (torch.cat([streams[1:], leaving[None]]) - streams).abs().sum(1)
-    return int(moved.argmax())
+    found: list[float] = (torch.cat([streams[1:], leaving[None]]) - streams).abs().sum(1).tolist()
+    return found
 
 
 def packed(streams: Tensor) -> bytes:
@@ -114,9 +116,9 @@ def packed(streams: Tensor) -> bytes:
 
 
 def packed_size(known: Outline) -> int:
-    """Return bytes of the streams of all targets of an outline, by one method."""
+    """Return bytes of all targets of an outline, by one method: streams, values and roles."""
     layers, tokens = len(known.layers), len(known.real)
-    return len(known.targets) * layers * (4 + 2 * tokens)
+    return len(known.targets) * (layers * (4 + 2 * tokens) + _WRITTEN * tokens)
 
 
 def facts_of(

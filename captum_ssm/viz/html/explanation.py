@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from ...attr import LatimFlow, compare
 from ...attr.call.layout import patch_sums
+from ...attr.call.progress import step
 from ...attr.catalogue import QUESTIONS, holds_identity
 from ...attr.comparison import Comparison, Method, Named
+from ...attr.text.spans import stretches
 from ...attr.text.tokens import Tokens
 from ...errors import InputError
 from ..figure import numbers
-from ..labels import as_words, direction_of, spelled
+from ..labels import as_words, direction_of, shards, spelled
 from ..overlay import picture_of
-from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
+from .answers import Answer, answers_of, facts_of, moved, packed_size, switches
 from .example import ShownExample, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
@@ -44,6 +47,10 @@ from .scissors import cuts_of
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
 
+#: Steps of the bar: methods, other predictions, cuts, the graph and maps.
+_STEPS = 5
+
+
 @dataclass(frozen=True, eq=False)
 class Wanted:
     """The requested explanations.
@@ -60,7 +67,6 @@ class Wanted:
             roles take one more explanation.
         answers: whether to explain the other predictions by methods that can, which takes one more
             explanation.
-        show_progress: show progress bars.
     """
 
     methods: Named
@@ -72,7 +78,6 @@ class Wanted:
     graph: int
     accounts: bool
     answers: bool
-    show_progress: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +87,7 @@ class Explanation:
     Attributes:
         facts: all but the maps' numbers, ready for JSON.
         tokens: the plain tokens; in ``facts`` they are spelled.
+        ids: their ids, or None.
         layers: the mixers, in the order in which they ran.
         blocks: the maps' numbers, by the names that ``facts`` gives them.
         accounts: the parts of the explained number, by method. Default: empty.
@@ -89,6 +95,7 @@ class Explanation:
 
     facts: dict[str, Any]
     tokens: Sequence[str]
+    ids: list[int] | None
     layers: list[LayerOutline]
     blocks: dict[str, bytes]
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -120,20 +127,27 @@ def explain(
 ) -> Explanation:
     """Explain one example."""
     gridded = known.grid is not None
-    found = compare(
-        subject.forward_func,
-        example.inputs,
-        wanted.methods,
-        known.target,
-        example.additional or None,
-        model=subject.module,
-        layers=subject.layers,
-        options=_by_patch(wanted) if gridded else wanted.options,
-        per_token=not gridded,
-    )
+    with step(0, _STEPS):
+        found = compare(
+            subject.forward_func,
+            example.inputs,
+            wanted.methods,
+            known.target,
+            example.additional or None,
+            model=subject.module,
+            layers=subject.layers,
+            options=_by_patch(wanted) if gridded else wanted.options,
+            per_token=not gridded,
+        )
     names = _names(example, known)
     words = as_words(names)
-    accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+    with step(1, _STEPS, "other predictions"):
+        accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+    with step(2, _STEPS, "cuts"):
+        cuts = cuts_of(subject, example, known, wanted.cuts)
+    with step(3, _STEPS, "graph"):
+        moves = _moves(answers, known)
+        graph = graph_of(subject, example, known, wanted.graph, moves)
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
@@ -145,12 +159,14 @@ def explain(
         "joined": words.joined,
         "marks": words.marks,
         "breaks": words.breaks,
+        "shards": shards(words),
+        "sentences": sentences_of(names),
         "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted, known),
-        "start": _start(answers, known),
+        "start": None if moves is None else moves.index(max(moves)),
         "image": _image(example, known),
-        "cuts": cuts_of(subject, example, known, wanted.cuts),
-        "graph": graph_of(subject, example, known, wanted.graph),
+        "cuts": cuts,
+        "graph": graph,
         "maps": [],
     }
     for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
@@ -161,15 +177,15 @@ def explain(
         blocks |= streams
     for kind in wanted.maps:
         layers = []
-        taken = maps_of(
-            subject, example, known, kind, wanted.shown_layers, wanted.kept, wanted.show_progress
-        )
-        for facts_of_layer, data in taken:
-            block = f"map-{number}-{kind}-{facts_of_layer['index']}"
-            blocks[block] = data
-            layers.append(facts_of_layer | {"block": block})
+        with step(4, _STEPS, "maps"):
+            taken = maps_of(subject, example, known, kind, wanted.shown_layers, wanted.kept)
+            for facts_of_layer, data in taken:
+                block = f"map-{number}-{kind}-{facts_of_layer['index']}"
+                blocks[block] = data
+                layers.append(facts_of_layer | {"block": block})
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
-    return Explanation(facts, names, known.layers, blocks, accounts)
+    ids = example.inputs[0, known.real].tolist() if example.inputs.dim() == 2 else None
+    return Explanation(facts, names, ids, known.layers, blocks, accounts)
 
 
 def _parts(
@@ -204,10 +220,10 @@ def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
     return count * sum(packed_size(known) for known in outlines)
 
 
-def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
-    """Return the layer that a page begins with."""
+def _moves(answers: Mapping[str, Sequence[Answer]], known: Outline) -> list[float] | None:
+    """Return the relevance that each layer moves between tokens, by the first method with it."""
     for found in answers.values():
-        return start_layer(found[known.asked].streams, known.asking)
+        return moved(found[known.asked].streams, known.asking)
     return None
 
 
@@ -229,6 +245,12 @@ def _names(example: ShownExample, known: Outline) -> Sequence[str]:
     )
 
 
+def sentences_of(names: Sequence[str]) -> list[int]:
+    """Return the first token of each sentence; none if sentences are unknown."""
+    pieces = names.pieces if isinstance(names, Tokens) else None
+    return [] if pieces is None else [x.start for x in stretches(pieces, "sentence")]
+
+
 def _methods(
     found: Comparison,
     roles: Mapping[str, Mapping[str, list[float | None]]],
@@ -242,12 +264,19 @@ def _methods(
         own = known.asking if holds_identity(kind) else None
         said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
         said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        chosen = (wanted.options or {}).get(name, {})
+        said["contrast"] = _plain(chosen.get("contrast"))
         if kind is LatimFlow:
-            rule = (wanted.options or {}).get(name, {}).get("rule", "")
-            said["question"] = QUESTIONS.get(rule)
+            said["question"] = QUESTIONS.get(chosen.get("rule", ""))
         said["sum"] = found.sums[name][0].facts if name in found.sums else None
         facts.append({**said, "roles": roles.get(name, {})})
     return facts
+
+
+def _plain(contrast: Any) -> Any:
+    """Return a contrast as JSON."""
+    is_plain = contrast is None or isinstance(contrast, str)
+    return contrast if is_plain else np.asarray(contrast).tolist()
 
 
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:

@@ -16,13 +16,13 @@ from ...attr.call import checks
 from ...attr.catalogue import DEFAULT, holds_identity
 from ...attr.comparison import named_methods
 from ...attr.text.codec import Pieces
-from ...attr.text.spans import Spans, stretches
+from ...attr.text.spans import Spans
 from ...attr.text.tokens import Tokens
 from ...errors import InputError, OptionError
 from ..figure import check_labels
 from ..labels import as_words, direction_of
 from .example import Subject
-from .explanation import Methods
+from .explanation import Methods, sentences_of
 from .page import short, whole_page
 
 #: In this order they are one style, and one script.
@@ -226,10 +226,10 @@ def _short(constants: Tensor | None) -> list[float]:
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
     """Return the words of a text, and for each span the number of its first word."""
-    words = as_words(Tokens(names, pieces))
-    known = stretches(pieces, "sentence") if pieces is not None else []
+    words_of = Tokens(names, pieces)
+    words = as_words(words_of)
     return {
         **words._asdict(),
         "direction": direction_of("".join(names)),
-        "sentences": [stretch.start for stretch in known],
+        "sentences": sentences_of(words_of),
     }

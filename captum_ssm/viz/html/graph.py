@@ -33,12 +33,26 @@ _ENTERED = ("whole", "target")
 Link: TypeAlias = tuple[int, int, float]
 
 
-def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    """Return the graph of the strongest activations on the way to the target, or the obstacle."""
+def graph_of(
+    subject: Subject,
+    example: ShownExample,
+    known: Outline,
+    count: int,
+    moves: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Return the graph of the strongest activations on the way to the target, or the obstacle.
+
+    Args:
+        subject, example, known: the run.
+        count: number of activations to follow.
+        moves: relevance that each layer moves between tokens. If there are more blocks than can be
+            drawn, those that move most are. Default: None, evenly spaced blocks.
+    """
     told: dict[str, Any] = {
         "rows": [],
         "kind": "blocks",
         "places": 0,
+        "how": "",
         "nodes": [],
         "links": [],
         "path": [],
@@ -49,7 +63,7 @@ def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int
     tokens = known.layers[0].tokens
     rows = min(_ROWS, _LARGEST // tokens - 1)
     if example.is_image:
-        return told | {"obstacle": "Patches of an image are no tokens of the model's input."}
+        return told | {"obstacle": "A graph follows words; an image has none."}
     if rows < 1:
         most = _LARGEST // 2
         return told | {"obstacle": f"The text has {tokens} tokens, and at most {most} are drawn."}
@@ -61,7 +75,7 @@ def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int
                 example.inputs,
                 known.target,
                 example.additional or None,
-                nodes=_evenly(places, rows),
+                nodes=_chosen(places, rows, moves),
                 top=count,
                 keep=None,
                 model=subject.module,
@@ -72,7 +86,10 @@ def graph_of(subject: Subject, example: ShownExample, known: Outline, count: int
         except CaptumSSMError as error:  # which leaves all else to be shown
             return told | {"obstacle": str(error)}
         else:
-            return told | {"kind": kind, "places": len(places)} | _drawn(graph, known, count)
+            fits = moves is not None and len(moves) == len(places)
+            how = "those that move most relevance between tokens" if fits else "taken evenly"
+            about = {"kind": kind, "places": len(places), "how": how}
+            return told | about | _drawn(graph, known, count)
     return told | {"obstacle": obstacle}
 
 
@@ -88,9 +105,14 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
     yield "mixers", list(dict.fromkeys(mixer.module for mixer in mixers))
 
 
-def _evenly(places: Sequence[nn.Module], most: int) -> list[nn.Module]:
-    """Choose at most so many evenly, the last one always."""
+def _chosen(
+    places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
+) -> list[nn.Module]:
+    """Choose at most so many, the last one always."""
     count = len(places)
+    if moves is not None and len(moves) == count > most:
+        best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]
+        return [places[i] for i in (*sorted(best), count - 1)]
     return [places[-(-(i + 1) * count // min(count, most)) - 1] for i in range(min(count, most))]
 
 

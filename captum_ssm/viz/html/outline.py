@@ -5,8 +5,10 @@ Shapes: L tokens, V vocabulary, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,8 @@ from ...errors import InputError, QueryError
 from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import ShownExample, Subject
 
-#: How many of the likeliest classes are named.
-_NAMED = 5
+#: The most likeliest classes, and the most rivals from the text.
+_NAMED, _IN_TEXT = 5, 3
 
 
 class LayerOutline(NamedTuple):
@@ -33,11 +35,15 @@ class LayerOutline(NamedTuple):
 
 
 class LikelyClass(NamedTuple):
-    """A class, or a token, with its logit and its probability among all."""
+    """A class or token, its logit and probability.
+
+    A ``rival`` is in the text, but is neither explained nor among the likeliest.
+    """
 
     label: str
     logit: float
     probability: float
+    rival: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +70,7 @@ class Outline:
         grid: the layout of an image's patches; None without one.
         target: the explained output: the user's, or the model's prediction.
         explained: the same in words.
-        predictions: the likeliest classes, or tokens at the target's position.
+        predictions: the likeliest classes, or tokens at the target's position, and rivals.
         targets: each of these as a target in Captum's forms; only the target without predictions.
         asked: the number of the explained one.
     """
@@ -105,7 +111,8 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
     target = _predicted(output, positions) if example.target is None else example.target
     index = target_index(target, output)
     asking = _asking(output, index, record, mask)
-    explained, predictions, targets, asked = _said(subject, output.detach(), index, target)
+    ids = example.inputs[0] if output.dim() == 3 and example.inputs.dim() == 2 else None
+    explained, predictions, targets, asked = _said(subject, output.detach(), index, target, ids)
     return Outline(
         layers=layers,
         real=positions,
@@ -148,7 +155,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 
 
 def _said(
-    subject: Subject, output: Tensor, index: Tensor | None, target: Any
+    subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
     """Return the explained output in words, the likeliest answers, their targets, its number."""
     if index is None:
@@ -158,9 +165,12 @@ def _said(
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
     # impossible answers have no finite logit to explain
-    named = list(dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen]))
+    said = dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen])
+    named = [*said, *_rivals([] if ids is None else ids.tolist(), place, logits, said)]
     predictions = [
-        LikelyClass(label_of(subject, k, output), float(logits[k]), float(chances[k]))
+        LikelyClass(
+            label_of(subject, k, output), float(logits[k]), float(chances[k]), k not in said
+        )
         for k in named
     ]
     asked = named.index(chosen)
@@ -169,6 +179,16 @@ def _said(
     label = label_of(subject, chosen, output)
     where = f", predicted after token {place[0]}" if output.dim() == 3 else ""
     return f"the logit of “{label}”{where}", predictions, targets, asked
+
+
+def _rivals(
+    ids: Sequence[int], place: Sequence[int], logits: Tensor, said: Collection[int]
+) -> list[int]:
+    """Return the text's tokens that compete with the answer, first those behind the same token."""
+    found = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}.difference(said)
+    asking = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
+    behind = {after for before, after in pairwise(ids) if before == asking}
+    return sorted(found, key=lambda k: (k not in behind, -float(logits[k])))[:_IN_TEXT]
 
 
 def label_of(subject: Subject, index: int, output: Tensor) -> str:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attr import ImplicitAttention, LatimNorm
-from ...attr.engine.fold import shown
+from ...attr.call.progress import shown
 from ...errors import OptionError
 from .example import ShownExample, Subject
 from .outline import Outline
@@ -91,10 +91,9 @@ def maps_of(
     kind: str,
     layers: Sequence[int],
     kept: int,
-    show_progress: bool,
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield the facts and bytes of an example's maps."""
-    maps = _matrices(subject, example, known, kind, layers, show_progress)
+    maps = _matrices(subject, example, known, kind, layers)
     for index, matrix in zip(layers, maps, strict=True):
         packed, layer = pack(matrix, kept), known.layers[index]
         facts = {
@@ -116,7 +115,6 @@ def _matrices(
     known: Outline,
     kind: str,
     layers: Sequence[int],
-    show_progress: bool,
 ) -> Iterator[Tensor]:
     """Yield the maps of the layers (L, L) without padding, of which few are held at a time."""
     method = (ImplicitAttention if kind == "attention" else LatimNorm)(
@@ -126,7 +124,7 @@ def _matrices(
     tokens = max(known.layers[i].tokens for i in layers)
     together = max(1, _HELD // tokens**2)
     starts = range(0, len(layers), together)
-    for start in shown(starts, f"Report, {kind}", show_progress):
+    for start in shown(starts):
         part = list(layers[start : start + together])
         found = take(
             example.inputs, layers=part, additional_forward_args=example.additional or None
@@ -152,7 +150,9 @@ def pack(matrix: Tensor, kept: int) -> PackedMap:
         values = values.gather(-1, columns)
         shares = values.abs().sum(-1) / sums.where(sums > 0, 1.0)
         parts += [_little(shares.where(sums > 0, 1.0), "<f4"), _little(columns, "<u2")]
-    parts += [_steps(cells, scales.max()), _steps(values, scales[:, None])]
+    if kept < size or cell > 1:  # else the overview is the map itself
+        parts.append(_steps(cells, scales.max()))
+    parts.append(_steps(values, scales[:, None]))
     return PackedMap(size, kept, len(cells), cell, largest, b"".join(parts))
 
 

@@ -68,7 +68,7 @@ def whole_page(
         styles, scripts: names of files that become one style, and one script.
         title, facts, blocks: as in :func:`page`. Default of blocks: none.
     """
-    style, script = ("\n".join(map(asset, names)) for names in (styles, scripts))
+    style, script = (_bare("\n".join(map(asset, names))) for names in (styles, scripts))
     data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
     for name, content in blocks.items():
         encoded = base64.b64encode(content).decode("ascii")
@@ -82,6 +82,13 @@ def whole_page(
         "data": "\n".join(data),
     }
     return filled(skeleton, parts)
+
+
+def _bare(text: str) -> str:
+    """Return a style or a script without indents and without lines of comments."""
+    return re.sub(
+        r"^ *(/\*(?:(?!\*/).)*\*/\n|// [^\n]*\n)?", "", text, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def filled(skeleton: str, parts: Mapping[str, str]) -> str:

@@ -13,9 +13,9 @@ from ..._files import make_folder, write_whole
 from ...attr.call import checks
 from ...attr.call.given import called_by_name
 from ...attr.call.inputs import batch_parts
+from ...attr.call.progress import bar, shown
 from ...attr.catalogue import DEFAULT, with_rules
 from ...attr.comparison import named_methods
-from ...attr.engine.fold import shown
 from ...attr.engine.fold import wanted as layers_wanted
 from ...attr.text.spans import Spans
 from ...errors import OptionError
@@ -105,8 +105,9 @@ def report(
             ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
         shown_layers: indices of the layers whose maps are shown, in the order in which they ran;
             negative ones count from the end. Default: None, all.
-        megabytes: the most megabytes of maps and layers' inputs in the file. If not all entries of
-            maps fit, the strongest of each row are kept, with a note. Default: 12.
+        megabytes: the most megabytes of maps, layers' inputs and other predictions in the file. If
+            not all entries of maps fit, the strongest of each row are kept, with a note.
+            Default: 12.
         cuts: number of messages between tokens to cut, one by one and the strongest in pairs, by
             effect in :class:`~captum_ssm.EdgeEffects`; at most 60, and 0 for none. Default: None,
             20 with maps, and none without.
@@ -241,9 +242,8 @@ def explain_all(
     followed = _count("graph", graph, _NODES * bool(kinds))
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
-    parts = list(zip(batch_parts(len(examples), 1), examples, strict=True))
     outlines = []
-    for cut, example in shown(parts, "Report, forward runs", show_progress):
+    for cut, example in zip(batch_parts(len(examples), 1), examples, strict=True):
         with cut.counting():
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
@@ -251,12 +251,14 @@ def explain_all(
     taken = streams_size(outlines, named) if answers else 0
     kept = _kept(outlines, chosen, kinds, megabytes, taken)
     counts = kept, tried, followed
-    asked = Wanted(named, options, kinds, chosen, *counts, accounts, answers, show_progress)
+    asked = Wanted(named, options, kinds, chosen, *counts, accounts, answers)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
-    return [
-        explain(subject, example, known, asked, number)
-        for number, (example, known) in shown(numbered, "Report, examples", show_progress)
-    ]
+    labels = [f"example {n + 1} of {len(examples)}" * (len(examples) > 1) for n, _ in numbered]
+    with bar("Report", show_progress):
+        return [
+            explain(subject, example, known, asked, number)
+            for number, (example, known) in shown(numbered, labels)
+        ]
 
 
 def _kinds(matrices: bool | Sequence[str]) -> list[str]:

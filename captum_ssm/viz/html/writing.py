@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._files import replacing, write_whole
 from ...errors import OptionError
+from ..labels import PARTS
 from ..overlay import plot_image
 from ..roles import plot_roles
 from ..text import plot_text
@@ -91,16 +92,22 @@ def json_of(found: Sequence[Explanation], model: str) -> str:
     ``accounts`` holds the sum of all relevance, ``bias`` (constants) and ``delta`` (missing) of
     methods that decompose the output. ``references`` and ``baselines`` are parts of ``bias``.
     ``sums`` holds the wanted number, the sum and the delta of methods that promise a sum. ``roles``
-    holds relevance by role.
+    holds relevance by role. ``contrast`` is the alternative to the target.
     """
     examples = [
         {
             "explained": explanation.facts["explained"],
             "predictions": explanation.facts["predictions"],
             "tokens": list(explanation.tokens),
+            "ids": explanation.ids,
             "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
             "sums": {m["name"]: m["sum"] for m in explanation.facts["methods"] if m.get("sum")},
             "roles": {m["name"]: m["roles"] for m in explanation.facts["methods"] if m["roles"]},
+            "contrast": {
+                m["name"]: m["contrast"]
+                for m in explanation.facts["methods"]
+                if m["contrast"] is not None
+            },
             "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},
         }
         for explanation in found
@@ -173,19 +180,23 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return a method's most relevant tokens in one line, and the first of each role in another.
+    """Return a method's most relevant words in one line, and the first of each role in another.
 
     Args:
         facts: of an example, with its ``tokens``.
         method: facts of the method: ``name``, ``values`` (one per token or None), ``own`` (the
             token with the identity, or None), and ``roles``.
-        count: the most tokens. Default: 5.
+        count: the most words. Default: 5.
     """
 
     def first(scores: Tensor, count: int) -> str:
-        best = scores.abs().topk(min(count, len(scores))).indices.tolist()
-        best = [i for i in best if i != method["own"]]
-        return ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)
+        names, sums = list(facts["tokens"]), scores.clone()
+        for i in reversed(facts["shards"]):
+            names[i - 1] += names[i].lstrip(PARTS)
+            sums[i - 1 : i + 1] = torch.tensor([sums[i - 1] + sums[i], 0.0])
+        best = sums.abs().topk(min(count, len(sums))).indices.tolist()
+        best = [i for i in best if i != method["own"] and sums[i]]
+        return ", ".join(f"{names[i]} ({sums[i]:+.3g}, token {i})" for i in best)
 
     question = f"{method['question']} " if method.get("question") else ""
     lines = [f"  {question}{_caption(method)}: {first(_scores(method), count)}"]

@@ -132,6 +132,15 @@ def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     logits = model(ids).logits[0, 5].detach()
     best = list(dict.fromkeys([*logits.topk(5).indices.tolist(), 7]))
     assert example["asked"] == best.index(7)
+    said = [(int(p["label"]), p["rival"]) for p in example["predictions"]]
+    assert said[: len(best)] == [(token, False) for token in best]
+    # rivals are of the text, first what stood behind the asking token there
+    text = ids[0].tolist()
+    rivals = sorted(set(text) - set(best), key=lambda k: -float(logits[k]))
+    behind = [k for k in rivals if text[5] in [text[i - 1] for i in range(1, 9) if text[i] == k]]
+    rivals = [*behind, *(k for k in rivals if k not in behind)][:3]
+    assert said[len(best) :] == [(token, True) for token in rivals]
+    best += rivals
     assert len(flow["answers"]) == len(best)
     for token, answer in [*zip(best, flow["answers"], strict=True)][::2]:
         found = LatimFlow(model).decompose(ids, (5, token), rule=rule)

@@ -4,6 +4,8 @@
 
 /** So many tokens are named. */
 const STRONGEST = 10;
+/** And so many sentences of a long text. */
+const SENTENCES = 3;
 
 /** A choice of one, as a chip. */
 function chip(name, value, checked, disabled, ...content) {
@@ -19,16 +21,18 @@ function showChips({ predictions }, answer, against, switchable) {
   const legends = [targets, rivals].map((field) => field.querySelector('legend'));
   targets.hidden = !predictions.length;
   rivals.hidden = !switchable || predictions.length < 2;
-  const chips = predictions.map(({ label, probability, logit }, index) => {
+  const chips = predictions.flatMap(({ label, probability, logit, rival }, index) => {
+    if (rival && index !== answer) return [];
     const share = make('span', { className: 'share' }, percent(probability));
     const made = chip('target', index, index === answer, !switchable && index !== answer, named(label), share);
     made.title = `logit ${short(logit)}`;
-    return made;
+    return [made];
   });
   targets.replaceChildren(legends[0], ...chips);
-  const others = predictions.flatMap(({ label }, index) =>
-    index === answer ? [] : [chip('rival', index, index === against, false, named(label))],
-  );
+  // those of the text first: they are what a question is about
+  const order = predictions.map((_, index) => index).sort((a, b) => predictions[b].rival - predictions[a].rival);
+  const others = order.filter((index) => index !== answer)
+    .map((index) => chip('rival', index, index === against, false, named(predictions[index].label)));
   rivals.replaceChildren(legends[1], chip('rival', '', against === null, false, 'nothing'), ...others);
 }
 
@@ -74,6 +78,17 @@ function alike(values) {
   return values.map((value) => value.toFixed(digits).replace(/^-(?=.*[1-9])/, '−').replace(/^-/, ''));
 }
 
+/** Tokens' names and values by word: each at its first token, and null at those that go on with it. */
+function wholeWords({ tokens, shards }, values) {
+  const [names, sums] = [[...tokens], [...values]];
+  for (const index of [...shards].reverse()) {
+    names[index - 1] += /^[₀-₉]+$/.test(names[index]) ? '' : names[index];
+    if (sums[index] !== null) sums[index - 1] += sums[index];
+    sums[index] = null;
+  }
+  return { names, sums };
+}
+
 /** What relevance adds up to, in words. */
 function equation(view, shades, what) {
   if (view.whole) {
@@ -91,9 +106,10 @@ function equation(view, shades, what) {
 }
 
 /** The strongest tokens as bars, and what they add up to with all else. */
-function showStrongest(section, { tokens }, view, shades, what, astray) {
-  const best = strongest(shades, STRONGEST);
-  const shown = best.map((index) => view.values[index]);
+function showStrongest(section, example, view, shades, what, astray) {
+  const { names: tokens, sums: values } = wholeWords(example, shades);
+  const best = strongest(values, STRONGEST);
+  const shown = best.map((index) => values[index]);
   const ends = [Math.min(0, ...shown), Math.max(view.silent ? endOf(view) : 0, ...shown)];
   const row = (index) => {
     const token = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, tokens[index]));
@@ -104,15 +120,16 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
       {},
       make('td', { className: 'number' }, String(index)),
       make('td', { className: 'word' }, token),
-      make('td', { className: 'scale' }, bar(view.values[index], ...ends)),
-      make('td', { className: 'number' }, short(view.values[index])),
+      make('td', { className: 'scale' }, bar(values[index], ...ends)),
+      make('td', { className: 'number' }, short(values[index])),
     );
   };
   const total = (name, value) =>
     make('tr', {}, make('th', { scope: 'row', colSpan: 3 }, name), make('td', { className: 'number' }, short(value)));
-  const others = sumOf(shades.filter((_, index) => !best.includes(index)));
-  const left = shades.filter((value) => value !== null).length - best.length;
-  const sums = left > 0 ? [total(left === 1 ? 'One other token' : `${left} other tokens`, others)] : [];
+  const others = sumOf(values.filter((_, index) => !best.includes(index)));
+  const left = values.filter((value) => value !== null).length - best.length;
+  const kind = example.shards.length ? 'word' : 'token';
+  const sums = left > 0 ? [total(left === 1 ? `One other ${kind}` : `${left} other ${kind}s`, others)] : [];
   if (view.output !== undefined && !view.whole) {
     sums.push(total('Biases', view.bias), total(`= ${what}`, view.output));
   }
@@ -120,4 +137,27 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
   table.tBodies[0].replaceChildren(...best.map(row));
   table.tFoot.replaceChildren(...sums);
   byId('sum').textContent = equation(view, shades, what) + astray;
+}
+
+/** Of a long text the sentences whose tokens add most, each at its strongest token. */
+function showSentences(list, { tokens, joined, sentences }, shades) {
+  list.hidden = tokens.length <= LONG || sentences.length < 2;
+  if (list.hidden) return;
+  const glued = new Set(joined);
+  const ends = [...sentences.slice(1), tokens.length];
+  const sums = sentences.map((start, at) => sumOf(shades.slice(start, ends[at])));
+  const rows = strongest(sums, SENTENCES).map((at) => {
+    const inside = tokens.map((_, index) => index).slice(sentences[at], ends[at]);
+    const [best] = strongest(shades.slice(sentences[at], ends[at]), 1);
+    const most = largestOf(inside.map((index) => shades[index]));
+    const words = inside.flatMap((index) => {
+      const word = make('span', {}, tokens[index]);
+      word.style.backgroundColor = tint(shades[index], most);
+      return glued.has(index) ? [word] : [' ', word];
+    });
+    const button = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, ...words));
+    button.dataset.index = sentences[at] + (best ?? 0);
+    return make('li', {}, make('b', { className: 'number' }, short(sums[at])), button);
+  });
+  list.querySelector('ol').replaceChildren(...rows);
 }

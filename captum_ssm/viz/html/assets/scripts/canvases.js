@@ -32,6 +32,9 @@ function paintCells(canvas, values, width, height, largest, densest = 0.9, colou
 /** Cells that a strip has at most; narrower ones would not be seen. */
 const STRIP = 320;
 
+/** The square root of a value's share, so that of long texts more than the strongest is seen. */
+const shadeOf = (value, largest) => Math.sign(value) * Math.sqrt(Math.abs(value) / (largest || 1));
+
 /** Fill a canvas with a row of values, the strongest of neighbours where there are many. */
 function paintStrip(canvas, values, largest) {
   const cell = Math.ceil(values.length / STRIP);
@@ -39,7 +42,8 @@ function paintStrip(canvas, values, largest) {
   for (let start = 0; start < values.length; start += cell) {
     cells.push(strongestOf(values.slice(start, start + cell)));
   }
-  paintCells(canvas, cells, cells.length, 1, largest);
+  if (values.length > LONG) paintCells(canvas, cells.map((value) => shadeOf(value, largest)), cells.length, 1, 1);
+  else paintCells(canvas, cells, cells.length, 1, largest);
 }
 
 /** The strongest entry of a strip's values in the cell that an event is at. */

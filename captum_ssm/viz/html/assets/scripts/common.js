@@ -2,6 +2,9 @@
 
 /* What pages share: elements, tokens, the keys among them, colours of values, and the theme. */
 
+/** Texts of more tokens than this are shown by sentences, and in square roots. */
+const LONG = 100;
+
 const byId = (id) => document.getElementById(id);
 
 /** An element with properties, and texts or elements in it; never markup. */
@@ -46,6 +49,18 @@ class TokenLines {
     for (const index of marks) this.elements[index].classList.add('mark');
   }
 
+  /** Tokens as a text in lines: what is copied has its spaces, and no word is broken. */
+  lay(indices, joined, breaks) {
+    const [glued, ends] = [new Set(joined), new Set(breaks)];
+    const flow = make('div', { className: 'flow', dir: this.direction });
+    for (const index of indices) {
+      if (!glued.has(index)) flow.append(' ');
+      flow.append(this.elements[index]);
+      if (ends.has(index)) flow.append(make('br'));
+    }
+    return flow;
+  }
+
   /** Go where a key leads from a token; whether it leads anywhere. */
   go(key, index) {
     const last = this.elements.length - 1;
@@ -66,7 +81,6 @@ class TokenLines {
     let [best, distance, line] = [index, Infinity, null];
     for (let i = index + step; i >= 0 && i < this.elements.length; i += step) {
       const box = this.elements[i].getBoundingClientRect();
-      if (!box.width) return best === index ? i : best; // in a fold that is closed
       if (Math.abs(box.top - from.top) < box.height / 2) continue;
       if (line !== null && Math.abs(box.top - line) > box.height / 2) break;
       line = box.top;

@@ -206,9 +206,10 @@ function drawCut({ answers, before: whole, without: rest, estimated, error }) {
 }
 
 /** A message from a word to a word to choose; `cut` is called with its layer and ends. */
-function drawCutting(words, layers, cut) {
+function drawCutting(words, values, layers, cut) {
   const last = words.length - 1;
-  const [from, source] = choice('From', words, Math.max(0, last - 1));
+  const sizes = words.map((_, i) => (i < last ? Math.abs(values[i] ?? 0) : -1));
+  const [from, source] = choice('From', words, sizes.indexOf(Math.max(...sizes)));
   const [to, target] = choice('To', words, last);
   const [layer, index] = choice('Layer', layers, layers.length - 1);
   const result = make('div', { className: 'result' });
@@ -245,7 +246,7 @@ function drawWay(words, label, follow) {
 
 /** What a method says of an example, or why it does not. */
 function drawMethod(output) {
-  const title = output.method ? [make('p', { className: 'by note' }, `by ${readable(output.method)}`)] : [];
+  const title = output.method ? [make('p', { className: 'by note' }, readable(output.method))] : [];
   if (output.error !== undefined) {
     return make('div', {}, ...title, make('p', { className: 'error' }, readable(output.error)));
   }
@@ -267,7 +268,7 @@ function drawModel(outputs, title, layers, answers) {
     const target = told.active_index;
     const explained = [...told.predicted, told.actual].find((score) => score && score.index === target);
     made.append(
-      drawCutting(words, layers, (edge) => answers.cut(target, edge)),
+      drawCutting(words, told.feature_outputs[0].modified, layers, (edge) => answers.cut(target, edge)),
       drawWay(words, explained ? explained.label : 'the output', () => answers.follow(target)),
     );
   }

@@ -7,7 +7,7 @@ const FACTS = JSON.parse(byId('facts').textContent);
 /** Values of a row are whole numbers of this share of its largest. */
 const ROW_STEPS = 32767;
 /** How many of the strongest words are listed. */
-const LISTED = 8;
+const LISTED = { prompt: 6, answer: 3 };
 /** How many of them are named in a sentence. */
 const NAMED = 3;
 
@@ -119,12 +119,12 @@ function show() {
   }
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
-  byId('strongest-title').textContent = back ? 'Gives most to' : 'Due to most';
+  byId('strongest-title').textContent = back ? 'Gives most to' : 'Comes most from';
   const best = listed(shades, largest);
   byId('status').replaceChildren(...sentence(at, words, best, back));
   byId('shown').textContent = back
     ? 'Background of the answer: what the chosen part of the prompt adds to it.'
-    : 'Background: what the chosen part of the answer is due to.';
+    : 'Background: what the chosen part of the answer comes from.';
   sayOneSum(values, words, back);
   showNumbers(values);
 }
@@ -137,15 +137,15 @@ function listed(shades, largest) {
     const pane = panes[side];
     const whole = chosen.shades === 'sentences' && pane.hasSentences;
     const seen = new Set();
-    for (const index of strongest(shades[side], whole ? pane.labels.length : LISTED)) {
+    for (const index of strongest(shades[side], whole ? pane.labels.length : LISTED[side])) {
       if (whole && seen.has(pane.sentences[index])) continue;
       seen.add(pane.sentences[index]);
       const text = pane.read(whole ? pane.sentenceOf(index) : [index]);
       found.push({ side, index: whole ? pane.sentenceOf(index)[0] : index, text, value: shades[side][index] });
     }
   }
-  found.sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
-  const best = found.slice(0, LISTED);
+  // the prompt first: that is what is asked for
+  const best = ['prompt', 'answer'].flatMap((side) => found.filter((each) => each.side === side).slice(0, LISTED[side]));
   byId('strongest').replaceChildren(
     ...best.map(({ side, index, text, value }) => {
       const bar = make('span', { className: 'bar' });
@@ -173,7 +173,7 @@ function sentence(at, words, best, back) {
   if (at) quote(panes[at.side].read(words));
   else say('The whole answer');
   say(chosen.kept ? ' (kept)' : '');
-  say(back ? ' gives most to ' : ' is due most to ');
+  say(back ? ' gives most to ' : ' comes most from ');
   best.slice(0, NAMED).forEach(({ text, value }, n) => {
     if (n) say(', ');
     quote(text);
@@ -205,7 +205,7 @@ function sayOneSum(values, words, back) {
     return;
   }
   const parts = [add(values.prompt), add(values.answer), fixed];
-  byId('sum').textContent = `Prompt ${short(parts[0])}, answer itself ${short(parts[1])}, constants ${short(parts[2])}: together ${short(add(parts))}.`;
+  byId('sum').textContent = `Prompt ${short(parts[0])}, earlier words of the answer ${short(parts[1])}, constants ${short(parts[2])}: together ${short(add(parts))}.`;
 }
 
 /** All numbers of what is looked at. */
@@ -227,8 +227,7 @@ function showNumbers(values) {
 
 /** How often relevance went on, in words. */
 function sayHops() {
-  const words = ['directly', 'after one hop'];
-  byId('hops-said').textContent = words[chosen.hops] || `after ${chosen.hops} hops`;
+  byId('hops-said').textContent = ['not at all', 'once'][chosen.hops] || `${chosen.hops} times`;
 }
 
 /** All of the chosen example. */
@@ -239,7 +238,10 @@ function showExample() {
   byId('stretch').hidden = !panes.answer.hasSentences;
   byId('shades').hidden = !panes.prompt.hasSentences && !panes.answer.hasSentences;
   const most = example.blocks.length - 1;
-  Object.assign(chosen, { at: null, kept: false, hops: most });
+  const long = example.prompt.labels.length + example.answer.labels.length > LONG;
+  const shades = long && !byId('shades').hidden ? 'sentences' : 'words';
+  document.querySelector(`#shades [value=${shades}]`).checked = true;
+  Object.assign(chosen, { at: null, kept: false, hops: most, shades });
   Object.assign(byId('hops'), { max: most, value: most });
   byId('following').hidden = most === 0;
   sayHops();

@@ -20,6 +20,8 @@ const WIDTHS = [0.75, 7];
 const LABEL = 16;
 /** A picture that is too wide is made smaller down to this share, and then scrolls. */
 const LEAST = 0.8;
+/** And one that is too narrow is stretched up to this. */
+const MOST_SPREAD = 2.2;
 /** To begin with, so many lines are shown; and of a dot's parts so many have a row. */
 const LINES = 60;
 const PARTS = 8;
@@ -76,9 +78,9 @@ function columnsOf(tokens, columns, wide) {
 }
 
 /** What is drawn, in words. */
-function graphNote({ rows, kind, places }) {
+function graphNote({ rows, kind, places, how }) {
   const what = kind === 'blocks' ? 'a block of the model handed on' : 'a mixer returned';
-  const some = rows.length < places ? ` Of ${places} ${kind}, ${rows.length} are rows, taken evenly; the way runs through the others too.` : '';
+  const some = rows.length < places ? ` Of ${places} ${kind}, ${rows.length} are rows, ${how}; the way runs through the others too.` : '';
   return `A dot is a word, or all that ${what} at that word; a line is the relevance that it passes on: purple adds to what is explained, brown takes off, and both are the wider the more they are. Those that add most are followed down to what they are made of; hollow ones are not.${some} Choose a dot to see its parts alone; the arrow keys go from dot to dot.`;
 }
 
@@ -132,15 +134,22 @@ class Flow {
     const { middles, words, turned, width } = columnsOf(tokens, nodes.map(column), wide);
     const names = ['words', ...rows.map((module) => cutLabel(rowName(module))), 'explained'];
     const left = Math.max(...names.map(wide)) + MARGIN;
-    const across = (x) => left + (direction === 'rtl' ? width - x : x);
+    const room = (this.part('.picture').clientWidth - left - 2 * MARGIN) / width;
+    const spread = turned ? 1 : Math.max(1, Math.min(MOST_SPREAD, room));
+    const across = (x) => left + spread * (direction === 'rtl' ? width - x : x);
     const apart = ROWS[rows.length > MANY ? 1 : 0];
     const height = apart * (names.length - 1) + 2 * MARGIN;
     const up = (row) => height - MARGIN - apart * row;
     const below = turned ? Math.max(...words.map(({ text }) => wide(text))) : 12;
-    const size = { width: Math.ceil(left + width + MARGIN), height: Math.ceil(height + below + MARGIN) };
+    const size = { width: Math.ceil(left + spread * width + MARGIN), height: Math.ceil(height + below + MARGIN) };
     this.places = nodes.map((node) => ({ x: across(middles.get(column(node))), y: up(node.row) }));
     this.lines = this.links.map((link) => this.line(link));
     this.dots = nodes.map((node, index) => this.dot(node, index));
+    const steps = this.path.map(({ node }) => node);
+    this.along = this.path.map(({ adds }, i) => {
+      const [from, to] = [this.places[steps[i]], this.places[steps[i + 1] ?? this.target]];
+      return draw('text', { x: (from.x + to.x) / 2 - 7, y: (from.y + to.y) / 2, dy: '0.35em', class: 'along' }, short(adds));
+    });
     const weakest = this.links.map((_, i) => i).sort((a, b) => Math.abs(this.links[a].weight) - Math.abs(this.links[b].weight));
     const labels = words.map(({ text, x }) => {
       const [at, y] = [across(x), height];
@@ -152,7 +161,7 @@ class Flow {
     const sides = names.map((text, row) => draw('text', { x: 0, y: up(row), dy: '0.35em', class: 'row' }, text));
     const label = `What adds to what on the way to ${example.explained}: ${nodes.length} dots, ${this.links.length} lines. Arrow keys move, Enter shows what a dot is made of, Escape shows all`;
     const looks = { role: 'group', 'aria-label': label, viewBox: `0 0 ${size.width} ${size.height}`, ...size };
-    const made = draw('svg', looks, ...weakest.map((i) => this.lines[i]), ...this.dots, ...sides, ...labels);
+    const made = draw('svg', looks, ...weakest.map((i) => this.lines[i]), ...this.dots, ...sides, ...labels, ...this.along);
     made.style.minWidth = `${LEAST * size.width}px`;
     this.listen(this.part('.picture'), made);
     this.reach(this.target);
@@ -323,7 +332,7 @@ function graphHolders() {
   path.setAttribute('role', 'group');
   path.setAttribute('aria-label', 'The strongest path');
   return [
-    make('p', { className: 'smallest' }, make('label', {}, 'Parts of at least ', slider), make('output'), whole),
+    make('p', { className: 'smallest' }, make('label', {}, 'Show parts of at least ', slider), make('output'), whole),
     make('div', { className: 'pair' }, make('div', { className: 'picture' }), parts),
     make('p', { className: 'note' }),
     path,

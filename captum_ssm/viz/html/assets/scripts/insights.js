@@ -114,7 +114,7 @@ themeButton(byId('theme'));
 const overImages = new OverImages(byId('over-image'), layOverImages);
 
 listenToWords(byId('examples'));
-byId('choices').hidden = Boolean(KEPT);
+byId('choosing').hidden = byId('next').hidden = Boolean(KEPT);
 byId('kept').hidden = !KEPT;
 
 alone(() => ask('config')).then((config) => {
@@ -129,6 +129,7 @@ alone(() => ask('config')).then((config) => {
     fetchExamples(config, controls.read(), true);
   });
   byId('next').addEventListener('click', () => {
+    byId('choosing').open ||= !byId('choices').checkValidity();
     if (byId('choices').reportValidity()) fetchExamples(config, controls.read(), false);
   });
   fetchExamples(config, controls.read(), true);

@@ -93,7 +93,9 @@ function cellAt(canvas, event, rows, columns) {
 function paintEntering(chart, entering, names) {
   const { width, found } = entering.cells();
   const canvas = chart.querySelector('canvas');
-  paintCells(canvas, found, width, entering.layers, largestOf(found));
+  const largest = largestOf(found);
+  if (entering.size > LONG) paintCells(canvas, found.map((value) => shadeOf(value, largest)), width, entering.layers, 1);
+  else paintCells(canvas, found, width, entering.layers, largest);
   canvas.setAttribute('aria-label', `Relevance of what enters each of ${entering.layers} layers at each of ${entering.size} tokens`);
   nameAxes(chart, Array.from({ length: entering.layers }, (_, i) => `layer ${entering.layers - 1 - i}`), axisNames(names));
 }
@@ -103,7 +105,7 @@ function paintMap(chart, map, names) {
   const { index, side, size } = map.facts;
   const canvas = chart.querySelector('canvas');
   // by square roots: most entries are far smaller than the largest
-  const shades = map.overview().map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
+  const shades = map.overview().map((value) => shadeOf(value, 1));
   paintCells(canvas, shades, side, side, 1, 1);
   canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
   nameAxes(chart, axisNames(names), axisNames(names));

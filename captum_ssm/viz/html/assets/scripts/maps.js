@@ -27,7 +27,7 @@ class LayerMap {
     if (this.parts) return this.parts;
     const bytes = bytesOf(this.facts.block);
     const { size, kept } = this;
-    const cells = this.facts.side * this.facts.side;
+    const cells = this.whole && this.facts.cell === 1 ? 0 : this.facts.side ** 2;
     let at = 0;
     const next = (kind, count) => {
       const end = at + count * kind.BYTES_PER_ELEMENT;
@@ -80,7 +80,10 @@ class LayerMap {
 
   /** The overview's cells, in shares of the map's largest entry. */
   overview() {
-    return Float32Array.from(this.read().overview, (value) => value / STEPS);
+    const { overview, values, scales } = this.read();
+    if (overview.length) return Float32Array.from(overview, (value) => value / STEPS);
+    const largest = largestOf(scales) || 1; // it is the map itself
+    return Float32Array.from(values, (value, at) => ((value / STEPS) * scales[Math.floor(at / this.size)]) / largest);
   }
 }
 

@@ -16,13 +16,7 @@ class Pane extends TokenLines {
     this.current = [];
     labels.forEach((label) => this.add(label, ''));
     this.join(joined, marks);
-    const flow = make('div', { className: 'flow', dir: direction });
-    const ends = new Set(breaks);
-    this.elements.forEach((element, index) => {
-      flow.append(element);
-      if (ends.has(index)) flow.append(make('br'));
-    });
-    holder.replaceChildren(flow);
+    holder.replaceChildren(this.lay(labels.keys(), joined, breaks));
     this.reach(0);
     this.act = act;
   }

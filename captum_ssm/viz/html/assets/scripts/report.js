@@ -122,7 +122,8 @@ function showLegend() {
   byId('least').textContent = short(-largest);
   const map = usableMap();
   const bars = map ? ` Bar below: what the token pointed at takes from each in layer ${map.facts.index}.` : '';
-  byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}`;
+  const roots = example().tokens.length > LONG ? ' In strips and in the picture of layers shades are square roots.' : '';
+  byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}${roots}`;
 }
 
 /** Lay a view's relevance over an image whose tokens are patches. */
@@ -252,6 +253,7 @@ function showRelevance() {
   byId('explained').textContent = explainedBy(example(), answer, against);
   byId('strongest-title').textContent = `Strongest for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
   showStrongest(byId('strongest'), example(), view(), shadesOf(view()), what, astray);
+  showSentences(byId('sentences'), example(), shadesOf(view()));
   showEntering();
   showOverImage();
   showLegend();
@@ -275,7 +277,7 @@ function showAnswer() {
 
 /** A row, or a small picture, for each method and role to choose it by. */
 function showMethods() {
-  const { tokens: names, image } = example();
+  const { tokens: names, image, predictions, asked } = example();
   const field = byId('methods');
   const legend = field.querySelector('legend');
   const gridded = image && image.grid;
@@ -295,12 +297,13 @@ function showMethods() {
     if (gridded) canvas.className = 'over';
     return make(
       'label',
-      { className: view.whole ? 'role' : '' },
+      { className: `${view.whole ? 'role' : ''}${(view.whole ?? view).astray ? ' astray' : ''}` },
       radio,
       make('span', { className: 'name' }, ...calledBy(view)),
       gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
       most,
       ...sumToldOf(view.whole ? {} : view),
+      ...(view.astray ? [make('span', { className: 'sum' }, `It was asked for “${predictions[asked].label}” alone.`)] : []),
     );
   });
   field.replaceChildren(legend, ...rows);
@@ -328,7 +331,6 @@ function showExample() {
   Object.assign(chosen, { answer: asked, against: null, layer: null, pointed: null, kept: null });
   showImage(byId('seen'), image);
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
-  byId('folding').hidden = tokens.parts.length === 0;
   byId('over-image').hidden = tokens.canvas === null;
   document.documentElement.classList.toggle('on-images', tokens.canvas !== null);
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
@@ -369,11 +371,10 @@ function readAddress() {
   scissors.read(asked.get('cut'));
 }
 
-/** Unfold what holds the strongest tokens, and have the strongest of all in view. */
+/** Have the strongest token in view. */
 function showBest() {
-  const best = strongest(shadesOf(view()), 5);
-  tokens.unfold(best);
-  if (best.length) tokens.show(best[0]);
+  const [best] = strongest(shadesOf(view()), 1);
+  if (best !== undefined) tokens.show(best);
 }
 
 function begin() {
@@ -408,14 +409,14 @@ function begin() {
     showMap();
   });
   byId('layer').addEventListener('input', (event) => chooseLayer(Number(event.target.value)));
-  byId('unfold').addEventListener('click', () => tokens.foldAll(true));
-  byId('fold').addEventListener('click', () => tokens.foldAll(false));
   byId('numbers').addEventListener('toggle', showNumbers);
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
-  byId('strongest').addEventListener('click', (event) => {
-    const button = event.target.closest('.jump');
-    if (button) act('jump', Number(button.dataset.index));
-  });
+  for (const id of ['strongest', 'sentences']) {
+    byId(id).addEventListener('click', (event) => {
+      const button = event.target.closest('.jump');
+      if (button) act('jump', Number(button.dataset.index));
+    });
+  }
   listenToStrips(byId('methods'));
   listenToChart(byId('overview'), mapCell);
   listenToChart(byId('entering').querySelector('.chart'), enteringCell);

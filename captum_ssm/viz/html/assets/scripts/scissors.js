@@ -32,6 +32,7 @@ class Scissors {
     this.table = find('table');
     this.nudge.prepend(draw('svg', { viewBox: '-9 -9 18 18', width: 16 }, draw('path', { d: SCISSORS })));
     this.healing.addEventListener('click', () => this.heal());
+    find('.copy').addEventListener('click', () => this.copy());
     this.listen();
     new ResizeObserver(() => this.layOut()).observe(this.stage);
   }
@@ -52,7 +53,7 @@ class Scissors {
     this.ends = [Math.min(0, ...scores), Math.max(0, ...scores)];
     for (const name of this.section.querySelectorAll('.answered')) name.textContent = cutLabel(this.answer);
     const pictured = example.image === null;
-    this.stage.hidden = this.section.querySelector('.key').hidden = !pictured;
+    for (const name of ['.stage', '.key', '.copy']) this.section.querySelector(name).hidden = !pictured;
     this.section.querySelector('details').open = !pictured;
     byId('cuts-rough').hidden = !rows.some((row) => row.first_order);
     this.bars.replaceChildren();
@@ -504,6 +505,49 @@ class Scissors {
     return line;
   }
 
+  /** Words, arcs and what the model says as one picture: copied, or where that is not allowed, a file. */
+  async copy() {
+    const { stage, svg, say } = this;
+    const page = getComputedStyle(document.body);
+    const { left, top, width, height } = stage.getBoundingClientRect();
+    const made = svg.cloneNode(true);
+    const all = [...made.querySelectorAll('*')];
+    const wear = (element, seen) => {
+      const looks = getComputedStyle(seen);
+      for (const name of LOOKS) element.style.setProperty(name, looks.getPropertyValue(name));
+      return looks;
+    };
+    [...svg.querySelectorAll('*')].forEach((seen, index) => wear(all[index], seen));
+    for (const seen of [...this.words.values(), this.frame, this.chance, ...stage.querySelectorAll('.gap')]) {
+      const box = seen.getBoundingClientRect();
+      const text = draw('text', { x: box.left - left, y: (box.top + box.bottom) / 2 - top, dy: '0.35em' }, seen.textContent);
+      text.style.fill = wear(text, seen).color;
+      made.append(text);
+    }
+    const told = draw('text', { x: 0, y: height + 24 }, say.textContent);
+    told.style.cssText = `font: 15px ${page.fontFamily}; fill: ${page.color}`;
+    made.append(told);
+    const size = { width: Math.max(width, ruler(say)(say.textContent) * 1.3) + 32, height: height + 64 };
+    const looks = { ...size, viewBox: `-16 -16 ${size.width} ${size.height}` };
+    for (const [name, value] of Object.entries(looks)) made.setAttribute(name, value);
+    const image = new Image();
+    image.src = `data:image/svg+xml,${encodeURIComponent(new XMLSerializer().serializeToString(made))}`;
+    await image.decode();
+    const canvas = make('canvas', { width: 2 * size.width, height: 2 * size.height });
+    const context = canvas.getContext('2d');
+    context.fillStyle = page.backgroundColor;
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    const blob = await new Promise((done) => canvas.toBlob(done));
+    try {
+      await navigator.clipboard.write([new ClipboardItem({ [blob.type]: blob })]);
+      this.why.textContent = 'The picture is copied.';
+    } catch {
+      make('a', { href: URL.createObjectURL(blob), download: 'scissors.png' }).click();
+      this.why.textContent = 'The picture is saved as scissors.png.';
+    }
+  }
+
   /** All messages as rows, each with a button. */
   list() {
     const cell = (...content) => make('td', {}, ...content);
@@ -523,6 +567,9 @@ class Scissors {
     this.buttons = [...this.table.querySelectorAll('button')];
   }
 }
+
+/** What of an element's looks a picture has. */
+const LOOKS = ['fill', 'stroke', 'stroke-width', 'stroke-dasharray', 'stroke-linecap', 'opacity', 'font', 'text-anchor'];
 
 /** Half as wide as the head of an arc. */
 const arrowOf = (width) => Math.max(3.4, width / 2 + 3);

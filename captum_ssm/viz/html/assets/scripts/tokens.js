@@ -1,12 +1,6 @@
 'use strict';
 
-/* Tokens: as text that folds, or as patches over an image; one of them has the focus. */
-
-/** Texts of more tokens than this fold into parts of this size. */
-const UNFOLDED = 400;
-const PART = 200;
-/** Frames in which a token is brought into view. */
-const STEPS_TO_SHOW = 6;
+/* Tokens: as text, or as patches over an image; one of them has the focus. */
 
 /** An image with its colours, beside what the model says of it. */
 function showImage(holder, image) {
@@ -30,7 +24,6 @@ class TokenView extends TokenLines {
     this.text = text;
     this.picture = picture;
     this.colours = example.tokens.map(() => ['', '']); // of each background and bar
-    this.parts = [];
     this.placed = new Set(); // tokens that are patches of an image, painted on its canvas
     this.canvas = null;
     text.replaceChildren();
@@ -46,39 +39,8 @@ class TokenView extends TokenLines {
       const said = 'Tokens that are no patches, such as one for the class:';
       text.append(make('p', { className: 'note' }, said));
     }
-    if (rest.length > UNFOLDED) this.layFolds(rest);
-    else this.layFlow(text, rest);
+    if (rest.length) text.append(this.lay(rest, example.joined, example.breaks));
     this.reach(0);
-  }
-
-  layFlow(parent, indices) {
-    const flow = make('div', { className: 'flow' });
-    const breaks = new Set(this.example.breaks);
-    for (const index of indices) {
-      flow.append(this.elements[index]);
-      if (breaks.has(index)) flow.append(make('br'));
-    }
-    parent.append(flow);
-  }
-
-  layFolds(indices) {
-    const joined = new Set(this.example.joined);
-    for (let start = 0; start < indices.length; start += PART) {
-      const inside = indices.slice(start, start + PART);
-      const fold = make('details');
-      const summary = make('summary', {}, `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
-      const begun = (i) => (joined.has(i) ? '' : ' ') + this.example.tokens[i];
-      const beginning = inside.slice(0, 12).map(begun).join('');
-      summary.append(make('bdi', { className: 'beginning' }, `${beginning} …`));
-      const strip = make('canvas');
-      strip.setAttribute('aria-hidden', 'true');
-      summary.append(strip);
-      fold.append(summary);
-      this.layFlow(fold, inside);
-      fold.open = start === 0 || start + PART >= indices.length;
-      this.text.append(fold);
-      this.parts.push({ fold, strip, inside });
-    }
   }
 
   layPatches(placed) {
@@ -117,11 +79,6 @@ class TokenView extends TokenLines {
     });
     container.addEventListener('pointerleave', () => view().act('point', null));
     container.addEventListener('click', (event) => {
-      if (event.target.closest('summary canvas')) {
-        event.preventDefault(); // to the token, and not to fold
-        view().jumpIn(event);
-        return;
-      }
       const index = indexOf(event);
       if (index === null) return;
       view().reach(index);
@@ -151,50 +108,17 @@ class TokenView extends TokenLines {
     return true;
   }
 
-  /** Show a token and give it the focus. */
-  focus(index) {
-    const fold = this.elements[index].closest('details');
-    if (fold) fold.open = true;
-    super.focus(index);
-  }
-
   /** Bring a token into view within the text, and the text into the window. */
   show(index) {
-    this.unfold([index]);
     const element = this.elements[index];
     if (!this.text.contains(element)) return;
-    // parts have their heights only once they are near, so that one step may not do
-    const centre = (steps) => {
-      const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
-      this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
-      if (steps > 1) requestAnimationFrame(() => centre(steps - 1));
-    };
-    centre(STEPS_TO_SHOW);
-  }
-
-  /** To the strongest token where a part's strip was clicked. */
-  jumpIn(event) {
-    const { inside } = this.parts.find(({ strip }) => strip === event.target);
-    const shown = inside.map((index) => this.values[index]);
-    this.act('jump', inside[stripIndex(event.target, event, shown)]);
-  }
-
-  /** Open or close all parts. */
-  foldAll(open) {
-    for (const part of this.parts) part.fold.open = open;
-  }
-
-  /** Open the parts that hold these tokens. */
-  unfold(indices) {
-    for (const part of this.parts) {
-      if (indices.some((index) => part.inside.includes(index))) part.fold.open = true;
-    }
+    const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
+    this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
   }
 
   /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
-    this.values = values;
     this.elements.forEach((element, index) => {
       const tinted = this.placed.has(index) ? '' : tint(values[index], largest);
       const colours = [tinted, bars ? tint(bars[index], highest) : ''];
@@ -203,9 +127,6 @@ class TokenView extends TokenLines {
       if (before[1] !== colours[1]) element.style.borderBottomColor = colours[1];
       this.colours[index] = colours;
     });
-    for (const { strip, inside } of this.parts) {
-      paintStrip(strip, inside.map((i) => values[i]), largest);
-    }
     if (this.current !== undefined) this.elements[this.current].classList.remove('current');
     this.current = current === null ? undefined : current;
     if (current !== null) this.elements[current].classList.add('current');

@@ -1,0 +1,122 @@
+"""One progress bar per call.
+
+Steps divide their caller's share of the bar, so the time left is of the whole call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from captum._utils.progress import progress
+from torch import nn
+
+from . import checks
+
+T = TypeVar("T")
+
+_FORMAT = "{l_bar}{bar:10}| {elapsed}<{remaining}{postfix}"
+#: Seconds from one tick of the bar's clock to the next.
+_TICK = 1.0
+
+
+class _Bar:
+    """A bar, the share that is divided now, and the steps' labels."""
+
+    def __init__(self, description: str) -> None:
+        self.shown: Any = progress(
+            desc=description, total=1.0, bar_format=_FORMAT, mininterval=0.1, dynamic_ncols=True
+        )
+        self.start, self.size, self.labels = 0.0, 1.0, list[str]()
+        self._ended = threading.Event()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(_TICK):
+            self.shown.refresh()
+
+    def show(self, *more: str) -> None:
+        """Move to the start of the share, and show the labels."""
+        self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *more])), refresh=False)
+        self.shown.update(max(0.0, self.start - self.shown.n))
+
+    def end(self, *, whole: bool) -> None:
+        """Close the bar, full if the call returned."""
+        self._ended.set()
+        if whole:
+            self.shown.set_postfix_str("", refresh=False)
+            self.shown.update(1.0 - self.shown.n)
+        self.shown.close()
+
+
+_now: ContextVar[_Bar | None] = ContextVar("bar", default=None)
+
+
+@contextmanager
+def bar(description: str, show: bool) -> Iterator[None]:
+    """Show a bar, unless one is shown already or ``show`` is False."""
+    checks.flags(show_progress=show)
+    if not show or _now.get() is not None:
+        yield
+        return
+    made = _Bar(description)
+    token, whole = _now.set(made), False
+    try:
+        yield
+        whole = True
+    finally:
+        _now.reset(token)
+        made.end(whole=whole)
+
+
+@contextmanager
+def step(number: int, count: int, label: str = "") -> Iterator[None]:
+    """Run step ``number`` of ``count``, counted from 0."""
+    at = _now.get()
+    if at is None:
+        yield
+        return
+    start, size = at.start, at.size
+    at.start, at.size = start + size * number / count, size / count
+    at.labels.append(label)
+    at.show()
+    try:
+        yield
+        at.start += at.size
+    finally:
+        at.labels.pop()
+        if at.start > start + size * number / count:
+            at.show()
+        at.start, at.size = start, size
+
+
+def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T]:
+    """Yield items as steps of the bar, with labels or ``step 3 of 24``."""
+    for number, item in enumerate(items):
+        several = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
+        with step(number, len(items), several if labels is None else labels[number]):
+            yield item
+
+
+@contextmanager
+def counting_runs(model: nn.Module) -> Iterator[None]:
+    """Count a model's runs in the bar, for methods with an unknown number of steps."""
+    at, runs = _now.get(), 0
+    if at is None:
+        yield
+        return
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+        at.show(f"run {runs}")
+        at.shown.refresh()
+
+    handle = model.register_forward_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
