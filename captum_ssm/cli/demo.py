@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._files import make_folder, replacing
 from .surroundings import add_force_to, check_new
@@ -32,15 +31,8 @@ _SCORED = 100
 _SEED = 2024
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method as the demo uses it.
-
-    Attributes:
-        name: its name.
-        says: the meaning of its numbers.
-        relevance: token ids (1, L) and the answer's id to relevance (L,).
-    """
+class _Method(NamedTuple):
+    """A method; ``relevance`` maps token ids (1, L) and the answer's id to relevance (L,)."""
 
     name: str
     says: str

@@ -267,10 +267,11 @@ def _is_answer(options: argparse.Namespace) -> bool:
 
 
 def _run_on_answers(options: argparse.Namespace) -> None:
+    from ..attr import SSMLLMAttribution
     from ..attr.catalogue import holds_identity
-    from ..explain.answers import FORMATS, explain_answers, told, write_answers
+    from ..explain.answers import FORMATS, told, write_answers
     from ..explain.methods import method_classes, under_rules
-    from ..viz.html.generated import about_answers
+    from ..viz.html.generated import about_answers, explain_answers
     from ..viz.html.writing import check_format, picture_files
 
     for name in _NOT_OF_ANSWERS:
@@ -300,10 +301,11 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     loaded = loaded_by(options)
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
+    if not loaded.is_language or loaded.tokenizer is None:
+        raise OptionError("--generate, --answer and --spans are for models that write texts.")
     found = explain_answers(
-        loaded,
+        SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
         texts,
-        method,
         answer=options.answer,
         generate=options.generate,
         spans=options.spans or whole,

@@ -3,85 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from .._files import replacing, write_whole
-from ..attr import SSMLLMAttribution, SSMLLMAttributionResult
-from ..attr.engine.method import SSMAttribution
-from ..errors import OptionError
+from ..attr import SSMLLMAttributionResult
 from ..viz import plot_contributions
 from ..viz.html import generated
 from ..viz.html.writing import check_format, picture_files
-
-if TYPE_CHECKING:
-    from .loading import Loaded
 
 #: Endings and contents of files of answers.
 FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
 #: Features of the prompt that are printed for a span.
 _SHOWN = 3
-
-
-def explain_answers(
-    loaded: Loaded,
-    texts: Sequence[str],
-    method: type[SSMAttribution],
-    *,
-    answer: str | None = None,
-    generate: int | None = None,
-    spans: str = "sentence",
-    prompt_spans: str = "sentence",
-    hops: int = 0,
-    contrast: str = "all",
-    options: Mapping[str, Any] | None = None,
-    show_progress: bool = False,
-) -> list[SSMLLMAttributionResult]:
-    """Explain the spans of the answer to each text, by one method.
-
-    Args:
-        loaded: the model.
-        texts: the prompts.
-        method: the class of the method.
-        answer: the text behind every prompt. Default: None, the model's generation.
-        generate: number of generated tokens. Default: None, 25.
-        spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
-            sentences, and no hops.
-        contrast: the alternative to each token of the answer, for methods that decompose an output.
-            Default: ``"all"``, log-probabilities.
-        options: of the method. Default: None, none.
-        show_progress: show progress bars. Default: False.
-
-    Returns:
-        One result for each text.
-
-    Raises:
-        OptionError: when the model writes no texts, or an option does not fit.
-
-    Example:
-        >>> from captum_ssm import LatimFlow
-        >>> from captum_ssm.explain.answers import explain_answers
-        >>> from captum_ssm.explain.loading import Source, load
-        >>> asked = "anna owns the lamp . ? anna owns the"
-        >>> (found,) = explain_answers(load(Source("recall-mamba")), [asked], LatimFlow, generate=1)
-        >>> found.output_tokens
-        ['lamp']
-    """
-    if not loaded.is_language or loaded.tokenizer is None:
-        raise OptionError("--generate, --answer and --spans are for models that write texts.")
-    return generated.explain_answers(
-        SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
-        texts,
-        answer=answer,
-        generate=generate,
-        spans=spans,
-        prompt_spans=prompt_spans,
-        hops=hops,
-        contrast=contrast,
-        options=options,
-        show_progress=show_progress,
-    )
 
 
 def told(result: SSMLLMAttributionResult) -> str:

@@ -24,13 +24,7 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 
 class ChangedAnswer(NamedTuple):
-    """A class or a token, and its probability.
-
-    Attributes:
-        label: its name.
-        before: its probability in the whole model.
-        without: its probability without the edges.
-    """
+    """A class or a token, and its probabilities before the cut and without the edges."""
 
     label: str
     before: float

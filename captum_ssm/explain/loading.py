@@ -176,12 +176,7 @@ def _trained_here(folder: Path) -> Loaded:
 
 
 class SentenceClassifier(nn.Module):
-    """A language model that learned two words alone, as a classifier of sentences.
-
-    Args:
-        model: predicts the class as the next word after the mark.
-        reader: knows where.
-    """
+    """A language model that learned two words alone, as a classifier of sentences."""
 
     def __init__(self, model: nn.Module, reader: TextReader) -> None:
         super().__init__()
@@ -193,11 +188,7 @@ class SentenceClassifier(nn.Module):
 
 
 class _Sentences:
-    """The tokenizer of a bundled classifier of sentences.
-
-    Args:
-        reader: encodes texts.
-    """
+    """The tokenizer of a bundled classifier of sentences."""
 
     def __init__(self, reader: TextReader) -> None:
         self._reader = reader

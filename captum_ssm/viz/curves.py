@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .figure import by_name, line_style, new_figure, numbers
 from .labels import shown
@@ -14,34 +12,11 @@ from .layers import finish
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-class CurveLike(Protocol):
-    """The parts of a :class:`captum_ssm.metrics.Curve` to draw: shares (F,) and values (B, F)."""
-
-    @property
-    def fractions(self) -> Tensor: ...
-
-    @property
-    def values(self) -> Tensor: ...
-
-    def area(self) -> Tensor: ...
-
-
-class PerturbedLike(Protocol):
-    """The parts of :class:`captum_ssm.metrics.Perturbed` to draw."""
-
-    @property
-    def correct(self) -> CurveLike: ...
-
-    @property
-    def probability(self) -> CurveLike: ...
-
-    @property
-    def logit(self) -> CurveLike: ...
+    from ..metrics import Curve, Perturbed
 
 
 def plot_curves(
-    curves: CurveLike | Mapping[str, CurveLike],
+    curves: Curve | Mapping[str, Curve],
     *,
     quantity: str = "measured",
     change: str = "share changed",
@@ -79,7 +54,7 @@ def plot_curves(
 
 
 def plot_perturbed(
-    perturbed: PerturbedLike | Mapping[str, PerturbedLike],
+    perturbed: Perturbed | Mapping[str, Perturbed],
     *,
     change: str = "share changed",
     title: str | None = None,
@@ -119,7 +94,7 @@ def plot_perturbed(
     return figure, axes
 
 
-def _draw(axis: Any, curves: Mapping[str, CurveLike]) -> None:
+def _draw(axis: Any, curves: Mapping[str, Curve]) -> None:
     for i, (name, curve) in enumerate(curves.items()):
         shares = numbers(curve.fractions, "fractions").numpy()
         values = numbers(curve.values, "values")

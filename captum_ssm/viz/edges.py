@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from .text import CELL, LINE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..edges import Edge, KnockoutWindows
 
 #: The dark ends of the diverging color map: positive, negative.
 FOR, AGAINST = "#542788", "#b35806"
@@ -35,42 +37,7 @@ _MOST_TURNED = int(LINE / _TURNED)
 _MOST_MARKED = 32
 
 
-class EdgeLike(Protocol):
-    """The parts of a :class:`captum_ssm.edges.Edge` to draw."""
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def target(self) -> int: ...
-
-    @property
-    def source(self) -> int: ...
-
-    @property
-    def effect(self) -> float: ...
-
-    @property
-    def first_order(self) -> bool: ...
-
-
-class WindowsLike(Protocol):
-    """The parts of :class:`captum_ssm.edges.KnockoutWindows` to draw."""
-
-    @property
-    def kinds(self) -> Sequence[str]: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def plain(self) -> Tensor: ...
-
-    @property
-    def change(self) -> Tensor: ...
-
-
-def plot_windows(windows: WindowsLike, *, title: str | None = None) -> tuple[Figure, Any]:
+def plot_windows(windows: KnockoutWindows, *, title: str | None = None) -> tuple[Figure, Any]:
     """Draw how an answer's probability changes without the edges of kinds of tokens, by layer.
 
     Args:
@@ -120,7 +87,7 @@ def plot_windows(windows: WindowsLike, *, title: str | None = None) -> tuple[Fig
 
 def plot_edges(
     tokens: Sequence[str],
-    edges: Sequence[EdgeLike],
+    edges: Sequence[Edge],
     *,
     by_layer: bool = False,
     title: str | None = None,
@@ -235,13 +202,13 @@ def _near(ends: set[int], count: int, most: int) -> list[int]:
 class _Arc(NamedTuple):
     """The drawn arc of an edge: its ends and height."""
 
-    edge: EdgeLike
+    edge: Edge
     source: float
     target: float
     high: float
 
 
-def _arcs(edges: Sequence[EdgeLike], words: WordRow) -> list[_Arc]:
+def _arcs(edges: Sequence[Edge], words: WordRow) -> list[_Arc]:
     """Return the arcs, the strongest first, side by side at common words."""
     strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
     at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)

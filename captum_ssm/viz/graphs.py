@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from .text import CELL
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ..inside import Graph
+
 #: Inches between rows, and points that the strongest edge is wide.
 _ROW, _WIDEST = 1.05, 4.5
 #: Square points of the node of the greatest influence, and of the least.
@@ -26,46 +28,8 @@ _LARGEST, _SMALLEST = 170.0, 14.0
 _LEAST, _SPREAD = 0.03, 0.62
 
 
-class NodeLike(Protocol):
-    """The parts of a :class:`captum_ssm.inside.Node` to draw."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def layer(self) -> str: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def position(self) -> int | None: ...
-
-    @property
-    def activation(self) -> float: ...
-
-    @property
-    def influence(self) -> float: ...
-
-    @property
-    def label(self) -> str: ...
-
-
-class GraphLike(Protocol):
-    """The parts of a :class:`captum_ssm.inside.Graph` to draw."""
-
-    @property
-    def nodes(self) -> Sequence[NodeLike]: ...
-
-    @property
-    def edges(self) -> Tensor: ...
-
-    @property
-    def tokens(self) -> Sequence[str]: ...
-
-
 def plot_graph(
-    graph: GraphLike,
+    graph: Graph,
     *,
     most: int = 24,
     by: Literal["influence", "relevance"] = "influence",
@@ -154,7 +118,7 @@ def plot_graph(
     return figure, axis
 
 
-def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
+def chosen_nodes(graph: Graph, most: int) -> list[int]:
     """Return the nodes to draw: the nodes of the greatest influence, and the target."""
     inner = [
         i
@@ -169,7 +133,7 @@ def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
     return sorted([*tokens, *inner, len(graph.nodes) - 1])
 
 
-def _check_by(graph: GraphLike, by: str) -> None:
+def _check_by(graph: Graph, by: str) -> None:
     if by not in ("influence", "relevance"):
         raise OptionError(f"by={by!r} must be 'influence' or 'relevance'.")
     kinds = {node.kind for node in graph.nodes} & {"feature", "direction"}
@@ -181,7 +145,7 @@ def _check_by(graph: GraphLike, by: str) -> None:
         )
 
 
-def _relevance(graph: GraphLike, edges: Tensor) -> Tensor:
+def _relevance(graph: Graph, edges: Tensor) -> Tensor:
     """Return each node's contribution to the target, or to followed nodes if it was not (n,)."""
     own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
     whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
@@ -195,13 +159,13 @@ def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, 
     return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]
 
 
-def _column(graph: GraphLike, i: int) -> int:
+def _column(graph: Graph, i: int) -> int:
     """Return the token over which a node is drawn; the last without a token, or for images."""
     position = graph.nodes[i].position
     return len(graph.tokens) - 1 if position is None else position
 
 
-def _row_name(graph: GraphLike, depth: int, last: int) -> str:
+def _row_name(graph: Graph, depth: int, last: int) -> str:
     if depth == 0:
         return "tokens"
     if depth == graph.nodes[last].depth:
@@ -211,7 +175,7 @@ def _row_name(graph: GraphLike, depth: int, last: int) -> str:
 
 
 def _places(
-    graph: GraphLike, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
+    graph: Graph, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Return each node's position; several of one word in a row are drawn one above the other."""
     together = defaultdict[tuple[int, int], list[int]](list)
@@ -249,7 +213,7 @@ def links_between(
 
 def _label(
     axis: Any,
-    graph: GraphLike,
+    graph: Graph,
     places: dict[int, tuple[float, float]],
     chosen: Sequence[int],
 ) -> None:

@@ -23,7 +23,7 @@ from .example import ShownExample, Subject
 from .outline import Outline
 from .parts import Account, account, options_of_parts, roles_of
 
-#: Streams are held in this share of the largest of their layer, in 16 bits.
+#: Values are held in this share of the largest of their row, in 16 bits.
 _STEPS = 2**15 - 1
 #: Bytes of base64 as long as a token's values and roles (six lists) in JSON.
 _WRITTEN = 40
@@ -105,11 +105,7 @@ def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
 
 
 def packed(streams: Tensor) -> bytes:
-    """Pack values (N, L) by layer: the scales (N,), and all values in 32767ths of them.
-
-    The scale of a layer is its largest absolute value. Scales are little-endian float32, values
-    int16.
-    """
+    """Pack rows (N, L): the largest of each (N,), float32, and all in 32767ths of it, int16."""
     scales = streams.abs().amax(-1, keepdim=True)
     steps = (streams / scales.where(scales > 0, 1.0) * _STEPS).round()
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()

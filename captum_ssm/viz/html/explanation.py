@@ -53,21 +53,7 @@ _STEPS = 5
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The requested explanations.
-
-    Attributes:
-        methods: the methods by name.
-        options: further arguments of each.
-        maps: names of token-to-token maps, keys of :data:`MAPS`.
-        shown_layers: indices of the layers whose maps are wanted.
-        kept: number of entries kept in each row of a map.
-        cuts: number of the strongest messages to cut.
-        graph: number of nodes of the graph to follow.
-        accounts: whether to include accounts of methods that decompose the output. Accounts and
-            roles take one more explanation.
-        answers: whether to explain the other predictions by methods that can, which takes one more
-            explanation.
-    """
+    """The requested explanations, as in :func:`explain_all`; ``kept`` entries of a map's rows."""
 
     methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
@@ -104,19 +90,7 @@ class Explanation:
     def page_facts(self) -> dict[str, Any]:
         """The facts in as many digits as a page has use for."""
         methods = [
-            method
-            | {
-                "values": _shortened(method["values"]),
-                "roles": _shortened_roles(method["roles"]),
-                "answers": [
-                    answer
-                    | {
-                        "values": _shortened(answer["values"]),
-                        "roles": _shortened_roles(answer["roles"]),
-                    }
-                    for answer in method["answers"]
-                ],
-            }
+            _shortened(method) | {"answers": [_shortened(answer) for answer in method["answers"]]}
             for method in self.facts["methods"]
         ]
         return self.facts | {"methods": methods}
@@ -146,7 +120,8 @@ def explain(
     with step(2, _STEPS, "cuts"):
         cuts = cuts_of(subject, example, known, wanted.cuts)
     with step(3, _STEPS, "graph"):
-        moves = _moves(answers, known)
+        strongest = (moved(each[known.asked].streams, known.asking) for each in answers.values())
+        moves = next(strongest, None)
         graph = graph_of(subject, example, known, wanted.graph, moves)
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
@@ -218,13 +193,6 @@ def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
     """Return the most bytes that a page holds of layers' inputs."""
     count = sum(switches(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
-
-
-def _moves(answers: Mapping[str, Sequence[Answer]], known: Outline) -> list[float] | None:
-    """Return the relevance that each layer moves between tokens, by the first method with it."""
-    for found in answers.values():
-        return moved(found[known.asked].streams, known.asking)
-    return None
 
 
 def _names(example: ShownExample, known: Outline) -> Sequence[str]:
@@ -313,14 +281,11 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     return list(scores[known.real].tolist())
 
 
-def _shortened(scores: Sequence[float | None]) -> list[float | None]:
-    return [None if score is None else short(score) for score in scores]
-
-
-def _shortened_roles(
-    roles: Mapping[str, Sequence[float | None]],
-) -> dict[str, list[float | None]]:
-    return {role: _shortened(values) for role, values in roles.items()}
+def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts with values and roles in few digits."""
+    rows = {"": facts["values"], **facts["roles"]}
+    roles = {name: [None if x is None else short(x) for x in row] for name, row in rows.items()}
+    return {**facts, "values": roles.pop(""), "roles": roles}
 
 
 def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:

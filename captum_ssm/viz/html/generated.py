@@ -21,6 +21,7 @@ from ...attr.text.tokens import Tokens
 from ...errors import InputError, OptionError
 from ..figure import check_labels
 from ..labels import as_words, direction_of
+from .answers import packed
 from .example import Subject
 from .explanation import Methods, sentences_of
 from .page import short, whole_page
@@ -28,8 +29,6 @@ from .page import short, whole_page
 #: In this order they are one style, and one script.
 _STYLES = ("common.css", "generated.css")
 _SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
-#: Values of a row are whole numbers of this share of its largest.
-_STEPS = 32767
 
 
 def explain_answers(
@@ -52,13 +51,11 @@ def explain_answers(
         texts: the prompts.
         answer: the text behind every prompt. Default: None, the model's generation.
         generate: number of generated tokens. Default: None, 25.
-        spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
-            words, and no hops.
-        contrast: the alternative to each token of the answer, for methods that decompose an output.
-            A log-probability, ``"all"``, vanishes for a sure model. Default: ``"mean"``, the mean
-            of all tokens.
+        spans, prompt_spans, hops, show_progress: see
+            :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default: words, no hops, no bar.
+        contrast: of methods that decompose an output. A log-probability, ``"all"``, vanishes for
+            a sure model. Default: ``"mean"``.
         options: of the method. Default: None, none.
-        show_progress: show progress bars. Default: False.
     """
     arguments = dict(options or {})
     if hasattr(explain.attr_method, "answer_in_turn"):
@@ -160,7 +157,8 @@ def answers_page(
         if identity:
             hops = [(_without_asking(rows), constants) for rows, constants in hops]
         ids = [f"rows-{number}-{hop}" for hop in range(len(hops))]
-        blocks |= {block: _packed(rows) for block, (rows, _) in zip(ids, hops, strict=True)}
+        for block, (rows, _) in zip(ids, hops, strict=True):
+            blocks[block] = packed(rows.detach().cpu().double())
         examples.append(
             {
                 "name": name,
@@ -207,16 +205,6 @@ def _without_asking(rows: Tensor) -> Tensor:
     for asking in (place, (place - 1).clamp_min(0)):
         kept[torch.arange(words), asking] = 0.0
     return kept
-
-
-def _packed(rows: Tensor) -> bytes:
-    """Pack rows (S, F + S) as their largest value (S,), float32, and shares of it, int16."""
-    values = rows.detach().cpu().double()
-    largest = values.abs().amax(-1, keepdim=True)
-    steps = (values / largest.where(largest > 0, 1.0) * _STEPS).round()
-    return b"".join(
-        part.numpy().astype(kind).tobytes() for part, kind in ((largest, "<f4"), (steps, "<i2"))
-    )
 
 
 def _short(constants: Tensor | None) -> list[float]:

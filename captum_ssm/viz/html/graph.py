@@ -22,11 +22,8 @@ from .outline import Outline
 _ROWS = 12
 #: The most nodes of a graph, whose edges are a square matrix; most nodes are not followed.
 _LARGEST = 4000
-
-
 #: For each activation that is followed a page holds at most so many links.
 _LINKS = 10
-
 #: Kinds of nodes with inputs and a value.
 _ENTERED = ("whole", "target")
 #: Source, target, and the relevance that the one passes to the other.
@@ -48,16 +45,8 @@ def graph_of(
         moves: relevance that each layer moves between tokens. If there are more blocks than can be
             drawn, those that move most are. Default: None, evenly spaced blocks.
     """
-    told: dict[str, Any] = {
-        "rows": [],
-        "kind": "blocks",
-        "places": 0,
-        "how": "",
-        "nodes": [],
-        "links": [],
-        "path": [],
-        "obstacle": None,
-    }
+    told: dict[str, Any] = {key: [] for key in ("rows", "nodes", "links", "path")}
+    told |= {"kind": "blocks", "places": 0, "how": "", "obstacle": None}
     if count == 0:
         return told
     tokens = known.layers[0].tokens
@@ -129,10 +118,8 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
     place = {token: position for position, token in enumerate(known.real)}
     rows = {node.depth: node.layer for node in graph.nodes if node.layer}
     drawn = {node: i for i, node in enumerate(chosen)}
-    nodes = []
-    for i in chosen:
-        node = graph.nodes[i]
-        facts = {
+    nodes = [
+        {
             "kind": node.kind,
             "row": node.depth,
             "position": None if node.position is None else place.get(node.position),
@@ -140,7 +127,8 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
             "value": _short(node.activation if node.kind in _ENTERED else added[i]),
             "constants": _short(constants[i]),
         }
-        nodes.append(facts)
+        for i, node in ((i, graph.nodes[i]) for i in chosen)
+    ]
     return {
         "rows": [rows[depth] for depth in sorted(rows)],
         "nodes": nodes,

@@ -48,12 +48,7 @@ class LikelyClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The layout of an image's tokens.
-
-    Attributes:
-        size: rows and columns of patches.
-        tokens: the token of each patch, row by row.
-    """
+    """The layout of an image: rows and columns of patches, and the token of each patch."""
 
     size: tuple[int, int]
     tokens: Tensor
@@ -113,17 +108,9 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
     asking = _asking(output, index, record, mask)
     ids = example.inputs[0] if output.dim() == 3 and example.inputs.dim() == 2 else None
     explained, predictions, targets, asked = _said(subject, output.detach(), index, target, ids)
-    return Outline(
-        layers=layers,
-        real=positions,
-        asking=positions.index(asking) if asking in positions else None,
-        grid=grid,
-        target=target,
-        explained=explained,
-        predictions=predictions,
-        targets=targets,
-        asked=asked,
-    )
+    asking = positions.index(asking) if asking in positions else None
+    said = explained, predictions, targets, asked
+    return Outline(layers, positions, asking, grid, target, *said)
 
 
 def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:

@@ -31,6 +31,8 @@ from .writing import ANSWERS, FORMATS, check_format, is_page, write
 _CUTS, _NODES = 20, 24
 #: With more cuts, and their pairs, a page would hold more than 20 kB of them.
 _MOST_CUTS = 60
+#: Arguments that pages of answers refuse.
+_NOT_OF_ANSWERS = "target additional_forward_args tokens labels shown_layers cuts graph matrices"
 
 
 @called_by_name
@@ -157,16 +159,13 @@ def report(
     inputs = inputs if transform is None else transformed(inputs, transform)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
     if generate is not None:
-        _check_left(
-            target=(target, None),
-            additional_forward_args=(additional_forward_args, None),
-            tokens=(tokens, None),
-            labels=(labels, None),
-            matrices=(matrices, True),
-            shown_layers=(shown_layers, None),
-            cuts=(cuts, None),
-            graph=(graph, None),
-        )
+        maps = None if matrices is True else matrices
+        given = target, additional_forward_args, tokens, labels, shown_layers, cuts, graph, maps
+        for name, value in zip(_NOT_OF_ANSWERS.split(), given, strict=True):
+            if value is not None:
+                raise OptionError(
+                    f"{name} is not for answers, which generate= asks for. Leave it out."
+                )
         text = report_answers(
             subject,
             inputs,
@@ -202,13 +201,6 @@ def report(
     for name, explanation in zip(names or (), found, strict=names is not None):
         explanation.facts["name"] = name
     return write(subject, examples, found, type(subject.module).__name__, title, file)[0]
-
-
-def _check_left(**given: tuple[Any, Any]) -> None:
-    """Raise for arguments that pages of answers ignore, given as (value, default)."""
-    for name, (value, default) in given.items():
-        if value is not default:
-            raise OptionError(f"{name} is not for answers, which generate= asks for. Leave it out.")
 
 
 def explain_all(

@@ -94,24 +94,21 @@ def json_of(found: Sequence[Explanation], model: str) -> str:
     ``sums`` holds the wanted number, the sum and the delta of methods that promise a sum. ``roles``
     holds relevance by role. ``contrast`` is the alternative to the target.
     """
-    examples = [
-        {
-            "explained": explanation.facts["explained"],
-            "predictions": explanation.facts["predictions"],
-            "tokens": list(explanation.tokens),
-            "ids": explanation.ids,
-            "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
-            "sums": {m["name"]: m["sum"] for m in explanation.facts["methods"] if m.get("sum")},
-            "roles": {m["name"]: m["roles"] for m in explanation.facts["methods"] if m["roles"]},
-            "contrast": {
-                m["name"]: m["contrast"]
-                for m in explanation.facts["methods"]
-                if m["contrast"] is not None
-            },
-            "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},
+    examples = []
+    for each in found:
+        methods = each.facts["methods"]
+        facts = {
+            "explained": each.facts["explained"],
+            "predictions": each.facts["predictions"],
+            "tokens": list(each.tokens),
+            "ids": each.ids,
+            "relevance": {m["name"]: m["values"] for m in methods},
+            "sums": {m["name"]: m["sum"] for m in methods if m["sum"]},
+            "roles": {m["name"]: m["roles"] for m in methods if m["roles"]},
+            "contrast": {m["name"]: m["contrast"] for m in methods if m["contrast"] is not None},
+            "accounts": {name: sums._asdict() for name, sums in each.accounts.items()},
         }
-        for explanation in found
-    ]
+        examples.append(facts)
     return json.dumps({"model": model, "examples": examples}, indent=1, allow_nan=False) + "\n"
 
 
@@ -180,14 +177,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return a method's most relevant words in one line, and the first of each role in another.
-
-    Args:
-        facts: of an example, with its ``tokens``.
-        method: facts of the method: ``name``, ``values`` (one per token or None), ``own`` (the
-            token with the identity, or None), and ``roles``.
-        count: the most words. Default: 5.
-    """
+    """Return a method's most relevant words in one line, and the first of each role in another."""
 
     def first(scores: Tensor, count: int) -> str:
         names, sums = list(facts["tokens"]), scores.clone()
