@@ -46,7 +46,7 @@ _STEP = "document.getAnimations().forEach((a) => { a.pause(); a.currentTime += %
 
 
 def draw(folder: Path) -> None:
-    """Write ``report.png``, ``demo.png``, and ``scissors.gif`` with its first cut ``scissors.png``.
+    """Write ``report.png``, ``demo.png`` and ``scissors.gif``.
 
     Args:
         folder: where they go.
@@ -86,7 +86,7 @@ def animate(page: Path, folder: Path) -> None:
 
     Args:
         page: the file.
-        folder: where ``scissors.gif`` and ``scissors.png`` go.
+        folder: where ``scissors.gif`` goes.
     """
     path = program()
     if path is None:
@@ -118,10 +118,8 @@ def animate(page: Path, folder: Path) -> None:
             frames.append(
                 Image.open(shown.screenshot(Path(place) / f"{number}.png")).convert("RGB")
             )
-    still = frames[round(_RATE * (_CLICKS[1][0] - 1.2))]
-    still.save(folder / "scissors.png", optimize=True)
-    colours = still.quantize(255)
-    first, *rest = (frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames)
+    colors = frames[round(_RATE * (_CLICKS[1][0] - 1.2))].quantize(255)
+    first, *rest = (frame.quantize(palette=colors, dither=Image.Dither.NONE) for frame in frames)
     first.save(
         folder / "scissors.gif", save_all=True, append_images=rest, duration=1000 // _RATE, loop=0
     )

@@ -89,7 +89,7 @@ def test_a_click_cuts_and_another_heals(opened: Page, made: Path) -> None:
 
 
 def test_the_picture_is_what_is_seen(opened: Page, made: Path) -> None:
-    """Copied, or where that is not allowed, a file; with the arcs' colours and what is said."""
+    """Copied, or where that is not allowed, a file; with the arcs' colors and what is said."""
     click_arc(opened, made, LAMP)
     opened.evaluate(
         "navigator.clipboard.write = async ([item]) => {"
@@ -97,8 +97,8 @@ def test_the_picture_is_what_is_seen(opened: Page, made: Path) -> None:
         "const canvas = new OffscreenCanvas(image.width, image.height).getContext('2d');"
         "canvas.drawImage(image, 0, 0);"
         "const { data } = canvas.getImageData(0, 0, image.width, image.height);"
-        "globalThis.colours = new Map(); for (let i = 0; i < data.length; i += 4) {"
-        "const key = data.slice(i, i + 3).join(); colours.set(key, (colours.get(key) ?? 0) + 1); }"
+        "globalThis.colors = new Map(); for (let i = 0; i < data.length; i += 4) {"
+        "const key = data.slice(i, i + 3).join(); colors.set(key, (colors.get(key) ?? 0) + 1); }"
         "globalThis.size = [image.width, image.height]; }, null"
     )
     opened.focus("#cuts .copy")
@@ -106,13 +106,13 @@ def test_the_picture_is_what_is_seen(opened: Page, made: Path) -> None:
     opened.wait_for("document.querySelector('#cuts .why').textContent.includes('copied')")
     stage = opened.box("#cuts .stage")
     assert opened.evaluate("size[0]") >= 2 * stage["width"] - 2
-    colours = opened.evaluate("Object.fromEntries(colours)")
-    ground = max(colours, key=lambda key: colours[key])
+    colors = opened.evaluate("Object.fromEntries(colors)")
+    ground = max(colors, key=lambda key: colors[key])
     page = opened.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).join()")
     assert ground == page
-    reddish = [key for key in colours if (c := [*map(int, key.split(","))])[0] > c[2] + 60]
-    purple = [key for key in colours if (c := [*map(int, key.split(","))])[2] > c[1] + 60]
-    assert sum(colours[key] for key in reddish) > 500 and sum(colours[key] for key in purple) > 500
+    reddish = [key for key in colors if (c := [*map(int, key.split(","))])[0] > c[2] + 60]
+    purple = [key for key in colors if (c := [*map(int, key.split(","))])[2] > c[1] + 60]
+    assert sum(colors[key] for key in reddish) > 500 and sum(colors[key] for key in purple) > 500
     opened.evaluate("navigator.clipboard.write = () => Promise.reject(), null")
     opened.click("#cuts .copy")
     opened.wait_for("document.querySelector('#cuts .why').textContent.includes('saved')")
