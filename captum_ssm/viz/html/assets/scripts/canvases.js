@@ -2,7 +2,7 @@
 
 /* Small pictures of many numbers. */
 
-/** The theme's colours as numbers, for canvases, or those of a `kind` such as "-on-image". */
+/** The theme's colors as numbers, for canvases, or those of a `kind` such as "-on-image". */
 function palette(kind = '') {
   const style = getComputedStyle(document.documentElement);
   const numbers = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
@@ -13,12 +13,12 @@ function palette(kind = '') {
 const NO_NUMBER = [128, 128, 128, 255];
 
 /** Fill a canvas of width x height cells with values in rows; opaque is the largest. */
-function paintCells(canvas, values, width, height, largest, densest = 0.9, colours = palette()) {
+function paintCells(canvas, values, width, height, largest, densest = 0.9, colors = palette()) {
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext('2d');
   const image = context.createImageData(width, height);
-  const { more, less } = colours;
+  const { more, less } = colors;
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
     if (Number.isNaN(value)) image.data.set(NO_NUMBER, 4 * i);

@@ -1,6 +1,6 @@
 'use strict';
 
-/* What pages share: elements, tokens, the keys among them, colours of values, and the theme. */
+/* What pages share: elements, tokens, the keys among them, colors of values, and the theme. */
 
 /** Texts of more tokens than this are shown by sentences, and in square roots. */
 const LONG = 100;

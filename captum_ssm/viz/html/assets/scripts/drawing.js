@@ -82,7 +82,7 @@ function laidOut({ base }) {
   return Array.isArray(base) ? { labels: base, joined: [], breaks: [], marks: [] } : base;
 }
 
-/** Words on backgrounds coloured by percentages; parts of one have no gap between them. */
+/** Words on backgrounds colored by percentages; parts of one have no gap between them. */
 function wordsOf(feature, percents, says) {
   const { labels, joined, breaks, marks } = laidOut(feature);
   const words = labels.map((word, i) => {

@@ -69,7 +69,7 @@ function lookedAt({ side, index }) {
   return chosen.stretch === 'sentences' && panes[side].hasSentences ? panes[side].sentenceOf(index) : [index];
 }
 
-/** Of each word the sum over its sentence, if sentences are coloured. */
+/** Of each word the sum over its sentence, if sentences are colored. */
 function bySentence(pane, values) {
   if (chosen.shades !== 'sentences' || !pane.hasSentences) return values;
   const sums = [];

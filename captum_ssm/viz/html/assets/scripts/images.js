@@ -75,15 +75,15 @@ function paintOutlines(canvas, cells) {
   canvas.height = rows * cell;
   const context = canvas.getContext('2d');
   context.lineCap = 'square';
-  const colours = palette('-on-image');
-  for (const [sign, colour] of [[1, colours.more], [-1, colours.less]]) {
+  const colors = palette('-on-image');
+  for (const [sign, color] of [[1, colors.more], [-1, colors.less]]) {
     const inside = (row, column) => {
       const index = row * columns + column;
       const exists = row >= 0 && row < rows && column >= 0 && column < columns;
       return exists && kept.has(index) && Math.sign(values[index]) === sign;
     };
     const border = borderOf(inside, cells, cell, line);
-    for (const [width, style] of [[2 * line, 'white'], [line, `rgb(${colour.join(' ')})`]]) {
+    for (const [width, style] of [[2 * line, 'white'], [line, `rgb(${color.join(' ')})`]]) {
       context.lineWidth = width;
       context.strokeStyle = style;
       context.stroke(border);

@@ -12,7 +12,7 @@ class Pane extends TokenLines {
     this.sentences = labels.map(() => 0); // of each word the sentence
     for (const begin of sentences.slice(1)) for (let i = begin; i < labels.length; i++) this.sentences[i] += 1;
     this.hasSentences = sentences.length > 0 && sentences.length < labels.length;
-    this.colours = labels.map(() => '');
+    this.colors = labels.map(() => '');
     this.current = [];
     labels.forEach((label) => this.add(label, ''));
     this.join(joined, marks);
@@ -75,12 +75,12 @@ class Pane extends TokenLines {
     this.elements[index].scrollIntoView({ block: 'nearest' });
   }
 
-  /** Colour the words by values, or by nothing, and mark those that are chosen, or kept. */
+  /** Color the words by values, or by nothing, and mark those that are chosen, or kept. */
   paint(values, largest, current, kept) {
     this.elements.forEach((element, index) => {
-      const colour = values ? tint(values[index], largest) : '';
-      if (this.colours[index] !== colour) element.style.backgroundColor = colour;
-      this.colours[index] = colour;
+      const color = values ? tint(values[index], largest) : '';
+      if (this.colors[index] !== color) element.style.backgroundColor = color;
+      this.colors[index] = color;
     });
     for (const index of this.current) {
       this.elements[index].classList.remove('current');

@@ -17,7 +17,7 @@ const overImages = new OverImages(byId('over-image'), () => {
 });
 let entering = null;
 let scissors = null;
-/** Methods and roles as tokens may be coloured by them, found anew when the answer changes. */
+/** Methods and roles as tokens may be colored by them, found anew when the answer changes. */
 let views = [];
 
 const example = () => FACTS.examples[chosen.example];
@@ -87,7 +87,7 @@ function calledBy({ name, question }) {
   return question ? [question, make('small', {}, name)] : [name];
 }
 
-/** Tokens coloured by the method, and what is said of the one that is looked at. */
+/** Tokens colored by the method, and what is said of the one that is looked at. */
 function showTokens(about = null) {
   const { tokens: names } = example();
   const current = chosen.pointed === null ? chosen.kept : chosen.pointed;
@@ -115,7 +115,7 @@ function showPartnersOf(index) {
   showPartners(byId('takers'), names, map.column(index));
 }
 
-/** What the colours mean. */
+/** What the colors mean. */
 function showLegend() {
   const largest = overImages.endOf(view().pixels) ?? endOf(view());
   byId('most').textContent = short(largest);
@@ -139,7 +139,7 @@ function showOverImage() {
   overImages.tell(Boolean(view().pixels));
 }
 
-/** What is left out of the colours, in words. */
+/** What is left out of the colors, in words. */
 function ownEntry({ values, own, silent }) {
   const nothing = silent ? ' Of the others it says nothing.' : '';
   if (own === null || values[own] === null) return nothing;
@@ -310,7 +310,7 @@ function showMethods() {
   paintMethods();
 }
 
-/** The methods' strips, in the colours of the theme. */
+/** The methods' strips, in the colors of the theme. */
 function paintMethods() {
   const { image } = example();
   const canvases = byId('methods').querySelectorAll('canvas');

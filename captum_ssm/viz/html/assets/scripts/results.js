@@ -1,6 +1,6 @@
 'use strict';
 
-/* What methods returned: rows of coloured tokens, maps, and what they add up to. */
+/* What methods returned: rows of colored tokens, maps, and what they add up to. */
 
 const FACTS = JSON.parse(byId('facts').textContent);
 
@@ -21,7 +21,7 @@ function act(kind, row, token) {
   showRows();
 }
 
-/** The rows' colours, and what each says of the token that is looked at. */
+/** The rows' colors, and what each says of the token that is looked at. */
 function showRows() {
   const { rows, words } = example();
   const { token } = chosen;
@@ -38,7 +38,7 @@ function showRows() {
   byId('status').replaceChildren(`Token ${token} “`, quoted, `”${chosen.kept ? ' (kept)' : ''}: ${said}.`);
 }
 
-/** A heading with the end of the colours. */
+/** A heading with the end of the colors. */
 function headed(name, strongest, note) {
   const scale = make('span', { className: 'scale' }, ` strongest ${short(strongest)}. ${note}`);
   return make('h2', {}, name, scale);
@@ -59,7 +59,7 @@ function makeRows() {
   );
 }
 
-/** Pictures, in the colours of the theme. */
+/** Pictures, in the colors of the theme. */
 function paintPictures() {
   const { maps, layers } = example();
   byId('maps').replaceChildren(

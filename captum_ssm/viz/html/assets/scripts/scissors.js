@@ -359,7 +359,7 @@ class Scissors {
     this.svg.firstChild.replaceChildren(...lines);
   }
 
-  /** Widths and colours of the model as it is cut: what one more cut would change. */
+  /** Widths and colors of the model as it is cut: what one more cut would change. */
   weigh() {
     const { largest, thickest } = this;
     this.arcs.forEach((arc, index) => {

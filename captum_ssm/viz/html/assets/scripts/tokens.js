@@ -2,12 +2,12 @@
 
 /* Tokens: as text, or as patches over an image; one of them has the focus. */
 
-/** An image with its colours, beside what the model says of it. */
+/** An image with its colors, beside what the model says of it. */
 function showImage(holder, image) {
   holder.replaceChildren();
   if (!image) return;
   holder.append(
-    make('img', { src: image.source, alt: 'the image that is explained, in colour' }),
+    make('img', { src: image.source, alt: 'the image that is explained, in color' }),
   );
 }
 
@@ -23,7 +23,7 @@ class TokenView extends TokenLines {
     this.act = act;
     this.text = text;
     this.picture = picture;
-    this.colours = example.tokens.map(() => ['', '']); // of each background and bar
+    this.colors = example.tokens.map(() => ['', '']); // of each background and bar
     this.placed = new Set(); // tokens that are patches of an image, painted on its canvas
     this.canvas = null;
     text.replaceChildren();
@@ -116,16 +116,16 @@ class TokenView extends TokenLines {
     this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
   }
 
-  /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
+  /** Color the tokens by values up to the largest, and bars below them by others, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
     this.elements.forEach((element, index) => {
       const tinted = this.placed.has(index) ? '' : tint(values[index], largest);
-      const colours = [tinted, bars ? tint(bars[index], highest) : ''];
-      const before = this.colours[index];
-      if (before[0] !== colours[0]) element.style.backgroundColor = colours[0];
-      if (before[1] !== colours[1]) element.style.borderBottomColor = colours[1];
-      this.colours[index] = colours;
+      const colors = [tinted, bars ? tint(bars[index], highest) : ''];
+      const before = this.colors[index];
+      if (before[0] !== colors[0]) element.style.backgroundColor = colors[0];
+      if (before[1] !== colors[1]) element.style.borderBottomColor = colors[1];
+      this.colors[index] = colors;
     });
     if (this.current !== undefined) this.elements[this.current].classList.remove('current');
     this.current = current === null ? undefined : current;
