@@ -110,7 +110,7 @@ class Blocks:
         self.again = False
         self._read: Read | None = None
         self._names: Mapping[nn.Module, str] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[_BlockCall] = []
 
     @contextmanager
     def watch(self, blocks: Mapping[nn.Module, str]) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Blocks:
         live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
         if self.again or self.passing is not None or not live:
             return forward(*args, **kwargs)
-        call = _Call(self._names[block], block, forward, args, kwargs, list(live.values()))
+        call = _BlockCall(self._names[block], block, forward, args, kwargs, list(live.values()))
         versions = [x._version for x in call.entering]
         self.passing = call.entering
         try:
@@ -252,7 +252,7 @@ class Blocks:
         return [x for x, _ in both], [g for _, g in both]
 
 
-class _Call:
+class _BlockCall:
     """One call of a block.
 
     Attributes:
@@ -307,7 +307,9 @@ class _Returned(torch.autograd.Function):
     """A block's outputs, as part of the graph; gradients are kept for the block to run again."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, left: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _BlockCall, left: list[Tensor], anchor: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(left)
