@@ -90,9 +90,9 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         but no quadratic memory.
 
         Args:
-            inputs, target, additional_forward_args, query, start_layer, per_token,
-                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
-                same defaults.
+            inputs, target, additional_forward_args, query, start_layer, per_token: as in
+                :meth:`ImplicitAttention.attribute`, with the same defaults.
+            internal_batch_size, verify: likewise.
             aggregate: ``"rollout"``, the product of the maps, later ones on the left; or
                 ``"mean"``. The rollout needs ``residual=True``, or a token would forget itself at
                 every layer. Default: ``"rollout"``.

@@ -83,9 +83,9 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         """Return the query's row of the mean over layers; for one layer name it in ``layers``.
 
         Args:
-            inputs, target, additional_forward_args, query, start_layer, per_token,
-                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
-                same defaults.
+            inputs, target, additional_forward_args, query, start_layer, per_token: as in
+                :meth:`ImplicitAttention.attribute`, with the same defaults.
+            internal_batch_size, verify: likewise.
 
         Returns:
             The relevance, as :meth:`ImplicitAttention.attribute`.

@@ -85,9 +85,9 @@ class MambaAttribution(ImplicitMethod):
         """Return the relevance of every input token to the target.
 
         Args:
-            inputs, additional_forward_args, query, components, reduce, heads, start_layer,
-                per_token, internal_batch_size, verify: as in
+            inputs, additional_forward_args, query, components, reduce, heads, start_layer: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
+            per_token, internal_batch_size, verify: likewise.
             target: in Captum's forms: a class for outputs (B, classes), a tuple (position, token)
                 for outputs (B, L, V), a list or tensor of them per example. Default: None, for
                 models that return one number per example.

@@ -74,9 +74,9 @@ class ImplicitAttentionRollout(ImplicitMethod):
         """Return the relevance of every input token to the query, over all layers.
 
         Args:
-            inputs, target, additional_forward_args, query, components, reduce, heads, start_layer,
-                per_token, internal_batch_size, verify: as in
-                :meth:`ImplicitAttention.attribute`, with the same defaults.
+            inputs, target, additional_forward_args, query, components, reduce, heads, start_layer:
+                as in :meth:`ImplicitAttention.attribute`, with the same defaults.
+            per_token, internal_batch_size, verify: likewise.
             normalize_rows: divide every row of I + alpha by its sum. Default: False.
             absolute: take absolute values of the reduced matrices. Default: False.
             discard_ratio: set this fraction of each reduced matrix' smallest non-zero entries to

@@ -105,9 +105,9 @@ class TransformerAttribution(ImplicitMethod):
         """Return the relevance of every input token to the target.
 
         Args:
-            inputs, additional_forward_args, query, heads, start_layer, per_token,
-                internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, with the
-                same defaults.
+            inputs, additional_forward_args, query, heads, start_layer, per_token: as in
+                :meth:`ImplicitAttention.attribute`, with the same defaults.
+            internal_batch_size, verify: likewise.
             target, normalize_rows: as in :meth:`MambaAttribution.attribute`, with the same
                 defaults.
             components: the parts of A, for mixers that are more than attention; see

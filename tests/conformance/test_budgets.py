@@ -111,8 +111,3 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
         more = row(family, MANY, call)["launches"] - row(family, FEW, call)["launches"]
         assert more <= FOR_A_CHUNK.get(call, 32) * budgets.LAYERS * chunks, call
 
-
-def test_a_gated_delta_net_takes_no_launch_for_a_chunk() -> None:
-    for call in CHECKED_TOGETHER:
-        few, many = (row("Gated DeltaNet", length, call)["launches"] for length in (FEW, MANY))
-        assert many - few <= (6 if call == "ImplicitAttentionRollout" else 0), call
