@@ -1,10 +1,10 @@
 """The mathematics: frozen linear token mixers.  Knows tensors, no model.
 
 The contract is in ``base``, and its slow derivation in ``generic``.  Elementary operators are
-``diagonal``, ``conv``, ``long_conv``, ``heads``, ``reorder`` and ``recurrences``; ``chain`` and
-``combine`` make one of several, and ``reduction`` makes one matrix of many channels'.  ``readings``
-compute states, roles and memories from operators.  ``kernels`` make them fast; a table there tells
-which kernel serves which operation.
+``diagonal``, ``conv``, ``long_conv``, ``heads``, ``reorder`` and ``recurrences``.  ``chain`` and
+``combine`` make one operator of several; ``reduction`` combines the channels' matrices.
+``readings`` compute states, roles and memories from operators.  ``kernels`` make them fast; a table
+there tells which kernel serves which operation.
 """
 
 from .base import Mixing, Operator, Shape

@@ -6,7 +6,7 @@ Shape glossary, used throughout the package:
 B     batch
 S     stack of vectors, mapped at once
 L     tokens
-H     heads (for Mamba-1 every channel is a head of its own)
+H     heads (in Mamba-1 every channel is a head)
 P     value channels per head
 C, D  channels, H * P; C beside T is chunks of tokens, D the channels of a model's mixer
 G     groups of heads that share vectors, H / G heads in a row each
@@ -21,12 +21,12 @@ E     width of the residual stream
 A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
 some neighboring rows of a matrix, of which only the columns that can differ from zero are held.
 
-In a product of operators the *outer* one stands on the left and acts last; the *inner* one stands
-on the right and acts first.
+In a product of operators the *outer* one is on the left and acts last; the *inner* one is on the
+right and acts first.
 
-An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
-channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
-dimensions are free: a stack of vectors is mapped at once.
+An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape.  It never mixes
+channels: channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading dimensions are
+free: a stack of vectors is mapped at once.
 
 Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjoint, as
 :mod:`.generic` derives it; subclasses override what they can do faster.
@@ -83,10 +83,10 @@ class Mixing(Enum):
     """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
 
     The theorem asks of a layer whether the part that mixes its tokens depends on the data.  It
-    follows from the parts an operator is made of, whatever numbers they hold.  Several
-    steps of fixed mixing with gates between are data-controlled, as is a recurrence whose decays
-    follow from the data: what reaches token i from token j depends on the tokens between.  Which
-    tokens are padding is no data.
+    follows from the parts an operator is made of, whatever numbers they hold.  Several steps of
+    fixed mixing with gates between are data-controlled, as is a recurrence whose decays follow from
+    the data: the weight of token j for token i depends on the tokens between.  A mask of padding
+    does not count as data.
 
     Attributes:
         NONE: no output reads another token.
@@ -119,10 +119,9 @@ class Operator:
     follows, if slowly.
 
     Attributes:
-        component: name of the part of a mixer this operator stands for, one of ``conv``,
-            ``activation``, ``scan``, ``skip``, ``gate``, ``norm`` (``scan`` for whatever mixes
-            tokens, but for a short convolution). Default: None, for structural parts, which
-            :meth:`restrict` always keeps.
+        component: the part of a mixer: ``conv``, ``activation``, ``scan`` (any mixing of tokens but
+            a short convolution), ``skip``, ``gate`` or ``norm``. Default: None, for structural
+            parts, which :meth:`restrict` keeps.
         shape: the sizes it acts on, a :class:`Shape`.
         roles: role of each coefficient that may follow from the input, by its name in
             :meth:`tensors`; see :mod:`.coefficients`. Default: none.
@@ -164,7 +163,7 @@ class Operator:
         made_of = f"{', '.join(inside)}: " if inside else ""
         return f"{type(self).__name__}({made_of}{tokens} tokens, {heads} heads of {per_head})"
 
-    # --- what a subclass defines -----------------------------------------------------------
+    # --- defined by a subclass -------------------------------------------------------------
 
     def apply(self, v: Tensor) -> Tensor:
         """alpha v: every channel's matrix times its values.
@@ -287,9 +286,9 @@ class Operator:
     # --- the map, its adjoint and its constant term ----------------------------------------
 
     def transpose(self, u: Tensor) -> Tensor:
-        """The adjoint: every channel's transposed matrix times ``u``.
+        """Apply the adjoint: every channel's transposed matrix times ``u``.
 
-        For all u and v, the sum of ``u * apply(v)`` is that of ``transpose(u) * v``.
+        For all u and v, ``u * apply(v)`` and ``transpose(u) * v`` have the same sum.
 
         Args:
             u: (..., B, L, H, P); leading dimensions are free.
@@ -317,8 +316,8 @@ class Operator:
             longest: the most tokens fed at a time.
 
         Returns:
-            A function of values (B, T, H, P) and the slice of tokens that they are; None if tokens
-            cannot be mapped in this order, or faster all at once.
+            A function of values (B, T, H, P) and the slice of tokens that they are. None if tokens
+            cannot be mapped in this order, or are mapped faster all at once.
         """
         return None
 
@@ -343,7 +342,7 @@ class Operator:
         Args:
             positions: query positions, common to all examples (a list of Q) or per example (B, Q).
             reduce: how channels are combined: ``"mean"``, ``"max"``, ``"min"``, ``"product"`` or a
-                function over the last dimension; None keeps every channel, ``"heads"`` every head,
+                function over the last dimension. None keeps every channel; ``"heads"`` every head,
                 as the mean over its channels. Default: ``"mean"``.
 
         Returns:

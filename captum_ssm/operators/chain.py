@@ -1,9 +1,9 @@
 """Products of operators.
 
 ``parts[0]`` is the outermost factor and acts last; see "outer" and "inner" in :mod:`.base`.
-Diagonals and short convolutions around a core become factors and shifts of its own fast versions;
-reorderings move to the ends.  Where the channels of a head share a matrix, means over channels take
-one channel a head for as long as channels are alike.
+Diagonals and short convolutions around a core become factors and shifts of the core's fast
+versions; reorderings move to the ends.  Where the channels of a head share a matrix, means over
+channels take one channel a head for as long as channels are alike.
 """
 
 from __future__ import annotations
@@ -285,12 +285,12 @@ def _flat(part: Operator) -> tuple[Operator, ...]:
 
 
 def _mixes_heads(part: Operator) -> bool:
-    """Whether a part mixes the channels of different heads."""
+    """Return True if a part mixes the channels of different heads."""
     return any(isinstance(leaf, HeadCentering) and leaf.across for leaf in part.leaves())
 
 
 def _channels_differ_around(parts: Sequence[Operator]) -> bool:
-    """Whether parts on both sides of a matrix of heads treat a head's channels differently."""
+    """Return True if a head's channels differ on both sides of a matrix of heads."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
     core = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())
@@ -329,7 +329,7 @@ def _reorder(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tenso
 
 
 def _alike(part: Operator) -> bool:
-    """Whether an operator does the same to all value channels of a head."""
+    """Return True if an operator does the same to all value channels of a head."""
     if isinstance(part, Composite):
         return all(map(_alike, part.parts))
     if isinstance(part, Diagonal):

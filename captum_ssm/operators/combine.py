@@ -1,4 +1,4 @@
-"""Operators made of other operators: sums, and direct sums of parts on heads of their own."""
+"""Operators made of other operators: sums, and direct sums of parts on separate heads."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Te
 
 
 class DirectSum(Composite):
-    """Operators each on heads of its own: the first one on the first heads, and so on.
+    """Operators on separate heads: the first one on the first heads, and so on.
 
     :meth:`restrict` replaces a part of which nothing is left by the identity.
 

@@ -173,7 +173,7 @@ class ShortConv(Operator):
     def _weights(self) -> dict[Lag, Tensor]:
         """The weights (H, P) of every lag."""
         taps: dict[Lag, Tensor] = {}
-        # channels side by side in memory, as those of the values are
+        # channels side by side in memory, as in the values
         for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):
             taps[lag] = taps[lag] + weight if lag in taps else weight
         return taps

@@ -1,8 +1,8 @@
 """Everything about an operator that follows from its map and adjoint, the slow and obvious way.
 
 These are the methods of :class:`~captum_ssm.operators.Operator` where no subclass knows a faster
-way, and each is documented there.  They take any operator, so that tests can hold its fast versions
-to them, in float64.  Shapes are those of :mod:`.base`.
+way, and each is documented there.  They take any operator, so that tests can compare its fast
+versions with them, in float64.  Shapes are as in :mod:`.base`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
         if not out.requires_grad:  # every token is mapped to zero
             if operator.apply(u).any():
                 raise GradientModeError(
-                    f"{type(operator).__name__}.apply cuts what it returns off from its values: no "
+                    f"{type(operator).__name__}.apply detaches its result from its values: no "
                     "gradient gets through, and no relevance. Leave out detach, no_grad and .data "
-                    "there, or give the operator a transpose of its own."
+                    "there, or give the operator a transpose method."
                 )
             return torch.zeros_like(u)
         (result,) = torch.autograd.grad(out, v, u.clone())
@@ -173,10 +173,10 @@ _FEWEST = 4
 
 
 def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
-    """The mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
+    """Return the mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
 
-    If the operator has a stream, a few tokens of all channels are held at a time, which stay in the
-    processor's cache; if not, all tokens are mapped at once.
+    With a stream, a few tokens of all channels are mapped at a time, in the processor's cache;
+    without one, all tokens are mapped at once.
     """
     return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
 

@@ -330,7 +330,7 @@ class HeadCentering(Operator):
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
         component: name of the part it stands for. Default: ``"norm"``.
-        across: whether the mean is that of all channels, of all heads; the share is then 1 - 1/C.
+        across: whether the mean is over all channels of all heads; the share is then 1 - 1/C.
             Default: False.
         centred: 1 for the heads that are centered (H,), 0 for those that pass as they are. Default:
             None, all of them are.
@@ -373,8 +373,8 @@ class HeadCentering(Operator):
     def select(self, heads: Sequence[int]) -> Operator:
         if self.across:
             raise OptionError(
-                f"heads={list(heads)} of a norm over all heads: none of them has a mean of its "
-                "own. Ask for heads of per_channel(), where each channel has its own share alone."
+                f"heads={list(heads)} of a norm over all heads: none of them has a separate "
+                "mean. Ask for heads of per_channel(), where each channel has its own share alone."
             )
         shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
         return HeadCentering(shape, centred, self.component, centred=centred)
@@ -386,9 +386,9 @@ class HeadCentering(Operator):
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-    """Factors (B, L, H) whose product is that of left and right, summed over a head's channels.
+    """Return factors (B, L, H) whose product is left times right, summed over a head's channels.
 
-    None if both differ between channels: a sum of products is then no product.
+    None if both differ between channels: the sum has no such factors.
     """
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:

@@ -184,8 +184,8 @@ def _check(kernel: Tensor, shape: Shape) -> None:
     if kernel.dim() != 3 or tuple(kernel.shape[:2]) not in accepted or not kernel.shape[2]:
         raise OptionError(
             f"LongConv needs a kernel (H, P, K) with H = {heads} and P = {per_head} or 1, got one "
-            f"of shape {tuple(kernel.shape)}. A kernel (C, K) of channels that are heads of their "
-            "own becomes one with kernel[:, None]."
+            f"of shape {tuple(kernel.shape)}. A kernel (C, K) of channels that are one head "
+            "each becomes one with kernel[:, None]."
         )
 
 

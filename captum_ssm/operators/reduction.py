@@ -98,7 +98,7 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
-    """Whether the reduced matrix can be computed channel by channel, and quicker so."""
+    """Return True if the reduced matrix can be computed channel by channel, and faster."""
     known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 

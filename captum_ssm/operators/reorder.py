@@ -28,7 +28,7 @@ class Permute(Operator):
         component: name of the part it stands for. A reordering around a core that is one term of a
             sum has the core's name, so that both are kept or dropped together. Default: None, a
             structural part.
-        device: of the values. Default: None, that of ``order``.
+        device: of the values. Default: None, as ``order``.
 
     Example:
         >>> import torch

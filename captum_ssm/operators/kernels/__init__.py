@@ -21,15 +21,15 @@ DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
                                         ut_transform     ut_transform    ut_transform
 =====================  ===============  ===============  ==============  ======================
 
-Matrices are those of heads; gradients are those of coefficients and values.  Rows of single
-positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors; its
-strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
-of a head, and trees of chunks else.  Where a DeltaRule has a decay for each key channel, its
-gradients take attention_backward in place of within_chunk.  On a GPU, where a launch for each token
-would cost more than its arithmetic, fused_scan serves in place of token_loop and scan_backward, and
-fused_fading for an ElementwiseRecurrence; without Triton, odd_even serves there, and chunks for
-many vectors.  Other operators need none of these: diagonals and short convolutions are bands, long
-convolutions fast Fourier transforms, and given matrices products.  The mixers' projections by
+Matrices are per head; gradients are with respect to coefficients and values.  Rows of single
+positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors.  Its
+strips and the strips of ScalarDecayHeads are trees of pivots where factors are common to the
+channels of a head, and trees of chunks elsewhere.  Where a DeltaRule has a decay for each key
+channel, its gradients take attention_backward in place of within_chunk.  On a GPU a launch for each
+token would cost more than its arithmetic.  There fused_scan replaces token_loop and scan_backward,
+and fused_fading serves an ElementwiseRecurrence.  Without Triton, odd_even serves there, and chunks
+for many vectors.  Other operators need none of these: diagonals and short convolutions are bands,
+long convolutions fast Fourier transforms, and given matrices products.  The mixers' projections by
 weights in bfloat16 are wide_products there.
 
 Names of their algorithms; each module has a reference, and its naive version in tests/oracles:

@@ -67,8 +67,8 @@ _THIN = 16
 def matmul(matrices: Tensor, values: Tensor) -> Tensor:
     """Multiply matrices (..., T, N) and values (..., N, P), taking few columns as rows.
 
-    Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and
-    by a few columns several times slower, up to twenty times where the matrices are transposed.
+    Libraries for processors multiply a stack of matrices by a few rows at the speed of memory.  A
+    few columns take several times longer, up to twenty times where the matrices are transposed.
     """
     # matmul ends in bmm; its preparations take as long as products with few columns
     alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
@@ -133,7 +133,7 @@ def underflow_flushed() -> Iterator[None]:
 
 
 def _is_flushed() -> bool:
-    """Whether the thread flushes already; torch can set the mode but not read it."""
+    """Return True if the thread flushes already; torch can set the mode but not read it."""
     tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return not tiny.mul_(0.5).item()
 
@@ -224,10 +224,10 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
 
     The normalizer of a softmax with decays, by a blocked scan (a prefix computation on two levels;
-    Blelloch, Prefix Sums and Their Applications, 1990): tokens are cut into runs, as many as a run
-    has tokens, which take their steps side by side, and then each receives the sum before it.
-    Every step adds two logarithms, so that no exponential can overflow and the rest of a distant
-    past keeps its size, however small.  The naive version sums the exponentials.
+    Blelloch, Prefix Sums and Their Applications, 1990).  Tokens are cut into as many runs as a run
+    has tokens.  Runs take their steps side by side, then each receives the sum before it.  Every
+    step adds two logarithms, so that no exponential can overflow and the rest of a distant past
+    keeps its size, however small.  The naive version sums the exponentials.
 
     Args:
         scores: (B, L, H); -inf for a token that adds nothing.
@@ -261,5 +261,5 @@ def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Select the coefficients that have an autograd graph; None is no coefficient."""
+    """Return the coefficients that have an autograd graph."""
     return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

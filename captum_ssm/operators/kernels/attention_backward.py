@@ -117,9 +117,8 @@ def _by_halves(
         late: whether a token reads the state before its own step.
 
     Returns:
-        The matrices (..., T R, T W); queries with all decays between the run's start and them
-        (..., T R, N), keys with all decays after theirs (..., T W, N), and the products of all
-        decays (..., 1, N or 1).
+        The matrices (..., T R, T W); queries with all decays from the run's start (..., T R, N);
+        keys with all later decays (..., T W, N); the products of all decays (..., 1, N or 1).
     """
     within, reads, writes, total = own, query if late else query * decay, key, decay
     while total.shape[-3] > 1:  # runs

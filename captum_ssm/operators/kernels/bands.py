@@ -1,9 +1,9 @@
 """Banded matrices over tokens: a few lags, each with a factor per token and channel.
 
 A band maps x to y[t] = sum over lags k of band[k][t] x[t - k], tokens beyond the ends being zero.
-It is held by its diagonals (band storage; Golub and Van Loan, Matrix Computations, 4th ed., 2013,
-section 1.2), so that the product of two bands of K and M lags takes K M products of vectors.  The
-naive version forms the matrices.
+It is stored by its diagonals (band storage; Golub and Van Loan, Matrix Computations, 4th ed., 2013,
+section 1.2).  The product of two bands of K and M lags takes K M products of vectors.  The naive
+version forms the matrices.
 """
 
 from __future__ import annotations

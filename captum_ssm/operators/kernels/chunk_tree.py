@@ -4,8 +4,8 @@ Of two chunks in a row, in the words of :mod:`.chunks`,
 
     alpha[second, first] = second.reads . transposed first.writes
 
-a tile of rank N, and together they are a longer chunk, whose reads and writes follow from theirs:
-joined in pairs, all tiles of a matrix are products of two thin factors.
+a tile of rank N.  Together they are a longer chunk, whose reads and writes follow from theirs.
+Joined in pairs, all tiles of a matrix are products of two thin factors.
 
 :takes: the chunks of all tokens up to the last row, and factors on rows and columns (B, H, L, P).
 :gives: the matrix of every head (B, H, L, L), or the last R rows of their sum (B, R, L).
@@ -61,7 +61,7 @@ def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """Multiply reads and writes by their factors, which makes them those of heads, not groups."""
+    """Multiply reads and writes by their factors: from groups to heads."""
     if chunk.faded is None:
         return chunk
     heads = chunk.within.shape[1]
@@ -243,7 +243,7 @@ def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
 
 
 def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool = False) -> _Span:
-    """Join neighboring chunks in pairs, and return what they read and write together.
+    """Join neighboring chunks in pairs, and return their joint reads and writes.
 
     Args:
         chunks: the chunks.

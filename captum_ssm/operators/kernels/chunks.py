@@ -11,7 +11,7 @@ at once: products without the state are done for all of them together.
     tokens), and values (..., B, L, H, P).
 :gives: outputs of the same size, of the recurrence or of its adjoint.
 :cost: L (T P + 2 N P) multiplications with additions for a head, and L / T steps from chunk to
-    chunk, besides what it costs to make the chunks.
+    chunk, besides the cost of the chunks.
 :literature: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality, 2024, section 6.
 :naive version: ``kernels.semiseparable``
@@ -48,10 +48,10 @@ class Chunk(NamedTuple):
         reads: each token's query of the state before its chunk (B, H, C, T, N).
         writes: the key along which each token's value is in the state after its chunk
             (B, H, C, T, N).
-        carry: factor of the state from before to after a chunk: (B, H, C, N, N), or if that is
-            diagonal its diagonal (B, H, C, N, 1), or (B, H, C, 1, 1) if it is a number.
-        faded: factors (B, H, C, T, 1) on reads, and on writes, which then may be those of G groups
-            of heads (B, G, C, T, N); None for no factors.
+        carry: factor of the state from before to after a chunk: a matrix (B, H, C, N, N), its
+            diagonal (B, H, C, N, 1), or a number (B, H, C, 1, 1).
+        faded: factors (B, H, C, T, 1) on reads, and on writes; with them both may be by group
+            (B, G, C, T, N). None for no factors.
     """
 
     tokens: slice
@@ -176,7 +176,7 @@ def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> 
 
 
 def few_vectors(v: Tensor) -> bool:
-    """Whether ``v`` (..., B, L, H, P) is so few vectors that matrices would outweigh them."""
+    """Return True if ``v`` (..., B, L, H, P) is too few vectors for matrices to pay off."""
     return v.shape[:-4].numel() * v.shape[-1] <= FEW
 
 

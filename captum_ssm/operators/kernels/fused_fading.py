@@ -3,7 +3,7 @@
     y[t] = a[t] y[t-1] + x[t]
 
 Each program takes a few channels of one example from the first token to the last, some tokens at a
-time, whose steps are composed by a parallel prefix computation; the last of them is carried on.
+time.  A parallel prefix computation composes their steps; the last output is carried on.
 
 :takes: decays a (B, L, H), and vectors x (S, B, L, H), which may lie anyhow in memory.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x, which runs from the last
@@ -33,7 +33,7 @@ tl: Any = None
 
 
 def serves() -> bool:
-    """Whether the kernel takes recurrences on a GPU: with Triton."""
+    """Return True if the kernel takes recurrences on a GPU: with Triton."""
     return has_triton()
 
 

@@ -5,9 +5,9 @@
 Each program takes a few channels of one example from the first token to the last, some tokens at a
 time: within these steps are composed by a parallel prefix computation, and the state after them is
 carried on.  No state leaves the program: it reads and writes only tensors of the layer's own size,
-steps, vectors and values.  Gradients of coefficients are sums that hold the states of both
-ways, g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1] being that of the outputs' gradients u: on the way
-back the states of some tokens are made again from the one before them, which is all that is kept.
+steps, vectors and values.  Gradients of coefficients are sums over the states of both ways.  On the
+way back the outputs' gradients u have the state g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Of the
+states h only one for every few tokens is kept, to compute theirs again.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
     (S, B, L, G, N), and vectors x (S, B, L, H), all of which may lie anyhow in memory.
@@ -48,12 +48,12 @@ tl: Any = None
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return True if Triton is installed."""
     return find_spec("triton") is not None
 
 
 def serves(scan: ScanCoefficients) -> bool:
-    """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states."""
+    """Return True if the kernel takes a scan on a GPU: with Triton and few enough states."""
     return has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
@@ -201,7 +201,7 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
+    """Return the least power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
@@ -274,11 +274,11 @@ def _pull(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK channels of a group of one example, T tokens at a time; see :func:`_launch`.
 
-    On the first way the state before each T tokens is kept, and ``c``, ``up`` and results, which
-    begin with ``of_``, are not used.  On the way back (BACK), states are made again from there,
-    those after the tokens before each, so that nothing is divided by a decay: ``held``, at first.
-    ``pull`` is the gradient of the states.  ``of_y`` is the gradient of y: of_shared holds that of
-    B, of_key, and then that of C, of_read.  A column is a channel and a state of it.
+    On the first way the state before each T tokens is kept; ``c``, ``up`` and ``of_*`` are not
+    used.  On the way back (BACK), states are made again from there, those after the tokens before
+    each, so that nothing is divided by a decay: ``held``, at first.  ``pull`` is the gradient of
+    the states.  ``of_y`` is the gradient of y; of_shared holds the gradients of B (of_key), then of
+    C (of_read).  A column is a channel and a state of it.
     """
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)
@@ -296,7 +296,7 @@ def _pull(  # type: ignore[no-untyped-def]
     of_dt += row * tokens * heads
     groups = tl.num_programs(0) // blocks
     rows = tl.num_programs(1)
-    size = tokens.to(tl.int64) * groups * states  # of what one program writes for B, or for C
+    size = tokens.to(tl.int64) * groups * states  # of one program's results for B, or for C
     of_b = of_shared + (block * rows + row) * size
     of_c = of_b + blocks * rows * size
     runs = tl.cdiv(tokens, T)
@@ -309,7 +309,7 @@ def _pull(  # type: ignore[no-untyped-def]
         begin = (runs - 1 - run if BACK else run) * T
         at = (begin + place)[:, None].to(tl.int64)
         present = (at < tokens) & is_there
-        # each token's writing, on the way back that of the token before
+        # each token's writing, on the way back the token before's
         source = at - 1 if BACK else at
         wrote = present & (place > 0)[:, None] if BACK else present
         step = tl.load(dt + source * dt_l + head * dt_h, mask=wrote, other=0.0).to(wide)

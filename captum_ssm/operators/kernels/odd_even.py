@@ -2,8 +2,8 @@
 
     y[t] = a[t] y[t-1] + x[t]
 
-Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so that every second token is
-reached by half as many steps, every fourth by half as many again, and the tokens left out by one
+Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so every second token is
+reached by half as many steps, every fourth by half as many again.  The tokens left out take one
 step each from the token before.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
@@ -76,7 +76,7 @@ class _Ladder:
     """The steps of some tokens, prepared for outputs that lie in the same memory.
 
     Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
-    to be reached in turn; on the way down each rung reaches the tokens that it left out.
+    to be reached in turn.  On the way down each rung reaches the tokens that it left out.
 
     Args:
         out: the outputs (S, B, T, H), written to.
@@ -106,7 +106,7 @@ class _Ladder:
         self._steps += [*rung.in_turn(values, decay), *reversed(down)]
 
     def climb(self, x: Tensor, decay: Tensor, arriving: Tensor | None) -> Tensor:
-        """Write the outputs, and return those of the last token, (S, B, 1, H).
+        """Write the outputs, and return the last token's, (S, B, 1, H).
 
         Args:
             x: the vectors (S, B, T, H); they may be the outputs.

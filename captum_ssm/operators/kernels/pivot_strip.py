@@ -10,7 +10,7 @@ few rows costs less than the tree of :mod:`.pivot_tree`.  The tree does the toke
 itself.
 
 A band inside the recurrence has written all of column j by the time m = j + last, where last is its
-largest lag; from then on it fades like anything else.  So the columns of the product are, with
+largest lag.  From then on the column fades like any other.  So the columns of the product are, with
 t = m - last + lag,
 
     Y[m] = sum over lags of (product of fade[s] over t < s <= m) writes[t] band_lag[t]
@@ -152,7 +152,7 @@ def _add_early_columns(
 
 
 def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
-    """Whether nothing is left at the pivot of a token's state, and so of any earlier one."""
+    """Return True if nothing of a token's state, or of any earlier one, is left at the pivot."""
     return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 
@@ -194,7 +194,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
     A loop over the places in a run does all runs at once; each then takes up the runs before it.
     """
     tokens = x.shape[1]
-    # padded by what changes nothing, and by a whole run more: there may be no tokens
+    # padded without effect, and by a whole run more: there may be no tokens
     padding = (0, 0, 0, -tokens % _RUN + _RUN)
     padded = F.pad(doubled(x), padding, value=float(product))
     runs = padded.view(len(x), -1, _RUN, x.shape[2])

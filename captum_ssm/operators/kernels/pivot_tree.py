@@ -4,21 +4,21 @@ The lower-triangular matrix
 
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k]
 
-is what every diagonal recurrence computes.  Splitting each block of tokens at a pivot turns
-everything left of and below it into one matrix product of factors that only ever hold products of
-decays, each at most as large as the longest product inside the block: no quotient of decays, no
-exponential of a difference of cumulative sums, hence no overflow and no cancellation.
+is the map of every diagonal recurrence.  Splitting each block of tokens at a pivot turns everything
+left of and below it into one matrix product of factors that only ever hold products of decays, each
+at most as large as the longest product inside the block: no quotient of decays, no exponential of a
+difference of cumulative sums, hence no overflow and no cancellation.
 
-The tree begins with blocks of one token and joins neighbors; the last block may be shorter than
-its neighbor or have none, so no length needs padding.  Once every block of some length has been
-forgotten by all of the channels at hand, that is, once its decays multiply to less than rounding,
-larger blocks meet in as many tokens on either side of their pivot and nowhere else.
+The tree begins with blocks of one token and joins neighbors; the last block may be shorter than its
+neighbor or have none, so no length needs padding.  A block is forgotten when its decays multiply to
+less than rounding.  Once all channels at hand forget every block of some length, larger blocks meet
+only in as many tokens on either side of their pivot.
 
 A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
 token t - lag, lags first .. last, the writing of token j is complete once token j + last has
-passed, and from there on it fades like any state: column j of the product is column j + last of a
-semiseparable matrix, whose factors are a few steps of the recurrence itself, and the few entries
-before that are single products.
+passed, and from there on it fades like any state.  Column j of the product is column j + last of a
+semiseparable matrix, whose factors are a few steps of the recurrence.  The few entries before that
+are single products.
 
 :takes: blocks of K channels at a time: decays A (B, L, K) between 0 and 1, row factors U (B, R, K)
     and for each lag column factors V (B, L, K).
@@ -106,7 +106,7 @@ class _Sum:
         self.rows = rows
         self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
-        #: Numbers of the lags whose diagonals :meth:`add` sums; ``own`` is that of the first.
+        #: Numbers of the lags whose diagonals :meth:`add` sums; ``own`` is the first lag's.
         self._summed = range(0 if own is None else 1, lags)
         if own is not None:
             self.diagonals[0, :, rows.start :] = own
@@ -238,7 +238,7 @@ class _Level:
 
     def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
         self.pairs = pairs
-        # batched products want evenly spaced matrices: those of one pair, or of one example
+        # batched products want evenly spaced matrices: of one pair, or of one example
         self.by_pair = pairs.whole < batch and not pairs.even
         size = (pairs.whole, batch) if self.by_pair else (batch, pairs.whole)
         self.tiles = like.new_zeros(*size, pairs.span, pairs.span)

@@ -36,7 +36,7 @@ LARGE = Portion(2**19, 1024)
 
 
 class Stream(Protocol):
-    """An operator, or its adjoint, on the next tokens; it keeps what later calls need."""
+    """An operator, or its adjoint, on the next tokens; it keeps its state for later calls."""
 
     def __call__(self, x: Tensor, part: slice) -> Tensor:
         """Map values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
@@ -132,5 +132,5 @@ def as_memory_allows(whole: range, size: int, form: Callable[[range], T]) -> Ite
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device or the processor's allocator had no more memory."""
+    """Return True if a device or the processor's allocator had no more memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)

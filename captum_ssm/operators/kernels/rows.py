@@ -1,7 +1,7 @@
 """Rows of matrices over tokens: strips of neighboring rows, and positions of single ones.
 
 A matrix (B, L, L) that is used row by row need never be held whole.  A strip holds R of its rows,
-and of these the columns that can differ from zero: those of a causal matrix end at the diagonal.
+and of these the columns that can differ from zero: in a causal matrix they end at the diagonal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A selective scan in plain torch whose backward is linear in the length, and light.
 
-It computes what the reference scans of transformers and mamba_ssm compute, chunk by chunk.  Of the
-states, which those hold for all tokens at once, only the ones between chunks are kept for the
-backward; the others are computed again.
+It computes the reference scans of transformers and mamba_ssm chunk by chunk.  They hold the states
+of all tokens at once; here only the states between chunks are kept for the backward; the others are
+computed again.
 
 Inputs are copied so that channels, not tokens, lie side by side in memory.  A stack of values, of B
 and of C may share steps: their decays, which cost most, are made once.
@@ -119,9 +119,9 @@ def _scan(inputs: _ScanInputs) -> tuple[Tensor, Tensor]:
 class _Scan(torch.autograd.Function):
     """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = (C[t] . h[t] + D x[t]) silu(z[t]).
 
-    The arguments are those of :class:`_ScanInputs`, states are (S B, N, D).  Gradients of x, dt and
-    z have the memory layout of these.  Step sizes and gates, each as large as x, are not kept for
-    the backward, which computes them again.
+    Arguments are as in :class:`_ScanInputs`; states are (S B, N, D).  Gradients of x, dt and z have
+    the memory layout of these.  Step sizes and gates, each as large as x, are not kept for the
+    backward, which computes them again.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _Scan(torch.autograd.Function):
         )
         grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
         grads = torch.empty_like(chunks.states[1:])
-        alone = grads.shape == chunks.decays.shape  # S = 1: what is passed on overwrites decays
+        alone = grads.shape == chunks.decays.shape  # S = 1: the result overwrites decays
         passes = chunks.decays if alone else torch.empty_like(grads)
         passes = chunks.stacked(passes)
         carried = chunks.stacked(grad_last[None])[0]
@@ -178,7 +178,7 @@ class _Scan(torch.autograd.Function):
             if grad_D is not None:
                 grad_D += (seed * inputs).sum((0, 1))
             grad_x[part] = of_x
-            # the gradient of dt A: that of the decay times the decay itself
+            # the gradient of dt A: the decay's gradient times the decay
             exponent = passed.mul_(chunks.stacked(states[:-1]))
             exponent = exponent[:, 0] if alone else exponent.sum(1)
             if grad_A is not None:
@@ -276,7 +276,7 @@ class _Chunks:
 
 
 def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``out`` and ``z``, given that of out silu(z)."""
+    """Return the gradients of ``out`` and ``z``, given the gradient of out silu(z)."""
     share = z.sigmoid()
     gate = share * z
     slope = torch.addcmul(share, gate, 1 - share)

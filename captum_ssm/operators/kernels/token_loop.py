@@ -2,8 +2,8 @@
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
-Decays and states of a few tokens are held at a time, with the channels side by side in memory, so
-that they stay in a processor's cache and each step is one operation on many numbers.
+Decays and states of a few tokens are held at a time, with the channels side by side in memory.
+They stay in a processor's cache, and each step is one operation on many numbers.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
     (S, B, T, H), some tokens at a time.

@@ -1,9 +1,8 @@
 """Checks of tensors, read from a device together at the end of a call.
 
-On a processor a check is read at once.  Reading from a GPU makes the host wait for all of its work,
-so that a check within :func:`read_together` is *noted*: it is taken to hold, kept, and read at the
-end.  If one fails then, the call is repeated with every check read at once: the error that it
-raises, or the way that it takes instead, is the same as on a processor.
+On a processor a check is read at once.  Reading from a GPU makes the host wait for all of its work.
+A check within :func:`read_together` is therefore *noted*: it is taken to hold, kept, and read at
+the end.  If one fails then, the call is repeated with every check read at once, as on a processor.
 """
 
 from __future__ import annotations
@@ -73,17 +72,17 @@ def read_together(call: Callable[[], T]) -> T:
 
 
 def is_doubted() -> bool:
-    """Whether the call is being repeated, because a check that it had noted failed."""
+    """Return True if the call is being repeated, because a check that it had noted failed."""
     return _doubted.get()
 
 
 def are_noted(x: Tensor) -> bool:
-    """Whether checks of a tensor are noted, to be read later."""
+    """Return True if checks of a tensor are noted, to be read later."""
     return _noted.get() is not None and x.device.type != "cpu"
 
 
 def holds(truth: Tensor) -> bool:
-    """Whether a check holds, or is noted and taken to hold."""
+    """Return True if a check holds, or is noted and taken to hold."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
@@ -140,7 +139,7 @@ def reached(weights: Tensor) -> range:
 
 
 def looks_ahead(is_read: Tensor, until: int) -> bool:
-    """Whether queries read later tokens than themselves; read from a device once in a call.
+    """Return True if queries read later tokens than themselves; read from a device once in a call.
 
     Args:
         is_read: True for the tokens that some queries read, (L,).
@@ -168,7 +167,7 @@ def ask_anew(tokens: int, asked: range | None) -> None:
 
 
 def at_most(number: Tensor, limit: float) -> bool:
-    """Whether a number is at most a limit, or that is noted; NaN exceeds every limit."""
+    """Return True if a number is at most a limit (NaN is not), or the check is noted."""
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
@@ -198,12 +197,12 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Whether a tensor may hold anything but 0: True on a device, which is not read."""
+    """Return True if a tensor may hold anything but 0: True on a device, which is not read."""
     return x.device.type != "cpu" or bool(x.any())
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, or that is noted.
+    """Return True if no entry is NaN or infinite, or the check is noted.
 
     On a processor the least and the greatest entry are checked, which takes a tenth of the time of
     checking them all.
@@ -223,7 +222,7 @@ def _finite_later(x: Tensor) -> bool:
 
 
 def finite_together(tensors: Iterable[Tensor]) -> bool:
-    """Whether no entry of several tensors of one device is NaN or infinite, or that is noted.
+    """Return True if tensors of one device have no NaN and no infinity, or the check is noted.
 
     Args:
         tensors: the tensors; integers are skipped.

@@ -4,10 +4,10 @@
 
 Each step multiplies the state by diag(decay) - f e^T.  A product of T such matrices is a diagonal
 one less a sum of T outer products (the WY representation), whose factors solve one triangular
-system.  E being the products of decays between tokens, and E' those of the tokens before, a chunk
-reads u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v) by e, and writes k v - f u.
-If f is k, it writes k w with the *corrected values* w = v - u, for which the same system gives
-w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
+system.  With E the products of decays between tokens, and E' the same up to the token before, a
+chunk reads u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v) by e, and writes
+k v - f u.  If f is k, it writes k w with the *corrected values* w = v - u, for which the same
+system gives w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
 
 :takes: q, k, e and f (B, H, C, T, N) and the decays' logarithms (B, H, C, T, 1 or N) of C chunks of
     T tokens; values (B, H, C, T, P).
@@ -41,7 +41,7 @@ class Keys(NamedTuple):
     """Products of the keys k along which values are written, where f is not k.
 
     Attributes:
-        erased: minus the products with e, that is, what each token erases (B, H, C, T, T).
+        erased: minus the products with e: each token's erasure (B, H, C, T, T).
         read: the products with q (B, H, C, T, T).
         after: the keys with all decays until the chunk's end, but for ``until`` (B, H, C, T, N).
     """
@@ -58,7 +58,7 @@ class Corrected(NamedTuple):
 
         w = solved (v - e_before S),   y = q_before S + read w,   S' = total S + f_after^T w
 
-    and where values are written along keys of their own,
+    and where values are written along separate keys,
 
         w = solved (own.erased v - e_before S),
         y = q_before S + read w + own.read v,   S' = total S + f_after^T w + own.after^T v
@@ -155,7 +155,7 @@ class Corrected(NamedTuple):
         return out, state
 
     def _written_by_themselves(self, v: Tensor) -> Tensor | None:
-        """The sum that values add to the state by keys of their own, for each chunk, or None."""
+        """Return the sum that values add to each chunk's state along separate keys, or None."""
         if self.own is None:
             return None
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)

@@ -25,7 +25,7 @@ from .arithmetic import full_precision
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a GPU multiplies ``x`` by a weight in bfloat16, which torch can since version 2.8."""
+    """Return True if a GPU multiplies ``x`` by a weight in bfloat16 (torch 2.8 or later)."""
     is_half = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
     is_there = x.is_cuda and weight.device == x.device and torch.version.hip is None
     return is_half and is_there and x.dtype == torch.float32 and hasattr(torch.ops.aten.mm, "dtype")

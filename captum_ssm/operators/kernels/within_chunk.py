@@ -3,7 +3,7 @@
     between[i, j] = product of a[t] over j < t <= i
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
 
-Prefix products: those of twice as many factors are products of two that are known.  Sums over
+Prefix products: a product of twice as many factors is a product of two known ones.  Sums over
 channels for hundreds of runs at once, where :mod:`.pivot_tree` sums over the channels of one long
 run: the same tree of pivots, from leaves of a few tokens on.
 
@@ -174,7 +174,7 @@ def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
     """Fill the tiles on the diagonal, token by token.
 
     Column factors decay on the way; in the end they reach the leaf's end and the row factors its
-    beginning, which is what joining leaves needs.
+    beginning, as joining leaves needs.
 
     Args:
         a: decays (leaves, T, K).

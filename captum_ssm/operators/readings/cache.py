@@ -1,7 +1,7 @@
 """The cache of softmax attention as a memory: it holds a token's value as long as it is read.
 
-A recurrence adds up what tokens write; attention keeps every token in a place of its own.  Nothing
-fades, and nothing is erased but tokens that a window has passed.
+A recurrence sums its tokens; attention keeps every token in a separate place.  Nothing fades, and
+nothing is erased but tokens that a window has passed.
 """
 
 from __future__ import annotations
@@ -90,6 +90,6 @@ class Cache(NamedTuple):
 
 
 def is_causal(attention: DenseHeads) -> bool:
-    """Whether no token reads a later one, so that there is a cache."""
+    """Return True if no token reads a later one, so that there is a cache."""
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
     return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))

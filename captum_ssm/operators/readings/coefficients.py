@@ -1,9 +1,9 @@
 """Operators as functions of their coefficients: roles, and gradients.
 
 An operator is linear in its values, and its coefficients are frozen.  In the network they follow
-from the input, each in a role: what a token asks for (query), what it is matched by (key), how far
-a state moves on at it (step), how much of it is let through (gate).  The values that are moved are
-the content.  A coefficient is *live* if it came with its autograd graph.
+from the input, each in a role: a token's query, the key that queries match, the step of the state,
+and the gate.  The values that are moved are the content.  A coefficient is *live* if it came with
+its autograd graph.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 #: New coefficients of parts, and gradients of coefficients, by name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
-#: Maps the gradient of outputs to that of values, and adds those of coefficients to its second
-#: argument.
+#: Maps the outputs' gradient to the values', and adds the coefficients' to its second argument.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 
@@ -95,8 +94,9 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         offset: factors (S, 1, 1, 1, 1) on the constants that operators add inside.
 
     Returns:
-        The output (S, B, L, H, P), and a function: it returns the gradient of the values, and adds
-        those of live coefficients, summed over the stack, to its second argument.
+        The output (S, B, L, H, P), and a function of its gradient. The function returns the values'
+        gradient, and adds live coefficients' gradients, summed over the stack, to its second
+        argument.
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))
@@ -135,7 +135,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
 
 
 def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
-    """Return the gradient of the values, and add those of coefficients to ``found``."""
+    """Return the values' gradient, and add the coefficients' gradients to ``found``."""
     of_values, of_coefficients = back(gradient)
     total = found.setdefault(operator, {})
     for name, x in of_coefficients.items():

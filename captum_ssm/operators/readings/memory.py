@@ -1,9 +1,9 @@
-"""The states of recurrences as memories: what is left of each token, and which tokens erased it.
+"""The states of recurrences as memories: each token's remainder, and the tokens that erased it.
 
     S[t] = sum over j <= t of K[t, j] v[j]^T,      K[t, j] = T[t] ... T[j + 1] k[j]
 
-The matrix T[t] is the step from one state to the next: a decay for each head or state, for delta
-rules diag(decay) - taken erase^T, and with feedback the matrix of the cell.  K[t, j] v[j]^T is the
+The matrix T[t] is the step from one state to the next.  It is a decay for each head or state, for
+delta rules diag(decay) - taken erase^T, with feedback the cell's matrix.  K[t, j] v[j]^T is the
 *share* of token j in the state.  Shares are found for one t, or from one j, in a time linear in the
 number of tokens.
 """
@@ -48,7 +48,7 @@ _RESET = -1e4
 
 
 class Memory(NamedTuple):
-    """A recurrence as a memory: what each step writes, key value^T, and how the state fades.
+    """A recurrence as a memory: the write of each step, key value^T, and how the state fades.
 
     Tokens are in the order in which the recurrence reads them, its *steps*.
 
@@ -114,8 +114,8 @@ class Memory(NamedTuple):
 
         If states fade by themselves, the loss, summed over the key's numbers, is divided among the
         tokens between in proportion to the logarithms of their decays.  Else only the component
-        along the share as it was written counts: a step erases that of the share before it less
-        that of the share after it, which may be negative.
+        along the share as it was written counts: a step erases the component's decrease, which may
+        be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)

@@ -1,7 +1,7 @@
 """All rows of selective scans, channel by channel, in tiles of a few columns.
 
 A source token writes one state per channel, and a later row reads that state through its decay
-alone, so that a tile far from the diagonal is a product of two thin factors:
+alone.  So a tile far from the diagonal is a product of two thin factors:
 
     alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
 
@@ -71,7 +71,7 @@ class ScanRows:
         launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
         #: How many sources are taken at a time.
         self.width = at_a_time(_SOURCES, scan.device, launched)
-        #: What :meth:`_run` writes to; None where it would take a launch for each token.
+        #: Output of :meth:`_run`; None where it would take a launch for each token.
         self._outputs: Tensor | None = None
         if scan.device.type == "cpu":
             self._outputs = outer.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)

@@ -60,8 +60,8 @@ def terms_of(operator: Operator) -> list[Term] | None:
     """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
     Returns:
-        The terms, or None if some summand holds no recurrence, or several, or one whose states
-        mix, so that it is no sum over states.
+        The terms. None if some summand has no recurrence, several, or one whose states mix and so
+        are not summed.
     """
     found = []
     for parts in products_of(operator):

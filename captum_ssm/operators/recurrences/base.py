@@ -87,7 +87,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         raise NotImplementedError
 
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """Diagonal entries of the sum over channels: each token's reading of its own, (B, R)."""
+        """Return the diagonal of the sum over channels: each token's share in itself, (B, R)."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)

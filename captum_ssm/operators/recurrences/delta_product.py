@@ -3,7 +3,7 @@
     S = decay[t] S,   then for each step m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
     y[t] = q[t] . S
 
-Each step has heads of its own for its values; the state's reading is the sum of their outputs.
+Each step has separate heads for its values; the state's reading is the sum of their outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .delta_rule import DeltaRule
 class DeltaProduct(Operator):
     """A delta rule that corrects its state M times at every token, and reads it after the last.
 
-    The state S of a head first decays; then each step m corrects it along a key of its own,
+    The state S of a head first decays.  Then each step m corrects it along a separate key,
     S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S), and y[t] = q[t] . S.  A head of this operator
-    has the values of one step alone; the other steps' values are those of other heads, whose
-    outputs are to be added.  It is the :class:`DeltaRule` over the sequence of all L M steps.
+    has the values of one step alone; other heads have the other steps' values, and their outputs
+    are to be added.  It is the :class:`DeltaRule` over the sequence of all L M steps.
 
     Args:
         query: (B, L, H, N).

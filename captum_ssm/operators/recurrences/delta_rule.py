@@ -8,7 +8,7 @@ state after its decay, so that the state is corrected towards the value: e = dec
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t])
 
 whose matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), E the products of decays.
-RWKV-7 erases by a key of its own, f = e times a step for each of its channels.  Given its
+RWKV-7 erases by a separate key, f = e times a step for each of its channels.  Given its
 coefficients each is linear in v.
 """
 
@@ -119,7 +119,7 @@ class DeltaRule(ChunkedHeads):
         return self._of({**self.tensors(), **coefficients})
 
     def _of(self, named: Mapping[str, Tensor]) -> DeltaRule:
-        """The same kind of rule with other coefficients, those of :attr:`roles`."""
+        """Return the same kind of rule with other coefficients, named as in :attr:`roles`."""
         query, key, beta, *others = (named.get(name) for name in self.roles)
         assert query is not None and key is not None and beta is not None
         log_decay, *erasing = others

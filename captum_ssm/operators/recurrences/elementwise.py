@@ -49,7 +49,7 @@ class ElementwiseRecurrence(FadingRecurrence):
     zero forgets all that came before.
 
     Args:
-        decay: factors (B, L, H) between 0 and 1; every channel is a head of its own (P = 1).
+        decay: factors (B, L, H) between 0 and 1; every channel is a head (P = 1).
         component: name of the part it stands for. Default: ``"scan"``.
 
     Example:

@@ -101,7 +101,7 @@ class FeedbackRecurrence(Recurrent):
         return OwnShares(self)
 
     def step(self, states: Tensor, token: int) -> Tensor:
-        """States after a token's step that had no input of its own, (B, H, P, ...).
+        """Return the states after a token's step without its input, (B, H, P, ...).
 
         Args:
             states: any number of states before it, side by side, (B, H, P, ...).

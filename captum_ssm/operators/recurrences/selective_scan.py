@@ -7,7 +7,7 @@ so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[
 
 On a first reading take ``__init__``, ``tensors``, ``select``, ``at``: all else makes these quick.
 ``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Strips of rows are computed from
-``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``; ``Fading`` in
+``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``.  ``Fading`` in
 ``kernels.pivot_strip`` documents these.
 """
 
