@@ -3,10 +3,10 @@
     alpha = softmax(scaling q k^T + mask)      output = o_proj(gate alpha v)
 
 One adapter serves every class that passes its queries, keys and values to transformers' attention
-interface, or, as in transformers 4, to torch's own attention: the recorded call is run again on a
-shallow copy of the module, under an attention function that only records its arguments.  Rotations,
-norms of queries and keys, latent keys and values and adapters around the projections are thereby
-the module's own, whichever attention function (eager, sdpa, flash, flex) the model itself uses.
+interface, or, in transformers 4, to torch's own attention.  The recorded call runs again on a
+shallow copy of the module, under an attention function that only records its arguments.  So
+rotations, norms, latent keys and values and adapters are the module's own, whichever attention
+function (eager, sdpa, flash, flex) the model uses.
 
 Frozen: the probabilities, and the gate, a sigmoid, where a model has one.
 """
@@ -61,7 +61,7 @@ def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearM
 
 
 def _is_one(factor: Tensor, kind: Hashable) -> bool:
-    """Whether the gate is one everywhere: there is none.
+    """Return True if the gate is one everywhere: there is none.
 
     On a device this is read for the first module of a kind; if it holds there, it is noted for the
     others.  A gate of ones changes nothing.
@@ -86,7 +86,7 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
     """ViTAttention and DeiTAttention; in transformers 4, a module of attention and projection."""
     if not hasattr(module, "attention"):
         return hf_attention(module, call)
-    if call.argument("head_mask", 1) is not None:  # which stands where others have their mask
+    if call.argument("head_mask", 1) is not None:  # in the mask's place
         raise _unknown(module, "head_mask")
     linear = hf_attention(module.attention, call)
     return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))

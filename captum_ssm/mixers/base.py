@@ -103,11 +103,11 @@ class LinearMixer:
     Attributes:
         values: the stream after the input projection, (B, L, H, P), with its graph: relevance goes
             back along it to the input (:class:`~captum_ssm.LatimFlow`).
-        operator: the frozen map over tokens.  It detaches its coefficients itself: those that
-            follow from the input (queries, keys, steps, and the weight of a
-            :class:`~captum_ssm.operators.Diagonal` named ``"gate"``) are given to it with their
-            graph, along which :class:`~captum_ssm.MambaLRP`, and :class:`~captum_ssm.LatimFlow` by
-            the rules that ask for it, send relevance of their own; see :attr:`made_of`.
+        operator: the frozen map over tokens. It detaches its coefficients itself. Give it with
+            their graph the ones that follow from the input: queries, keys, steps, and the weight of
+            a :class:`~captum_ssm.operators.Diagonal` named ``"gate"``.
+            :class:`~captum_ssm.MambaLRP` and some rules of :class:`~captum_ssm.LatimFlow` send
+            relevance along this graph; see :attr:`made_of`.
         project: the output projection, (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), from an argument of the call. Default: None, no token is
             padding, or the call has no such argument.
@@ -118,9 +118,9 @@ class LinearMixer:
         passed_on: other outputs of the module that later mixers read, by their place in the output,
             with their graph; like the values they are linear in the stream that enters. Default:
             none.
-        end_to_end: whether the module was called on several sequences end to end and without a
-            batch, such as all images of one; here each is an example, and ``mask`` marks the
-            shorter ones' padding. Default: False.
+        end_to_end: whether the module was called on several sequences end to end without a batch,
+            such as all images of one. Here each is an example, and ``mask`` marks the shorter ones'
+            padding. Default: False.
 
     Example:
         >>> import torch

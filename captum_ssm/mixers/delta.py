@@ -63,7 +63,7 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
-    """transformers' KimiLinearDeltaAttention and those of Ling 3 and GLM-5.3-Flash after it."""
+    """transformers' KimiLinearDeltaAttention, and its copies in Ling 3 and GLM-5.3-Flash."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads

@@ -5,9 +5,9 @@
     s[t] = (1 - reset[t]) a[t] s[t-1] + m[t] i[t] u[t]
     y = gelu(W_y h) s                             output = W_o y
 
-where m = sqrt(1 - a^2), or 1 at a reset, and a reset is a token at position 0: the beginning, or
-that of the next of several packed sequences.  Frozen: a, m, i and the gate.  The recurrent block
-gets no mask of padding, so padded tokens take part like any others.
+where m = sqrt(1 - a^2), or 1 at a reset.  A reset is a token at position 0: the beginning of the
+sequence, or of each packed sequence.  Frozen: a, m, i and the gate.  The recurrent block gets no
+mask of padding, so padded tokens take part like any others.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     y = SiLU(z) (alpha + D) v          output = out_proj(y)
 
 Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalize t, B
-and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.  In transformers 4 the
-mask is applied to x, not to h, the gate has the activation of the convolution, and adapters (LoRA)
-around W take part wherever W is called.
+and C; Zamba cuts v into a few heads, each with its W, t, B and C. In transformers 4 the mask is
+applied to x, not to h, and the gate has the activation of the convolution.  Adapters (LoRA) around
+W take part there wherever W is called.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ def _normed(module: Any, parts: Selected) -> Selected:
 
 
 def _is_old(module: Any) -> bool:
-    """Whether a mixer is one of transformers 4."""
+    """Return True if a mixer is one of transformers 4."""
     return hasattr(module, "slow_forward")
 
 
 def calls_dt_proj(module: Any, t: Tensor) -> bool:
-    """Whether the model calls dt_proj; if not, it reads the weight, past an adapter around it."""
+    """Return True if the model calls dt_proj, False if it reads its weight, past any adapter."""
     if not _is_old(module):
         return False
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):

@@ -7,10 +7,10 @@ Those of transformers are mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and
     alpha[i, j] = C[i] . B[j] exp(A sum of dt over j+1..i) dt[j]
     s = SiLU(z) (alpha + D) x          y = w s / rms(s)             output = out_proj(y)
 
-with one decay per head, B and C shared by the heads of a group, and the norm per group of heads;
-some put the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios
-SiLU(u) / u and SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; only the
-part of x belongs to the operator.
+with one decay per head.  The heads of a group share B and C, and the norm is per group.  Some put
+the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios SiLU(u) / u and
+SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; only the part of x belongs to
+the operator.
 
 mamba_ssm's Mamba2 may keep channels that pass a gated MLP instead of the scan: SiLU(z0) x0 is
 computed beside the scan and joins it in out_proj.  Those channels mix no tokens and are, like the
@@ -46,7 +46,7 @@ from .path import Path
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """The Mamba-2 mixers of transformers without options of their own."""
+    """The Mamba-2 mixers of transformers without further options."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)

@@ -10,10 +10,9 @@
 
 Every head has its own decay, D and biases; the heads of a group share B and C before their biases.
 R[i] turns each pair of neighboring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
-0..i; the channels behind the last pair stay as they are.  The scale is the trapezoidal rule: over
-each step the integrand is taken at the step's end with weight lambda and at its beginning, which
-is the token before, with weight 1 - lambda.  With ``is_outproj_norm`` an RMSNorm per head stands
-before the gate.
+0..i; the channels behind the last pair stay as they are.  The scale is the trapezoidal rule.  It
+takes each step's integrand at the end with weight lambda, and at the beginning, the token before,
+with weight 1 - lambda.  With ``is_outproj_norm`` an RMSNorm per head comes before the gate.
 
 Frozen: q, k, dt, A, lambda, 1 / rms and SiLU(z).  The module's kernel rounds its operands and its
 result to bfloat16 whatever the model's dtype is; the operator does not.
@@ -101,7 +100,7 @@ def _scan(
     """The operator alpha, from the parts of in_proj's output that select it.
 
     Off the diagonal a token's scale includes the step after it, on the diagonal it does not.  So
-    the scan is read one token late, by the next query, and the diagonal is a summand of its own.
+    the scan is read one token late, by the next query, and the diagonal is a separate summand.
     """
     dt = zeroed(F.softplus(step + module.dt_bias.to(step)), path.mask)  # (B, L, H)
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt

@@ -1,13 +1,13 @@
 """mambapy's MambaBlock, VMambaBlock and AttentionSDPA, and deeptab's MambaBlock.
 
-The equations are those of :mod:`.mamba`.  Of one direction f is
-convolution, activation and scan, and P is the flip of tokens:
+See :mod:`.mamba` for the equations.  Of one direction f is convolution, activation and scan, and P
+is the flip of tokens:
 
 MambaBlock    y = SiLU(z) f(x)
-VMambaBlock   y = SiLU(z) (f(x) + P f_b P x), halved if the model says so
+VMambaBlock   y = SiLU(z) (f(x) + P f_b P x), halved by an option
 deeptab       y = act(z) (f(x) + P scan_b P act(conv_b(x_b))) / 2
 
-In deeptab x_b has a projection of its own, one direction alone is not halved, and the activation is
+In deeptab x_b has a separate projection, one direction alone is not halved, and the activation is
 the model's choice.
 """
 

@@ -5,7 +5,7 @@
     y = [(alpha + D) SiLU(u); SiLU(s)]                            output = out_proj(y)
 
 Frozen: dt, B, C, and the ratios SiLU(u) / u and SiLU(s) / s.  The values are all of in_proj's
-output: z is no gate but a second half of the channels, which pass the convolution and the
+output: z is not a gate but a second half of the channels, which pass the convolution and the
 activation and no scan.  Both convolutions read tokens on either side.  That b, the bias of dt_proj,
 counts twice is the package's own doing.
 

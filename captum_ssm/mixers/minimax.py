@@ -43,7 +43,7 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _padding_reads(module: Any) -> bool:
-    """Whether padded tokens, which none reads, read others: in transformers 4 they do."""
+    """Return True if padded tokens, which none reads, read others: in transformers 4 they do."""
     return "cache_position" in inspect.signature(type(module).forward).parameters
 
 

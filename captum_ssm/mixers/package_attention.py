@@ -87,7 +87,7 @@ def _refuse(module: Any, inputs: list[Tensor]) -> None:
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedMixerError(
-            f"{name} with add_bias_kv or add_zero_attn: a key that is no token is not supported."
+            f"{name} with add_bias_kv or add_zero_attn: keys other than tokens are not supported."
         )
 
 

@@ -31,7 +31,7 @@ class Path:
     Args:
         values: (B, L, C), or heads (B, L, H, P).
         mask: see above. Default: None.
-        heads: how many heads C channels make. Default: None, every channel is a head of its own.
+        heads: how many heads C channels make. Default: None, one for each channel.
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ class Path:
         return self.then(operators[0] if len(operators) == 1 else Sum(*operators))
 
     def attend(self, query: Tensor, key: Tensor, scaling: float, pairs: Tensor | None) -> Path:
-        """Mix tokens by softmax attention; the mask becomes that of tokens which any token reads.
+        """Mix tokens by softmax attention; the mask becomes True for tokens that are read.
 
         Args:
             query, key: (B, L, H, N).

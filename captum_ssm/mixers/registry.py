@@ -30,8 +30,8 @@ class Architecture:
             user's own.
         joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
             ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
-        lacks: those of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
-            ``"generated text"`` that refuse its models, with the reason. Default: none.
+        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
+            ``"generated text"`` refuse its models, with the reason. Default: none.
         alone: whether tests cover the mixer alone, without a model around it. Default: False.
         like: the class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, it has
             its own.
@@ -76,7 +76,7 @@ _MIXER_NAME = re.compile(
     r"(?<!FeedForward)$"
 )
 
-#: A package that exports mixers alone, some under names that do not say so (Raven, MoBA).
+#: A package that exports mixers alone, some under names that do not show it (Raven, MoBA).
 _MIXERS = "fla.layers"
 
 
@@ -95,16 +95,16 @@ def register_mixer(
             keeps the package unimported. Subclasses are served too. Registering a class again
             replaces its adapter.
         linearize: a function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
-            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, that of ``like``.
-        like: a class that is served already, its full name, or the name of a family of one class:
-            ``mixer`` has the same parts, by the same names, and computes the same of them. That it
-            does is checked as for every adapter, by default in each run. Default: None,
-            ``linearize`` is given.
-        family: name shown by :func:`supported_architectures`. Default: None, that of ``like``, or
+            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, as for ``like``.
+        like: a class that is served already, its full name, or the name of a family of one class.
+            ``mixer`` must have the same parts with the same names, and compute the same. This is
+            checked as for every adapter, by default in each run. Default: None, ``linearize`` is
+            given.
+        family: name shown by :func:`supported_architectures`. Default: None, as for ``like``, or
             the class name.
-        joins: how the mixer's output joins the residual stream: ``"residual"``, added to it;
-            ``"parallel"``, added together with the other mixers of its block; ``"feeds"``, added
-            only to the input of the mixer that runs next. Default: None, as that of ``like``, or
+        joins: how the mixer's output joins the residual stream. ``"residual"``: added to it.
+            ``"parallel"``: added together with the other mixers of its block. ``"feeds"``: added
+            only to the input of the mixer that runs next. Default: None, as for ``like``, or
             ``"residual"``.
 
     Raises:
@@ -160,7 +160,7 @@ def _served_like(like: type[nn.Module] | str) -> str:
             f"{', '.join(map(repr, found))}."
         )
     raise OptionError(
-        f"like={like!r} is no class that is served, nor the full name of one, nor a family. "
+        f"like={like!r} is neither a served class, nor the full name of one, nor a family. "
         f"{what_is_served()}"
     )
 
@@ -180,10 +180,10 @@ def supported_architectures() -> list[Architecture]:
 
 
 def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
-    """The architecture and adapter of a module, or None if it is no registered mixer.
+    """Return the architecture and adapter of a module, or None if its class has none.
 
-    Code that a model of the hub brings along is often a copy of a supported class: one of the same
-    name and parts is taken for it, and its operator is verified like any other.
+    Code that a model of the hub brings along is often a copy of a supported class.  A class of the
+    same name and parts is taken for it, and its operator is verified like any other.
     """
     for cls in type(module).__mro__:
         path = class_path(cls)
@@ -201,7 +201,7 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
 
 
 def is_own(cls: type) -> bool:
-    """Whether a class has an adapter of this package, and none of the user's."""
+    """Return True if a class has an adapter of this package, and none of the user's."""
     return isinstance(_adapters.get(class_path(cls)), str)
 
 
@@ -219,7 +219,7 @@ def class_path(cls: type) -> str:
 
 
 def looks_like_a_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens by its class name, or by the package that it comes from."""
+    """Return True if a module's class name or package suggests that it mixes tokens."""
     if _MIXER_NAME.search(type(module).__name__) is not None:
         return True
     exported = sys.modules.get(_MIXERS)

@@ -6,12 +6,12 @@
 where alpha[i, j] is the softmax over j of (i - 1 - j) w + k[j] for j < i and u + k[i] for j = i,
 with w = -exp(time_decay) and u = time_first.  Frozen: k and the gate.
 
-The values are the v that enter alpha, so a token's value holds a part of the token before it, as
-in the unified paper, which leaves the shift over the values out.  The shift acts on the channels
-of h and the value projection then mixes them: no convolution per value channel equals it.
+The values are the v that enter alpha, so a token's value holds a part of the token before it.  The
+unified paper leaves the shift over the values out as well.  The shift acts on the channels of h and
+the value projection then mixes them: no convolution per value channel equals it.
 
 In evaluation the model halves its stream every few blocks and scales the output projections of
-later blocks to fit, in place at its first run; h is normalized, so this reaches W_o alone.  The
+later blocks to fit, in place at its first run.  h is normalized, so this changes W_o alone.  The
 model gets no mask of padding.
 """
 

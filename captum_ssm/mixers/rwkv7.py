@@ -10,9 +10,9 @@ with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below 
 norm is per head and subtracts its mean; its bias counts as bias.  The term by which a token's value
 reaches its own output past the state, r . (rho k'), counts as part of the scan.
 
-Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v', of which the
-first layer's share goes back to that layer's values, whatever the layers between have done; as in
-RWKV-6 a token's value holds a part of the token before it.
+Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v'.  The first
+layer's share in them goes back to that layer's values, whatever the layers between have done.  As
+in RWKV-6 a token's value holds a part of the token before it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Line(NamedTuple):
         adapter: module of this package and function.
         joins: how the mixer's output joins the residual stream.
         tested: version of the package that the tests run against, where it is an older one.
-            Default: None, that of :data:`VERSIONS`.
+            Default: None, see :data:`VERSIONS`.
         lacks: the abilities that models of the mixer lack, each with the reason. Default: none.
         alone: whether tests cover the mixer alone, without a model around it. Default: False.
     """
@@ -76,7 +76,7 @@ VERSIONS = {
     "deeptab": "2.1.0",
 }
 
-#: What models of some mixers lack, by a word of the table.
+#: The abilities that models of some mixers lack, by a word of the table.
 _LACKS: dict[str, Mapping[Ability, str]] = {
     "both ways": {"generated text": "reads both ways"},
     "images": {"generated text": "reads images"},

@@ -6,12 +6,12 @@ f(x) = (scan + D) SiLU(conv(x) + b), with frozen ratios as in mamba.py, P the fl
 
 none       alpha = SiLU(z) f
 v1         alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b differs in A only
-v2         alpha = SiLU(z) (f + P f_b P) / 2, where f_b has weights of its own
+v2         alpha = SiLU(z) (f + P f_b P) / 2, where f_b has separate weights
 Caduceus   alpha = SiLU(z) (f + P f_b P)
 
 Caduceus reads strand b as its reverse complement R b (tokens and channels flipped).  On two strands
-a and b the output is [m(a), R m(R b)]: a mixer of twice the heads.  From the first token to the
-last read f of strand a and f_b of strand b; from the last to the first read f_b of a and f of b.
+a and b the output is [m(a), R m(R b)]: a mixer of twice the heads.  f of a and f_b of b read from
+the first token to the last, f_b of a and f of b from the last to the first.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
 
 
 def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
-    """The scans of the values now, each in an order of its own."""
+    """Return the scans of the present values, one for each scan order."""
     activated = path.now.squeeze(-1)
     count, _, rank = module.dt_projs_weight.shape
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)

@@ -13,11 +13,11 @@ The blocks of xLSTMLMModel have a convolution, whose output a learnt skip hands 
     x, z = W_up h        u = conv(x)        q, k = maps of SiLU(u)        v = a map of x
     y = SiLU(z) (w (s - mean s) / sigma(s) + skip SiLU(u))                output = W_down y
 
-without a cap on gates, and m[0] = i[0].  Their values are v and x, each on heads of its own, which
-are added only behind the gate.
+without a cap on gates, and m[0] = i[0].  Their values are v and x on separate heads, which are
+added only behind the gate.
 
-The decay is kept relative to the stabilizer m: log sigmoid(f[t]) + m[t-1] - m[t] and i[t] - m[t]
-are at most zero, so nothing overflows however large the input gate is.
+The decay is kept relative to the stabilizer m.  Then log sigmoid(f[t]) + m[t-1] - m[t] and i[t] -
+m[t] are at most zero, so nothing overflows however large the input gate is.
 
 The sLSTM layers of xLSTMLMModel compute
 
@@ -30,13 +30,13 @@ with the LayerNorm per head.  Frozen: the gates with the feedback that enters th
 n, the ratio tanh(z) / z, and 1 / sigma.  The values are z, to which R y[t-1] is added: the outputs
 are fed back.  The model gets no mask of padding.
 
-The state is kept relative to its normalizer: of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
-takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be that of an
-ordinary LSTM (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its
-state is kept relative to c / tanh(c).
+The state is kept relative to its normalizer.  Of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
+takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be an ordinary
+LSTM's (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its state is
+kept relative to c / tanh(c).
 
-The package's CUDA kernel computes in the dtype of its configuration, bfloat16 by default, whatever
-that of the model is; an operator is refused for the difference unless that is float32.
+The package's CUDA kernel computes in the dtype of its configuration, bfloat16 by default, not in
+the model's.  Unless it is float32, operators are refused for the difference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _EPS = 1e-6
 
 
 def mlstm(module: Any, call: Call) -> LinearMixer:
-    """transformers' xLSTMLayer and that of xLSTMLarge, with single and with fused weights."""
+    """The mLSTM layers of transformers and of xLSTMLarge, with single and with fused weights."""
     call.refuse_cache("state", position=1)
     hidden, config = entering(module, call, "x"), module.config
     backend = getattr(config, "mlstm_backend", config)
@@ -206,7 +206,7 @@ def _run_cell(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor,
     Args:
         entering: inputs of i, f, z and o without the feedback, (B, L, 4, H, P).
         kernel: R, (H, P, 4, P).
-        ordinary: whether the cell is that of an ordinary LSTM.
+        ordinary: whether the cell is an ordinary LSTM's.
 
     Returns:
         The logarithm of the state's scale before and after each token, (B, L, H, P), and the

@@ -73,7 +73,7 @@ def test_what_like_may_name() -> None:
     assert supported_architectures()[-1].joins == "parallel"
     before = supported_architectures()
     for like in ("Mambo", "some.package.Mixer", nn.Linear):
-        with pytest.raises(OptionError, match=r"like=.* is no class that is served") as caught:
+        with pytest.raises(OptionError, match=r"like=.* is neither a served class") as caught:
             register_mixer("some.Mamba", like=like)
         assert repr(like) in str(caught.value) and "supported_architectures()" in str(caught.value)
     # a family of several classes

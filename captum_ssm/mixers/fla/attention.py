@@ -16,10 +16,10 @@ Norms of q and k, the gate of ForgettingAttention, sigmoid(g_proj h), and the de
 options.  The window of ForgettingAttention counts in decoding alone.  The layers hand over to
 kernels, so the operators are recomputed.  Frozen: the probabilities and the gate.
 
-A key of PaTH on its way through P is a state to which it is written, and that is erased along w:
-the scores are the matrices of a delta rule.  Where scores have decays, matrices are formed, which
-takes memory that grows with the square of the tokens.  PaTH takes a mask of padding only where it
-fills a cache.
+In PaTH a key on its way through P is like a state that is written once and erased along w.  So the
+scores are the matrices of a delta rule.  Where scores have decays, matrices are formed, which takes
+memory that grows with the square of the tokens.  PaTH takes a mask of padding only where it fills a
+cache.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as a
 KimiDeltaAttention has the same decay per key channel, or, with a lower bound b for its logarithm,
 exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).
 
-GatedDeltaProduct takes M steps at every token, each with a key and a value of its own:
+GatedDeltaProduct takes M steps at every token, each with a key and a value:
 
     S = decay[t] S,   then for each m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
 
-It has no decay as an option.  The values of every step are heads of their own, which the output
+It has no decay as an option.  The values of every step are separate heads, which the output
 projection adds up.  Comba erases by p = sigmoid(decay) k, and asks with q - D p:
 
     S[t] = decay[t] S[t-1] + beta[t] k[t] (v[t] - p[t] . S[t-1]),   s[t] = q[t] . S[t]

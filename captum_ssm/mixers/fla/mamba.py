@@ -1,19 +1,18 @@
 """Mamba, Mamba-2, log-linear Mamba-2 and Mamba-3: fla's Mamba, Mamba2, LogLinearMamba2, Mamba3.
 
-The equations are those of :mod:`..mamba`, :mod:`..mamba2` and :mod:`..mamba3`; the modules differ
-in names, and in what they do to padding.  Mamba and Mamba2 silence what enters and leaves their
-convolution, Mamba2 without kernels all that enters it, and their states decay over padded tokens.
-Mamba3 drops padded tokens.
+See :mod:`..mamba`, :mod:`..mamba2` and :mod:`..mamba3` for the equations; names and padding differ.
+Mamba and Mamba2 mask the input and output of their convolution, Mamba2 without kernels its whole
+input, and their states decay over padded tokens.  Mamba3 drops padded tokens.
 
-In log-linear Mamba-2 what token i reads of token j is weighed by how far apart they are: with l the
-place of the highest binary digit in which i and j differ, counted from 1, and 0 for i = j,
+In log-linear Mamba-2 the weight of token j for token i depends on their distance.  Let l be the
+place of the highest binary digit in which i and j differ, counted from 1, and 0 for i = j.  Then
 
     alpha_h[i, j] = lambda_h[i, l] (C[i] . B[j]) (product of the decays of tokens j+1..i) dt[j]
 
-and lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of
-the same 2^l tokens.  So the operator is a sum over levels, of Mamba-2's within windows of 2^l
-tokens, with lambda C as queries in the later half and B as keys in the earlier.  Frozen: as there,
-and lambda.  Positions count padding as well, as in the layer.
+with lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of
+the same 2^l tokens.  So the operator is a sum over levels.  Each term is Mamba-2's operator within
+windows of 2^l tokens, with lambda C as queries in the later half and B as keys in the earlier.
+Frozen: as there, and lambda.  Positions count padding as well, as in the layer.
 """
 
 from __future__ import annotations

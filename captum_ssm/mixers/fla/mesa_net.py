@@ -5,10 +5,10 @@
     q*[t] = (A[t] + diag(lambda))^-1 q[t],         s[t] = q*[t] . S[t]
     y = RMSNorm_h(s), times SiLU(g) if there is a gate          output = o_proj(y)
 
-with one decay per head, sigmoid(a_proj h), and lambda = softplus(lambda_params) plus a bound.  The
-solution is that of some steps of conjugate gradients; each multiplies with A[t], which is linear
-attention with the keys for values.  Frozen: q*, k, beta, the decays, the norm's statistics and the
-gate.  Of q*, relevance goes back to q alone, not to the keys and decays that A is made of.
+with one decay per head, sigmoid(a_proj h), and lambda = softplus(lambda_params) plus a bound.  A
+few steps of conjugate gradients solve for q*; each multiplies with A[t], which is linear attention
+with the keys for values.  Frozen: q*, k, beta, the decays, the norm's statistics and the gate.  Of
+q*, relevance goes back to q alone, not to the keys and decays that A is made of.
 
 The layer's kernels hold q and k in float16, so that on a GPU a float32 layer rounds by as much.
 """

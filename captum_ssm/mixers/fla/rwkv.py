@@ -7,10 +7,10 @@ RWKV-6 is
     alpha_h[i, i] = r_h[i] . (bonus_h k_h[i])
     y = SiLU(g) GroupNorm(alpha v)                        output = o_proj(y)
 
-Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the v that
-enter alpha, so a token's value holds a part of the token before it: the mixing acts on the
-channels of h before the projection, which no convolution per value channel equals.  The norm
-subtracts each head's mean, so it mixes the channels of a head; its bias counts as bias.
+Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the v that enter
+alpha, so a token's value holds a part of the token before it.  The mixing acts on the channels of h
+before the projection, which no convolution per value channel equals.  The norm subtracts each
+head's mean, so it mixes the channels of a head; its bias counts as bias.
 
 A layer of RWKV-7 returns the values of the first layer beside its output, and the model hands them
 on.  Padded tokens write nothing, but the state decays, and is erased, over them.

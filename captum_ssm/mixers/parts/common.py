@@ -47,9 +47,9 @@ def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
 def run(submodule: nn.Module, x: Tensor) -> Tensor:
     """``submodule(x)`` computed in x's dtype.
 
-    The submodule itself is called where its dtype allows, so that adapters wrapped around it
-    (LoRA), hooks that move weights and steering hooks take part as they do in the model.  If the
-    run has just called it with ``x``, its output from then is returned.
+    The submodule itself is called where its dtype allows.  So adapters around it (LoRA), hooks that
+    move weights and steering hooks take part as in the model.  If the run has just called it with
+    ``x``, its output from then is returned.
 
     Args:
         submodule: a projection or a norm of the mixer.
@@ -232,7 +232,7 @@ def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
     Args:
         module: the mixer.
         call: its recorded call.
-        name: name of the first argument. Default: None, that of :attr:`Call.hidden_states`.
+        name: name of the first argument. Default: None, as :attr:`Call.hidden_states`.
     """
     hidden = call.hidden_states if name is None else in_batch(call.argument(name, 0))
     return hidden.to(working_dtype(module, hidden))
@@ -283,7 +283,7 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
     Args:
         x: the tensor.
-        heads: how many, H. Default: None, every channel is a head of its own.
+        heads: how many, H. Default: None, one for each channel.
 
     Returns:
         The view.
@@ -318,7 +318,7 @@ def causal_conv(
     Args:
         conv: the module, whose padding is cut off at the end. If it has fewer channels than the
             values, neighboring heads share its filters.
-        values: its input (B, L, H, P), every channel with a filter of its own.
+        values: its input (B, L, H, P), each channel with its filter.
         mask: True for real tokens (B, L); None if all are.
         shape: the sizes of ``values``.
 

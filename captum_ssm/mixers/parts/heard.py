@@ -28,7 +28,7 @@ class Heard:
     Attributes:
         given: the input.
         output: the module's output, after all other hooks; None if it must not be used. On a GPU
-            kernels may write to tensors without a change of their version, so that it is used only
+            kernels may write to tensors without a change of their version. There it is used only
             where operators are verified, and not when a call is repeated because one was wrong.
             Under autocast the module computes in another dtype than adapters. Default: None.
         is_its_own: whether no other hook changed the input or the output. Default: False.
@@ -75,7 +75,7 @@ class Heard:
         return output
 
     def _is_reusable(self, x: Any) -> bool:
-        """Whether a later change of a tensor would be noticed, or the operator is verified."""
+        """Return True if a tensor's later change would be noticed, or operators are verified."""
         if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
             return False
         return x.device.type == "cpu" or (self._verified and are_noted(x))
@@ -130,14 +130,14 @@ def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _are_equal(x: Tensor, given: Tensor) -> bool:
-    """Whether two tensors of one shape are equal; on a GPU, which is not read, the same memory."""
+    """Return True if tensors of one shape are equal; on a GPU, if they share memory."""
     if x.data_ptr() == given.data_ptr() and x.stride() == given.stride():
         return True
     return x.device.type == "cpu" and torch.equal(x, given)
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether a module's graph is one product with its weight: no bias, and no hooks."""
+    """Return True if a module's graph is one product with its weight: no bias, and no hooks."""
     return (
         type(module) is nn.Linear
         and module._parameters["bias"] is None

@@ -20,16 +20,16 @@ def softmax_attention(
 ) -> tuple[Operator, Tensor | None]:
     """The operator softmax(scaling q k^T + mask), and the mask of tokens that any token reads.
 
-    A token that may read nothing is padding: it has a row of zeros, and the model's own output
-    there (for a mask of large negative numbers the mean of all tokens) counts as bias.
+    A token that may read nothing is padding and has a row of zeros.  The model's own output there
+    (for a mask of large negative numbers the mean of all tokens) counts as bias.
 
     Args:
         query: (B, H, L, N).
         key: (B, H, L, N).
         values: (B, L, H, P).
         scaling: factor of the scores.
-        mask: broadcastable to (B, H, L, L), boolean with True for what is read, or added to the
-            scores; None if everything is read.
+        mask: broadcastable to (B, H, L, L), boolean with True for pairs that are read, or added to
+            the scores; None if all are read.
 
     Returns:
         The operator, and a boolean (B, L), or None if every token is read.
@@ -118,7 +118,7 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> None:
-    """Read from a device, by one wait, what :func:`softmax_attention` needs of a mask, and a check.
+    """Read a mask's properties for :func:`softmax_attention` and a check, in one wait for a device.
 
     Args:
         mask: see :func:`softmax_attention`.
