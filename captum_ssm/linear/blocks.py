@@ -1,9 +1,9 @@
 """Blocks whose graph is made again, one at a time, when a gradient passes them.
 
-A forward run keeps what enters and leaves each block, and no graph inside.  A backward pass goes
-from the last block to the first: each runs once more, under the rules, and its graph is dropped
-before the next one's is made.  Memory then grows with depth by one stream a block, and blocks take
-twice the forward time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+A forward run keeps each block's inputs and outputs, and no graph inside.  A backward pass goes from
+the last block to the first: each runs once more, under the rules, and its graph is dropped before
+the next one's is made.  Memory then grows with depth by one stream a block, and blocks take twice
+the forward time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: The place of a mixer's call in the run, to sort by.
 Place = tuple[float, ...]
-#: Receives a step's place, the step, and the gradients at what entered its block and at its output.
+#: Receives a step's place, the step, and the gradients at its block's inputs and at its output.
 Read = Callable[[Place, "Step", Sequence[Tensor | None]], None]
 
 
@@ -166,7 +166,7 @@ class Blocks:
         """Return the gradients at ``wanted``, None where none arrives.
 
         Args:
-            outputs: what they are gradients of.
+            outputs: the tensor that is differentiated.
             wanted: tensors of the graph outside blocks.
             seed: the gradient at ``outputs``. Default: None, 1.
         """
@@ -201,7 +201,7 @@ class Blocks:
         """Run a block again; return the tensors that entered it, and their gradients.
 
         Args:
-            number: that of its call.
+            number: the number of its call.
             later: the gradients at tensors along paths that do not enter the block, by id.
         """
         call, network, mode = self._calls[number], self.network, self.network.mode
@@ -259,10 +259,10 @@ class _BlockCall:
         name: the block's name in the model.
         block: the block.
         forward: its forward method.
-        args, kwargs: what it was given.
+        args, kwargs: its arguments.
         entering: the live tensors among these.
-        sizes: those of the new floating tensors that it returned.
-        anchor: a leaf of the graph that a backward pass reaches past what the block returned.
+        sizes: shapes of the new floating tensors that it returned.
+        anchor: a leaf of the graph that a backward pass reaches past the block's outputs.
         is_first: whether it has not run again yet.
         steps: how many steps outside of blocks came before.
     """
@@ -285,7 +285,7 @@ class _BlockCall:
         self._arrived: list[Tensor | None] = []
 
     def arrives(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients of what the block returned."""
+        """Add gradients at the block's outputs."""
         before = self._arrived or [None] * len(gradients)
         self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
 

@@ -1,9 +1,9 @@
-"""Constants of a linearised network, and what each of them adds to the target.
+"""Constants of a linear network, and the contribution of each to the target.
 
 With every coefficient frozen a network is affine in its input: a linear map and whatever biases,
 position embeddings and class tokens add to it.  The backward pass that yields the relevance of the
-input also meets the gradient of each constant; their product is what the constant contributes.
-Input and constants together make up the output.
+input also meets the gradient of each constant; their product is the constant's contribution.  Input
+and constants together make up the output.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class DirectPaths(Watcher):
         mode: the rules and the constants.
         entries: the sequences that entered the modules around the first mixer: the residual stream
             is one of them, or comes from the input itself. Default: empty.
-        outputs: what each mixer call returned, in their order. Default: empty.
-        locals: what acts within tokens, in order. Default: empty.
+        outputs: the output of each mixer call, in order. Default: empty.
+        locals: the parts that act within tokens, in order. Default: empty.
 
     Example:
         >>> import torch

@@ -30,7 +30,7 @@ class Core:
         factors: the factors.
         gate: the gate on a linear map of the result. Default: None.
         at_rest: the gate's value where its input is 0. Default: 0.
-        result: what the kernel returned, if there is a gate. Default: None.
+        result: the kernel's output, if there is a gate. Default: None.
         mapped: the linear map of it. Default: None.
         place: its name among all that divide relevance.
     """
@@ -116,7 +116,7 @@ class Core:
             (back,) = torch.autograd.grad(mapped, result, up, create_graph=True)
 
         def forward(out: Tensor) -> Tensor:
-            # the derivative of the gradient by what it is the gradient of
+            # the derivative of the gradient with respect to ``up``
             return torch.autograd.grad(back, up, out.reshape(back.shape))[0]
 
         return back.detach(), forward
@@ -152,7 +152,7 @@ def divided(core: Core, value: Tensor | None = None) -> Tensor:
 
     Args:
         core: the core.
-        value: its value. Default: None, that of the kernel.
+        value: its value. Default: None, the kernel's.
     """
     with unseen():
         out: Tensor = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]

@@ -1,15 +1,15 @@
 """Mixers read as they run: a kernel is a function whose arguments have roles.
 
 A mixer's code runs once, under the rules for torch's functions.  Of a kernel's arguments one is the
-content; others are keys, queries and steps.  By the rules ``"frozen"`` and ``"half"`` all but the
-content are detached, and the kernel's own backward is that of a linear map.  By the rules that
-divide relevance further a kernel, and a gate that its result is multiplied by, share it as
-:mod:`.shares` says: the derivatives at the nodes are the kernel's own.  Nothing runs twice for the
-first rules, and no adapter is asked.
+content; others are keys, queries and steps.  With the rules ``"frozen"`` and ``"half"`` all but the
+content are detached, and the kernel's own backward is linear.  With the rules that divide relevance
+further a kernel, and a gate that multiplies its result, share it as in :mod:`.shares`; the
+derivatives at the nodes are the kernel's own.  Nothing runs twice for the first rules, and no
+adapter is asked.
 
-A :class:`Reading` watches one call of a mixer.  It gives the call up, for the mixer's adapter to
-explain, where the code does what roles do not tell: a kernel without an entry, options that change
-what a kernel's arguments mean, or a product of several factors that is no gate's.
+A :class:`Reading` watches one call of a mixer.  It leaves the call to the mixer's adapter where
+roles do not describe the code: a kernel without an entry, options that change the meaning of a
+kernel's arguments, or a product of several factors other than a gate's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .divided import Core, divided
 if TYPE_CHECKING:
     from .mode import Linearising
 
-#: Computes what a kernel computes, of the call that is read, the kernel and its arguments.
+#: Computes a kernel's result from the call that is read, the kernel and its arguments.
 Entry = Callable[..., Any]
 #: The role of each of a kernel's factors, and the dimension of its tokens.
 Roles = Mapping[str, tuple[Role, int]]
@@ -120,14 +120,14 @@ class Reading:
         self.given_up = False
         self.mask: Tensor | None = None
         self._mixes = False
-        #: Where kernels stand in the graph, and where their contents do.
+        #: Where kernels are in the graph, and where their contents are.
         self._moved: dict[Any, Any] = {}
-        #: The kernels that share relevance, by where they stand, with their results.
+        #: The kernels that share relevance, by their place in the graph, with their results.
         self._cores: dict[Any, tuple[Core, Tensor]] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Read what runs inside the ``with``."""
+        """Read the code that runs inside the ``with``."""
         before, self.mode.reading = self.mode.reading, self
         token = _now.set(self)
         try:
@@ -137,7 +137,7 @@ class Reading:
             self.mode.reading = before
 
     def give_up(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Leave the call to an adapter, and return what a kernel returns."""
+        """Leave the call to an adapter, and return a kernel's result."""
         self.given_up = True
         with torch.no_grad(), unseen():
             return kernel(*args, **kwargs)
@@ -145,7 +145,7 @@ class Reading:
     def moved(
         self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return what a kernel makes of its factors.
+        """Return a kernel's result for its factors.
 
         Args:
             run: calls the kernel with the factors, by their names.
@@ -164,7 +164,7 @@ class Reading:
         return out
 
     def selecting(self, x: Tensor) -> Tensor:
-        """Return what keys and steps are made of: by some rules numbers without a graph."""
+        """Return the source of keys and steps; by some rules without a graph."""
         return x if self.mode.divides else x.detach()
 
     def _shared(
@@ -182,7 +182,7 @@ class Reading:
         Args:
             out: the product.
             live: the factors that share the relevance.
-            straight: those of them that no activation has bent.
+            straight: the live factors that no activation has bent.
 
         Returns:
             The product that a kernel and its gate share by the rule; None, if its factors share it
@@ -230,10 +230,10 @@ class Reading:
         return cores, of_others
 
     def explains(self, call: Call) -> bool:
-        """Whether the call's output has a graph that is linear, through one kernel at least.
+        """Return True if the call's output has a graph that is linear, through one kernel at least.
 
         Args:
-            call: the call, which has ended: what is known of its graph is let go of.
+            call: the call, which has ended; its graph's records are dropped.
         """
         out, entering, moved = call.output_tensor, call.hidden_states, self._moved
         self._moved, self._cores = {}, {}
@@ -263,11 +263,11 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
-    """Whether a mixer's own code is read.
+    """Return True if a mixer's own code is read.
 
     Args:
         module: the mixer.
-        sequence: what it is given.
+        sequence: its input.
         divides: whether factors other than content and gates get a share.
     """
     path = class_path(type(module))
@@ -282,9 +282,9 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
 
 
 def _loops(module: nn.Module, device: torch.device) -> bool:
-    """Whether a mixer's scan is a loop over tokens, whose graph takes much time and memory.
+    """Return True if a mixer's scan is a loop over tokens, whose graph takes much time and memory.
 
-    It is called once on each kind of device, with two tokens: kernels have a backward of their own.
+    It is called once on each kind of device, with two tokens: kernels have a custom backward.
     """
     code = vars(sys.modules[type(module).__module__])
     kernel = next(
@@ -425,7 +425,7 @@ def _by_operator(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """A selective scan whose gradient is that of the content alone: half of a kernel's work."""
+    """Compute a selective scan with a gradient for its content alone: half of a kernel's work."""
     assert A is not None
     wide = torch.promote_types(u.dtype, torch.float32)
     dt, values = delta.to(wide).mT, u.to(wide).mT

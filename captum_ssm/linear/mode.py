@@ -39,7 +39,7 @@ _WEIGHED = frozenset(["linear", "matmul", "mm"])
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 
 
-#: Kinds of functions that leave nothing to do if what they are given depends on the input.
+#: Kinds of functions that need no rule if their arguments depend on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
@@ -99,7 +99,7 @@ class Linearising(TorchFunctionMode):
     Attributes:
         root: the input in which the network is linear, once it is there.
         start: the copy of ``root`` that the model goes on with.
-        again: look-ups of the explained ids in further tables, such as that of an adapter.
+        again: look-ups of the explained ids in further tables, such as an adapter's.
         others: further inputs in which the network is linear as well.
         ledger: the constants that entered.
         given: for each token of the root its place among the explained ids (B, L'), -1 for another
@@ -216,14 +216,14 @@ class Linearising(TorchFunctionMode):
             ids: (B, L) of the root.
 
         Raises:
-            OptionError: when none were looked up, or the shape is not that of the root.
+            OptionError: when none were looked up, or the shape is not the root's.
         """
         shapes = {x.leaf.shape[:2] for x in self._tables.values()}
         if shapes != {ids.shape}:
             size = None if self.root is None else tuple(self.root.shape)
             raise OptionError(
-                f"baselines are token ids of shape {tuple(ids.shape)}, but what the model reads "
-                f"are embeddings of shape {size}, or were not looked up. Pass embeddings."
+                f"baselines are token ids of shape {tuple(ids.shape)}, but the model reads "
+                f"embeddings of shape {size}, or looked up no ids. Pass embeddings."
             )
         with unseen(), torch.no_grad():
             return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
@@ -329,7 +329,7 @@ class Linearising(TorchFunctionMode):
         if base not in RULES or not torch.is_grad_enabled():
             return args, kwargs
         writes = int(name[-1] == "_" and base != "__get__")  # to its first argument
-        # a factor of three dimensions or more is no weight, but a batch of matrices
+        # a factor of three dimensions or more is a batch of matrices, not a weight
         weighed = name in _WEIGHED and len(args) > 1 and args[1].dim() < 3
         last = 1 if weighed else len(args)
         args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])
@@ -338,7 +338,7 @@ class Linearising(TorchFunctionMode):
     def _is_simple(
         self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> bool:
-        """Whether a result follows from one tensor alone, of the graph or a coefficient."""
+        """Return True if a result follows from one tensor alone, of the graph or a coefficient."""
         x: Any = args[0] if args else None
         if type(x) is not Tensor:
             return False
@@ -353,7 +353,7 @@ class Linearising(TorchFunctionMode):
         return not (kwargs or weight.requires_grad or any(y is not None for y in bias))
 
     def is_live(self, x: Any) -> bool:
-        """Whether ``x`` depends on the input."""
+        """Return True if ``x`` depends on the input."""
         return isinstance(x, Tensor) and x.requires_grad
 
     def known(self, value: Any) -> Any:
@@ -381,7 +381,7 @@ class Linearising(TorchFunctionMode):
         return torch.zeros_like(x) if self.is_live(x) else x
 
     def all_live(self, values: Iterable[Any]) -> bool:
-        """Whether every floating tensor among ``values`` is live."""
+        """Return True if every floating tensor among ``values`` is live."""
         for value in values:
             if type(value) in (tuple, list):
                 if not self.all_live(value):
@@ -393,7 +393,7 @@ class Linearising(TorchFunctionMode):
         return True
 
     def is_bent(self, x: Any) -> bool:
-        """Whether ``x`` comes straight from an activation."""
+        """Return True if ``x`` comes straight from an activation."""
         return isinstance(x, Tensor) and x in self._bent
 
     def mark_bent(self, x: Tensor) -> None:
@@ -507,7 +507,7 @@ class Linearising(TorchFunctionMode):
         return out
 
     def _are_explained(self, *ids: Tensor) -> bool:
-        """Whether some of the explained ids are among ``ids``."""
+        """Return True if some of the explained ids are among ``ids``."""
         tags = self._tags
         return tags is not None and any(
             tags.follow(x) and bool((tags.places(x) > NONE).any()) for x in ids
@@ -516,8 +516,8 @@ class Linearising(TorchFunctionMode):
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """Return the result ``out`` of a look-up, live if the ids are the explained ones.
 
-        Until these are looked up the network begins at the first ids of all, which may be those of
-        a prompt that the function holds; see :attr:`knows_root`.
+        Until these are looked up the network begins at the first ids of all, perhaps a prompt that
+        the function holds; see :attr:`knows_root`.
         """
         tags = self._tags
         if tags is None:
@@ -620,7 +620,7 @@ class Linearising(TorchFunctionMode):
 def _ids_and_table(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the ids that a function looks up, and the table; None if it is no look-up."""
+    """Return the ids that a function looks up, and the table; None for other functions."""
     if name == "embedding":
         (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
         # torch.embedding has them the other way round

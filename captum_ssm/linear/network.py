@@ -2,9 +2,9 @@
 
 No block of any model is written again: the model's own code runs, and every function of torch is
 read by the rules of :mod:`.rules`.  So are known mixers, whose kernels are functions with roles
-(:mod:`.kernels`); the others are replaced by their frozen operators, through hooks.  What the model
-computes stays what it was; the graph it leaves is that of a linear network, so one ordinary
-backward pass is the exact decomposition of its output.
+(:mod:`.kernels`); the others are replaced by their frozen operators, through hooks.  The model's
+results stay the same.  The graph that it leaves is linear, so one ordinary backward pass is the
+exact decomposition of its output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Step:
     Attributes:
         name: the mixer's qualified name in the model.
         entering: the live tensors that entered its block, whose sum is the residual stream.
-        output: what the mixer returned, (B, L, E).
+        output: the mixer's output (B, L, E).
         again: for each entering tensor that other blocks may be given as well, a name of it; None
             for others. Default: empty, for all.
 
@@ -149,8 +149,8 @@ class Network(Watcher):
             raise InputError(
                 "The token ids that the model looked up are not those given as inputs, and torch's "
                 "functions do not tell how they follow from them, nor which token is which. Does "
-                "forward_func make up ids anew, from a list or by arithmetic? Pass what the model "
-                "reads as inputs, or embeddings (B, L, E)."
+                "forward_func make up ids anew, from a list or by arithmetic? Pass the ids that "
+                "the model reads as inputs, or embeddings (B, L, E)."
             )
         return self.mode.root
 
@@ -194,7 +194,7 @@ class Network(Watcher):
             return None
         live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
         # several tensors, of which one may be made of another, or one that has entered a block
-        # before: this block is given views, whose gradients are those of this block
+        # before: this block is given views, whose gradients come from this block alone
         several = len({id(x) for x in live}) > 1
         again = {id(x): x.view_as(x) for x in live if several or id(x) in self._entered}
         self._first |= {id(view): self._first.get(key, key) for key, view in again.items()}
@@ -207,7 +207,7 @@ class Network(Watcher):
         self.blocks = self.mode.blocks = None
 
     def begin_again(self) -> None:
-        """Forget what has entered blocks."""
+        """Forget the tensors that entered blocks."""
         for known in (self._entering, self._entered, self._first):
             known.clear()
 
@@ -217,10 +217,10 @@ class Network(Watcher):
         return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Whether the mixer runs by its own code; see :mod:`.kernels`.
+        """Return True if the mixer runs by its own code; see :mod:`.kernels`.
 
-        Heads that are read or cut need an operator, and so do the rule ``"half"`` by role and a
-        network without constants, whose coefficients are those of the run with them.
+        Heads that are read or cut need an operator.  So do the rule ``"half"`` by role, and a
+        network without constants, which keeps the coefficients of the run with them.
         """
         if sequence is not None and module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
@@ -253,7 +253,7 @@ class Network(Watcher):
                 reading.mask = mask_of(mixer.module, call)
                 self._found(mixer, call, real, reading.mask)
                 return None
-        call = replace(call, around={})  # windows stay windows, as what follows expects them
+        call = replace(call, around={})  # windows stay windows, as later code expects them
         with full_precision(real.device):
             inside = functools.partial(self.sites.in_heads, mixer.module)
             linear = self._checked(linearize(mixer, call, running=True), mixer, call)
@@ -294,7 +294,7 @@ class Network(Watcher):
         return type(output)(parts)
 
     def _is_of_input(self, call: Call) -> bool:
-        """Whether a mixer reads the first input: its tokens are then those of the input.
+        """Return True if a mixer reads the first input, and so has its tokens.
 
         The mixers of an image tower read further inputs alone.  The graph is searched from the
         mixer's input, each node once in a run.
@@ -322,14 +322,14 @@ class Network(Watcher):
         return any(known.get(x.grad_fn, False) for x in read)
 
     def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """Return the linear mixer, and record what later mixers read of it.
+        """Return the linear mixer, and record its outputs that later mixers read.
 
         Raises for examples without a real token, and for coefficients that are not finite.
         """
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
         self._passed_on[mixer] = linear.passed_on
-        if self.mode.ledger.kept:  # else _verify may linearise it again
+        if self.mode.ledger.kept:  # else _verify may linearize it again
             forget()
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
@@ -385,9 +385,9 @@ def linearised(
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
-    The model's results stay the same.  The gradient of its output with respect to
-    ``network.root`` is that of the frozen network: gradient times input, summed, and the
-    contributions of constants make up the output.  Take gradients after the ``with``.
+    The model's results stay the same.  The gradient of its output with respect to ``network.root``
+    is the frozen network's: gradient times input, summed, and the contributions of constants make
+    up the output.  Take gradients after the ``with``.
 
     Args:
         model: the module; it is not changed, and its hooks are removed when the block ends.
@@ -401,9 +401,9 @@ def linearised(
             live copies to run the model on. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether the inputs and outputs of mixers are kept. Default: True.
-        verify: check that every operator reproduces its module's output, where a mixer needs one;
-            a number is the tolerance. Without constants it costs that the mixers are linearised
-            again. Default: False.
+        verify: check that every operator reproduces its module's output, where a mixer needs one; a
+            number is the tolerance. Without constants the mixers are then linearized again.
+            Default: False.
         begins: the activation from which the network is explained; the stream past it is separate.
             Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
@@ -505,7 +505,7 @@ def through(
     """Compute a mixer's output (B, L, E) by its operator, with a graph that is linear.
 
     Args:
-        linear: the mixer, linearised at a live input.
+        linear: the mixer, linearized at a live input.
         mode: the rules; the output projection runs under them, so it must be on.
         inside: function of the operator's output (B, L, H, P), whose result goes on. Default: None.
     """

@@ -30,7 +30,7 @@ def frozen_norms(
     """Let gradients take the statistics of norms for constants, in any network.
 
     A norm divides its input by a root of the input's own mean square.  Gradients through that root
-    cancel most of what a token adds, which makes gradient methods less faithful.  Inside the
+    cancel most of a token's contribution, which makes gradient methods less faithful.  Inside the
     ``with`` LayerNorm, RMSNorm, GroupNorm, InstanceNorm and norms that a model writes out itself
     keep their values, and their roots have no gradient.  Any method of Captum may run there.
 
@@ -133,7 +133,7 @@ class _Norms(TorchFunctionMode):
         return out
 
     def _root(self, name: str, root: Tensor) -> Tensor:
-        """Return what a norm divides or multiplies by, detached: of this run or the kept one."""
+        """Return a norm's divisor or factor, detached: this run's or the kept run's."""
         self.any_met, place = True, len(self.met)
         self.met.append((name, root.detach()))
         if self.kept is None:
@@ -162,7 +162,7 @@ class _Norms(TorchFunctionMode):
 
 
 def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-    """Whether a function's result is what a norm divides or multiplies by."""
+    """Return True if a norm divides or multiplies by a function's result."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False
     power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None

@@ -4,14 +4,14 @@ A tensor is *live* if it depends on the explained input.  Functions fall into a 
 
 ========  =======================================================================================
 linear    kept as they are: views, sums, convolutions, products with weights
-affine    kept, and whatever is not live in them enters as a constant
+affine    kept; parts that are not live enter as constants
 bent      f(x) becomes x times the frozen ratio f(x) / x: activations that are 0 at 0
 frozen    their result is a coefficient: softmax, sigmoid, exponentials, reciprocals, norms
 product   of live factors: the gate rule says which of them carries the relevance
 ========  =======================================================================================
 
-Values never change; only what counts as depending on the input does.  Each rule computes torch's
-function ``func`` at its arguments, and leaves a graph that is linear in the live ones.
+Values never change; only the set of live tensors does.  Each rule computes torch's function
+``func`` at its arguments, and leaves a graph that is linear in the live ones.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ MIXING = """
     broadcast_to broadcast_tensors atleast_2d atleast_3d ravel deg2rad
 """
 
-#: Sums and differences of two, and other functions that put constants beside what they are given.
+#: Sums and differences of two, and other functions that put constants beside their arguments.
 SUMS = "add sub rsub"
 JOINS = "cat stack index_add scatter_add scatter masked_scatter index_copy index_put diff"
 
@@ -122,12 +122,12 @@ def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def mixing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep a function that is linear, and whose result is no view."""
+    """Keep a function that is linear and returns no view."""
     return func(*args, **kwargs)
 
 
 def extremum(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep max and min over entries, and freeze those of two tensors."""
+    """Keep max and min over entries; freeze max and min of two tensors."""
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
@@ -247,7 +247,7 @@ def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Return f(x) as its tangent at x: slope times x, and a constant."""
     x, *rest = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
-        # a checkpoint around the model would take this graph for part of its own
+        # a checkpoint around the model would count this graph as its part
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             start = x.detach().requires_grad_()
             value = func(start, *rest, **kwargs)
@@ -427,7 +427,7 @@ def batch_norm(
 def _named(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Name the arguments of torch.batch_norm and its like, whose weights stand before statistics.
+    """Name the arguments of torch.batch_norm and its like, whose weights precede statistics.
 
     torch.nn.functional has a function of the same name with the statistics first.
     """
@@ -471,7 +471,7 @@ def _wide(x: Tensor) -> Tensor:
 def filled(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
 ) -> list[Any]:
-    """Return all arguments in order; ``defaults`` are those of the last names."""
+    """Return all arguments in order; ``defaults`` belong to the last names."""
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
     values.update(zip(names, args, strict=False))
     return [values[name] for name in names]

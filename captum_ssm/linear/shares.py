@@ -1,10 +1,10 @@
 """Rules by which a mixer's relevance is divided among its factors.
 
-A mixer's outer part is a function of its live factors, each of a role: the values that are moved
-(content), keys that they are matched by, queries that ask, gates that let them through, and steps
-by which states move on.  A rule names the roles that get a share.  The output keeps its value; its
-derivative with respect to a factor is the average of the derivatives at nodes between the factor
-and a reference, times the rule's share.  The part of the references is a constant of its own.
+A mixer's outer part is a function of its live factors, each of a role.  Content is the values that
+are moved; the others are keys, queries, gates, and steps by which states move on.  A rule names the
+roles that get a share.  The output keeps its value; its derivative with respect to a factor is the
+average of the derivatives at nodes between the factor and a reference, times the rule's share.  The
+references' part is a separate constant.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Share:
     """The share of relevance that a role gets.
 
     Attributes:
-        reference: the value that its factors are compared with: ``"rest"``, their value where the
-            input is 0; ``"mean"``, their mean over the tokens up to each; ``"own"``, themselves, so
-            that the derivative is taken where they are.
+        reference: the value that its factors are compared with. ``"rest"``: their value where the
+            input is 0. ``"mean"``: their mean over the tokens up to each. ``"own"``: themselves, so
+            the derivative is local.
         share: factor on the average derivative.
     """
 
@@ -83,10 +83,10 @@ def nodes_of(rule: Rule) -> tuple[float, ...]:
 
 
 class Labels:
-    """The paths that a backward pass follows: all of them, or those of one label.
+    """The paths that a backward pass follows: all of them, or one label's.
 
-    A path from the output to the input has the role of the first factor other than content that it
-    takes as its label, and ``"content"`` if it takes none.
+    A path from the output to the input is labeled by the role of its first factor other than
+    content.  Without one its label is ``"content"``.
     """
 
     def __init__(self, several: bool) -> None:
@@ -124,7 +124,7 @@ class Labels:
 
 
 def is_shared(operator: Operator, rule: Rule) -> bool:
-    """Whether coefficients of the operator get a share by the rule."""
+    """Return True if coefficients of the operator get a share by the rule."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 
@@ -256,10 +256,10 @@ class _Averaged(torch.autograd.Function):
 
 
 def by_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all but examples, or their windows, in front, (B,); spread what has none evenly.
+    """Sum by example, (B,); spread tensors without examples in front evenly.
 
     Args:
-        x: what is summed.
+        x: the tensor.
         batch: how many examples there are, B.
     """
     return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch

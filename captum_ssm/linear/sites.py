@@ -28,8 +28,8 @@ class Site:
     Attributes:
         name: name of the module; of a mixer's heads with ``.heads`` behind it.
         module: the module.
-        at: ``"output"`` or ``"input"`` of the module, or ``"heads"``, the output of a mixer's
-            operator for each channel of each head, (B, L, H, P), before they are mixed.
+        at: ``"output"`` or ``"input"`` of the module, or ``"heads"``: its operator's output for
+            each channel of each head, (B, L, H, P), before they are mixed.
     """
 
     name: str
@@ -56,8 +56,8 @@ def find_site(
         The :class:`Site`.
 
     Raises:
-        LayerError: for what is no module of the model, and for parts of mixers, in whose place
-            their operators stand.
+        LayerError: for anything but a module of the model, and for parts of mixers, which operators
+            replace.
 
     Example:
         >>> from captum_ssm.linear.sites import find_site
@@ -84,8 +84,8 @@ def find_site(
     for mixer in mixers:
         if module is not mixer.module and any(module is part for part in mixer.module.modules()):
             raise LayerError(
-                f"layer {name!r} is a part of the mixer {mixer.name!r}, in whose place its "
-                f"operator stands. Pass {mixer.name!r}, or for its heads before they are mixed "
+                f"layer {name!r} is a part of the mixer {mixer.name!r}, which its "
+                f"operator replaces. Pass {mixer.name!r}, or for its heads before they are mixed "
                 f"{mixer.name + HEADS!r}."
             )
     return Site(name or "", module, "input" if at_input else "output")
@@ -101,9 +101,9 @@ def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
     mixer = next((mixer for mixer in mixers if of_mixer in mixer.names), None)
     if mixer is None or at_input:
         raise LayerError(
-            f"layer {name!r} is read as what the heads of the mixer {of_mixer!r} return"
+            f"layer {name!r} is read as the output of heads of the mixer {of_mixer!r}"
             + (
-                ", which has no input of its own: leave attribute_to_layer_input and "
+                ", which has no input: leave attribute_to_layer_input and "
                 "attribute_to_neuron_input False, or pass the mixer."
                 if mixer is not None
                 else f", but the mixers are: {', '.join(each.name for each in mixers)}."
@@ -214,7 +214,7 @@ class Sites:
         if not tensors:
             does = "takes" if site.at == "input" else "returns"
             raise LayerError(
-                f"Nothing of what layer {site.name!r} {does} depends on the inputs, or it runs "
+                f"Nothing that layer {site.name!r} {does} depends on the inputs, or it runs "
                 "under no_grad. Pass a layer between the embeddings and the output."
             )
         shapes, root = [tuple(x.shape) for x in tensors], self.mode.root
@@ -226,7 +226,7 @@ class Sites:
         if root is not None and len(root) != len(tensors[0]):
             raise LayerError(
                 f"layer {site.name!r} has an activation of shape {shapes[0]}, in which the "
-                f"{len(root)} examples do not stand in front. Pass a layer that keeps them apart, "
+                f"{len(root)} examples do not come first. Pass a layer that keeps them apart, "
                 "such as a block around it."
             )
 

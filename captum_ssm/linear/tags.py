@@ -5,8 +5,8 @@ its whole numbers: to each explained id a multiple of a large prime is added, by
 function that moves ids moves their tags with them, whatever its name.  One that computes with them
 leaves numbers that are no id with a tag.
 
-Copies are on the host: they are small, and a tagged id that is used as an index is out of bounds,
-after which a GPU would do no more work.
+Copies are on the host, because they are small.  A tagged id that is used as an index is out of
+bounds, after which a GPU would do no more work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tags:
     """
 
     def __init__(self, ids: Tensor) -> None:
-        self.ids = ids.contiguous()  # examples that share memory have no places of their own
+        self.ids = ids.contiguous()  # examples that share memory have no separate places
         self._version, self._began = _version(self.ids), _where(self.ids)
         #: The ids as they were before any function was given them.
         self._first: Tensor | None = None
@@ -67,7 +67,7 @@ class Tags:
         return step
 
     def follow(self, x: Tensor) -> bool:
-        """Whether whole numbers are the explained ids, or may be computed from them."""
+        """Return True if whole numbers are the explained ids, or may be computed from them."""
         where = _where(x)
         return where is not None and (where == self._began or where in self._memories)
 
@@ -75,9 +75,9 @@ class Tags:
         """Return the place, among the explained ids, of each of a tensor's numbers, on the host.
 
         Returns:
-            Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`.  Those of ids
-            that were recognized are larger by B * L, and those of ids that were computed, but
-            came out equal to the explained ones, by 2 * B * L.
+            Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`. Places of
+            recognized ids are larger by B * L.  Places of computed ids that came out equal to the
+            explained ones are larger by 2 * B * L.
         """
         count = self.ids.numel()
         if same_memory(x, self.ids) and _version(x) == self._version is not None:
@@ -133,7 +133,7 @@ class Tags:
             new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
             copies = _on_tagged(func, swapped(args, new), swapped(kwargs, new), len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
-            # follow what holds tags now, or may: a copy without tags equals its tensor
+            # follow tensors that hold tags, or may: a copy without tags equals its tensor
             for x, copy in pairs:
                 if not (self.follow(x) or (copy is not None and torch.equal(_on_host(x), copy))):
                     self._keep(x, copy)
@@ -165,7 +165,7 @@ class Tags:
         size = x.untyped_storage().nbytes() // x.element_size()
         cells = _on_host(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:
-            cells += 1  # which is no tag
+            cells += 1  # which is not a tag
         else:
             _in(cells, x).copy_(tagged)
         self._memories[_where(x)] = x, cells
@@ -175,7 +175,7 @@ def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> 
     """Return the ``count`` results of a function on tagged copies; None each if it fails."""
     try:
         out = func(*args, **kwargs)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is no index
+    except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is not an index
         return [None] * count
     found = [x.cpu().long() for x in tensors_in(args[:1] if out is None else (out,))]
     return list(found) if len(found) == count else [None] * count
@@ -202,5 +202,5 @@ def _where(x: Tensor) -> Any:
         return None
     try:
         return x.device, x.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # it has no memory of its own
+    except (NotImplementedError, RuntimeError):  # it has no memory
         return None

@@ -47,7 +47,7 @@ def test_what_is_no_layer() -> None:
         with pytest.raises(LayerError, match=said):
             LayerLatimFlow(model, ["backbone", layer])
     heads = LayerLatimFlow(model, f"{BLOCK}.mixer.heads")
-    with pytest.raises(LayerError, match="no input of its own"):
+    with pytest.raises(LayerError, match="which has no input"):
         heads.attribute(token_ids(), TARGET, None, True)
 
 
@@ -74,7 +74,7 @@ def test_layers_without_an_activation() -> None:
     for part, said in (
         ("never", "'parts.never' never ran"),
         ("twice", "'parts.twice' runs several times"),
-        ("flat", r"'parts.flat' .*shape \(22, 19\), in which the 2 examples do not stand in front"),
+        ("flat", r"'parts.flat' .*shape \(22, 19\), in which the 2 examples do not come first"),
         ("frozen", "'parts.frozen' returns depends on the inputs, or it runs under no_grad"),
     ):
         model = Tail(mamba_lm(), **{part: nn.Linear(19, 19)}).eval()

@@ -66,7 +66,7 @@ REFUSES: dict[str, dict[str, str]] = {
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask
     "caduceus of one strand": {"LoRA": "off by"},
     "caduceus of both strands": {"LoRA": "off by", "offload": "meta tensor"},
-    "mambavision": dict.fromkeys(("layers", "neurons"), "do not stand in front"),  # windows do
+    "mambavision": dict.fromkeys(("layers", "neurons"), "do not come first"),  # windows do
     "bert with attention": SHIFTED,
     "gpt2 with attention": SHIFTED | {"LoRA": "no mixer has a linear layer"},
 }
