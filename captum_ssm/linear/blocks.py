@@ -73,9 +73,8 @@ def along_all_paths(
 
     Args:
         steps: the steps.
-        gradients: yields those at each step's tensors; of one that enters again along the paths of
-            its block alone.
-        behind: gradients along paths that no step tells of, by the ids of tensors. Default: none.
+        gradients: yields each step's; for tensors that enter again, along its block's paths alone.
+        behind: gradients along paths outside of steps, by the ids of tensors. Default: none.
 
     Yields:
         The number of a step, from the last to the first, the step, and the gradients.
@@ -95,8 +94,8 @@ class Blocks:
 
     Args:
         network: the network.
-        enter: is told that a module is entered, as its hook is: the module and its arguments, of
-            which it may return others.
+        enter: called with a module that is entered and its arguments; it may return other
+            arguments.
 
     Attributes:
         passing: the live tensors that entered a block that runs for its output alone; else None.
@@ -123,7 +122,7 @@ class Blocks:
             yield
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block as it is, and return outputs of which a backward pass runs it again."""
+        """Run a block without its graph; a backward pass from its outputs runs it again."""
         live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
         if self.again or self.passing is not None or not live:
             return forward(*args, **kwargs)
@@ -328,5 +327,5 @@ def _add(total: dict[int, Tensor], found: Mapping[Tensor, Tensor | None]) -> Non
 
 
 def plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """Add gradients, of which None is zero."""
+    """Add gradients; None counts as zero."""
     return x if y is None else y if x is None else x + y

@@ -109,8 +109,7 @@ class Ledger:
         """Hand the constants that a backward pass inside the ``with`` meets to ``entry``.
 
         Args:
-            entry: receives a constant's gradient, its value, and the name of the module that added
-                it.
+            entry: receives a constant's gradient, its value, and the name of its module.
         """
         before, self._entry = self._entry, entry
         try:
@@ -188,8 +187,7 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         constant: broadcastable to the gradient.
 
     Returns:
-        The product, summed over those dimensions behind the first along which the constant is the
-        same.
+        The product, summed over dimensions behind the first along which the constant repeats.
 
     Example:
         >>> import torch

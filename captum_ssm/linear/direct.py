@@ -185,15 +185,15 @@ def direct_paths(
     *,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Iterator[DirectPaths]:
-    """Trace a run inside the ``with``, and it leaves the graph of its direct paths alone.
+    """Trace a run inside the ``with`` to get the graph of its direct paths alone.
 
     Gradients of its output at the sources pass the residual stream, the frozen norms and the head,
     and no mixer or MLP: the direct paths of LATIM's ALTI-Logit.
 
     Args:
         model: the module; it is not changed.
-        inputs: the explained token ids, or a floating input, of which ``mode.root`` is a live copy
-            to run the model on.
+        inputs: the explained token ids, or a floating input; run the model on its live copy
+            ``mode.root``.
         layers: names or modules of the mixers to use. Default: None, all.
 
     Yields:
@@ -202,7 +202,7 @@ def direct_paths(
 
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
-        NotLinearError: for a function of which no linear form is known.
+        NotLinearError: for a function without a known linear form.
 
     Example:
         >>> import torch
@@ -232,7 +232,7 @@ def direct_paths(
 
 
 def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:
-    """Return the largest modules inside layers that hold no mixer and are no norm.
+    """Return the largest modules inside layers that hold no mixer and are not norms.
 
     Layers are the members of each list of modules that has a mixer in some member.
     """

@@ -2,10 +2,9 @@
 
 A mixer's code runs once, under the rules for torch's functions.  Of a kernel's arguments one is the
 content; others are keys, queries and steps.  With the rules ``"frozen"`` and ``"half"`` all but the
-content are detached, and the kernel's own backward is linear.  With the rules that divide relevance
-further a kernel, and a gate that multiplies its result, share it as in :mod:`.shares`; the
-derivatives at the nodes are the kernel's own.  Nothing runs twice for the first rules, and no
-adapter is asked.
+content are detached, and the kernel's own backward is linear.  With the other rules a kernel, and a
+gate that multiplies its result, share relevance as in :mod:`.shares`.  The derivatives at the nodes
+are the kernel's own.  Nothing runs twice for the first rules, and no adapter is asked.
 
 A :class:`Reading` watches one call of a mixer.  It leaves the call to the mixer's adapter where
 roles do not describe the code: a kernel without an entry, options that change the meaning of a
@@ -185,8 +184,7 @@ class Reading:
             straight: the live factors that no activation has bent.
 
         Returns:
-            The product that a kernel and its gate share by the rule; None, if its factors share it
-            equally.
+            The product that a kernel and its gate share; None if its factors share it equally.
         """
         if not self.mode.divides:
             self.given_up |= (len(live), len(straight)) != (2, 1)
@@ -604,7 +602,7 @@ def _delta_rule(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors at length one, by the sum that packages add 1e-6 to."""
+    """Scale vectors to length one; as in the packages, 1e-6 is added to the sum of squares."""
     return x * torch.rsqrt((x.detach() * x.detach()).sum(-1, keepdim=True) + 1e-6)
 
 
@@ -645,7 +643,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that lets calls which are read pass by an entry."""
+    """Return a replacement for a kernel, which sends calls that are read to an entry."""
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)

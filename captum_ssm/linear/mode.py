@@ -44,7 +44,7 @@ _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
 def _kinds() -> dict[Any, object]:
-    """Return the kinds of the functions that models call most, to tell them at once."""
+    """Return the kinds of the functions that models call most, for a quick look-up."""
     attributes = "shape dtype device layout ndim is_cuda"
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
     views = """
@@ -111,8 +111,8 @@ class Linearising(TorchFunctionMode):
             Default: False.
         labels: the paths that a backward pass follows.
         blocks: the blocks whose graph is made again. Default: None, each keeps its graph.
-        tell: functions that are called with name and arguments of a torch function before it, by
-            its name; empty at first.
+        tell: callbacks by the name of a torch function, which is called after them; empty at first.
+            They receive its name and arguments.
 
     Args:
         ids: the explained token ids, whose lookup is where the network begins; None if the
@@ -123,7 +123,7 @@ class Linearising(TorchFunctionMode):
         where: returns the name of the module that is running; it takes another name, which it
             returns where none is.
         constants: whether biases and other constants are kept. Default: True.
-        by_role: whether backward passes are to tell roles apart. Default: False.
+        by_role: whether backward passes can follow one role. Default: False.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class Linearising(TorchFunctionMode):
     ) -> Tensor:
         """Compute a product that shares relevance equally among its live factors.
 
-        By the rule ``"frozen"`` all goes to those that do not come straight from an activation.
+        With the rule ``"frozen"`` all goes to those that do not come straight from an activation.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         straight = [a for a in live if not self.is_bent(a)]

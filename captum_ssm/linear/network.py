@@ -264,7 +264,7 @@ class Network(Watcher):
         return out.to(real.dtype)
 
     def _found(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
-        """Note the mask of a call, and the step that its output is."""
+        """Record the mask of a call, and its output as a step."""
         require_real_tokens(mask)
         if mask is not None and self.mask is None and self._is_of_input(call):
             self.mask = mask
@@ -391,19 +391,18 @@ def linearised(
 
     Args:
         model: the module; it is not changed, and its hooks are removed when the block ends.
-        inputs: the explained token ids, or a floating input; of the latter ``root`` is a live copy
-            to run the model on.
-        rule: how relevance is divided among the factors of mixers; see :mod:`.shares`. Default:
+        inputs: the explained token ids, or a floating input; run the model on its live copy
+            ``root``.
+        rule: division of relevance among mixers' factors; see :mod:`.shares`. Default:
             ``"frozen"``.
         by_role: whether backward passes can follow the paths of one role. Default: False.
         constants: whether biases and other constants are kept. Default: True.
-        others: further floating inputs, such as the images of a text, of which ``mode.others`` are
-            live copies to run the model on. Default: none.
+        others: further floating inputs, such as the images of a text; run the model on their live
+            copies ``mode.others``. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether the inputs and outputs of mixers are kept. Default: True.
-        verify: check that every operator reproduces its module's output, where a mixer needs one; a
-            number is the tolerance. Without constants the mixers are then linearized again.
-            Default: False.
+        verify: whether operators are checked against their modules' outputs; a number is the
+            tolerance. Without constants the mixers are then linearized again. Default: False.
         begins: the activation from which the network is explained; the stream past it is separate.
             Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
@@ -416,7 +415,7 @@ def linearised(
 
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
-        NotLinearError: for a function of which no linear form is known.
+        NotLinearError: for a function without a known linear form.
         PaddedExampleError: when all tokens of an example are padding.
         ReconstructionError: when ``verify`` finds an operator that is not its module.
 

@@ -39,12 +39,10 @@ def frozen_norms(
 
     Args:
         model: the module whose norms are kept. Default: None, none are.
-        keep: the explained input: a tensor, or a tuple or mapping of the model's arguments. A run
-            on a batch that is larger by a whole factor repeats the roots. Default: None, each run
-            has its own.
-        interleaved: whether larger batches repeat each example by itself, as Captum's NoiseTunnel
-            and GradientShap make them, and not the whole batch, as IntegratedGradients does.
-            Default: False.
+        keep: the explained input: a tensor, or a tuple or mapping of the model's arguments. A batch
+            that is larger by a whole factor repeats the roots. Default: None, each run has its own.
+        interleaved: whether larger batches repeat each example by itself (Captum's NoiseTunnel and
+            GradientShap), not the whole batch (IntegratedGradients). Default: False.
 
     Raises:
         OptionError: when only one of ``model`` and ``keep`` is given.
@@ -125,7 +123,7 @@ class _Norms(TorchFunctionMode):
 
     @property
     def ledger(self) -> _Norms:
-        """Takes up constants, which rules of norms tell."""
+        """Receives constants from the rules of norms."""
         return self
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:

@@ -56,8 +56,7 @@ def find_site(
         The :class:`Site`.
 
     Raises:
-        LayerError: for anything but a module of the model, and for parts of mixers, which operators
-            replace.
+        LayerError: for anything but a module of the model, and for parts of mixers.
 
     Example:
         >>> from captum_ssm.linear.sites import find_site
@@ -205,7 +204,7 @@ class Sites:
         return _replaced(value, iter(copies))
 
     def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
-        """Raise for a second call, for no live tensor, and for shapes that are no activation."""
+        """Raise for a second call, for no live tensor, and for shapes of no single activation."""
         if site in self.met:
             raise LayerError(
                 f"layer {site.name!r} runs several times in one call of the model, so that it has "

@@ -3,7 +3,7 @@
 Each function of the ids, or of results of such functions, is called once more on tagged copies of
 its whole numbers: to each explained id a multiple of a large prime is added, by its place.  A
 function that moves ids moves their tags with them, whatever its name.  One that computes with them
-leaves numbers that are no id with a tag.
+leaves numbers without a valid tag.
 
 Copies are on the host, because they are small.  A tagged id that is used as an index is out of
 bounds, after which a GPU would do no more work.

@@ -24,8 +24,8 @@ class Call:
         args: positional arguments.
         kwargs: keyword arguments.
         output: the module's output.
-        block: the module that holds the mixer and may scale its output. Default: None, the mixer
-            is used alone.
+        block: the module around the mixer, which may scale its output. Default: None, it is used
+            alone.
         around: the modules around the mixer that were called, innermost first, each with the shape
             of the first floating tensor it received. Default: empty.
 
@@ -61,8 +61,7 @@ class Call:
     def hidden_states(self) -> Tensor:
         """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor.
 
-        A sequence without a batch, (L, E), such as the patches of all images end to end, becomes a
-        batch of one.
+        A sequence (L, E), such as the patches of all images end to end, becomes a batch of one.
         """
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
@@ -116,8 +115,7 @@ class LinearMixer:
         map: where the tokens lie, for a module that is called on the tokens of a map or on windows
             of one. Default: None, they are one sequence.
         passed_on: other outputs of the module that later mixers read, by their place in the output,
-            with their graph; like the values they are linear in the stream that enters. Default:
-            none.
+            with their graph; like the values they are linear in the stream. Default: none.
         end_to_end: whether the module was called on several sequences end to end without a batch,
             such as all images of one. Here each is an example, and ``mask`` marks the shorter ones'
             padding. Default: False.

@@ -7,8 +7,7 @@ before conv; frozen are the gates x0 and x1 behind it.  A higher order of Hyena 
 gate and a filter.
 
 In StripedHyena h is short and explicit (se), of medium length (mr) or a sum of exponentials as long
-as the sequence (li); se has no b.  Projections are beside these layers, and some layers are
-attention.
+as the sequence (li); se has no b.  Projections are beside these layers; some layers are attention.
 """
 
 from __future__ import annotations

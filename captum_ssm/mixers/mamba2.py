@@ -9,8 +9,7 @@ Those of transformers are mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and
 
 with one decay per head.  The heads of a group share B and C, and the norm is per group.  Some put
 the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios SiLU(u) / u and
-SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; only the part of x belongs to
-the operator.
+SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; the operator has x's part.
 
 mamba_ssm's Mamba2 may keep channels that pass a gated MLP instead of the scan: SiLU(z0) x0 is
 computed beside the scan and joins it in out_proj.  Those channels mix no tokens and are, like the

@@ -26,15 +26,13 @@ class Architecture:
         family: the common name of the architecture.
         package: distribution the class comes from.
         class_path: fully qualified name of the mixer class.
-        tested_version: version of the package the tests ran against. Default: ``""``, none, as of a
-            user's own.
+        tested_version: the package's version in tests. Default: ``""``, as for a user's class.
         joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
             ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
         lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
             ``"generated text"`` refuse its models, with the reason. Default: none.
         alone: whether tests cover the mixer alone, without a model around it. Default: False.
-        like: the class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, it has
-            its own.
+        like: class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, itself.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
@@ -98,14 +96,11 @@ def register_mixer(
             returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, as for ``like``.
         like: a class that is served already, its full name, or the name of a family of one class.
             ``mixer`` must have the same parts with the same names, and compute the same. This is
-            checked as for every adapter, by default in each run. Default: None, ``linearize`` is
-            given.
-        family: name shown by :func:`supported_architectures`. Default: None, as for ``like``, or
-            the class name.
+            checked as for every adapter, by default in each run. Default: None.
+        family: name in :func:`supported_architectures`. Default: ``like``'s, or the class name.
         joins: how the mixer's output joins the residual stream. ``"residual"``: added to it.
             ``"parallel"``: added together with the other mixers of its block. ``"feeds"``: added
-            only to the input of the mixer that runs next. Default: None, as for ``like``, or
-            ``"residual"``.
+            only to the next mixer's input. Default: as for ``like``, or ``"residual"``.
 
     Raises:
         OptionError: when ``mixer`` is neither a class nor a full name, ``linearize`` cannot be

@@ -7,7 +7,7 @@
 
 where P_k brings the tokens into the order in which scan k reads them, and P_k' back.  Frozen: dt,
 B, C, the ratio act(u) / u, 1 / sigma and act(z); the centering of the norm is linear and stays.  It
-subtracts the mean over all channels, every one of which is a head.
+subtracts the mean over all channels; each is a head.
 """
 
 from __future__ import annotations

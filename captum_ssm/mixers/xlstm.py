@@ -8,7 +8,7 @@
 with m[-1] = 0 and the LayerNorm per head.  Frozen: the gates, q, k, the normalizer, 1 / sigma; the
 centering of the LayerNorm is linear and stays.  The model gets no mask of padding.
 
-The blocks of xLSTMLMModel have a convolution, whose output a learnt skip hands on past the cell:
+The blocks of xLSTMLMModel have a convolution, whose output a learned skip adds after the cell:
 
     x, z = W_up h        u = conv(x)        q, k = maps of SiLU(u)        v = a map of x
     y = SiLU(z) (w (s - mean s) / sigma(s) + skip SiLU(u))                output = W_down y

@@ -416,8 +416,7 @@ class Operator:
 
         Args:
             rows: as in :meth:`strip`.
-            reduce: how channels become one matrix; neither None nor ``"heads"``. Default:
-                ``"mean"``.
+            reduce: how channels are combined; not None or ``"heads"``. Default: ``"mean"``.
         """
         return generic.reduced_strip(self, rows, reduce)
 

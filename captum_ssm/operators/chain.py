@@ -209,8 +209,7 @@ class Chain(Composite):
     def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
         """Yield strips that add up to the whole, each of a block of heads with small factors.
 
-        A block has at least half as many heads as there are rows: each strip is a matrix to be
-        made and added.
+        A block has at least half as many heads as there are rows: each strip is made and added.
         """
         batch, tokens, heads, per_head = self.shape
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)

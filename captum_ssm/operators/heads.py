@@ -179,12 +179,11 @@ class SoftmaxHeads(DenseHeads):
     Args:
         query: (B, L, H, N).
         key: (B, L, H, N).
-        probabilities: returns the matrices (B, H, L, L) of queries and keys (B, H, L, N); a row
-            may be zero.
+        probabilities: computes matrices (B, H, L, L) of queries and keys (B, H, L, N); rows may be
+            0.
         scaling: factor of the scores.
         per_head: value channels of a head, P.
-        matrices: the matrices of these queries and keys. Default: None, ``probabilities`` is
-            called.
+        matrices: the known matrices of queries and keys. Default: None, they are computed.
 
     Example:
         >>> import torch
@@ -237,7 +236,7 @@ class SoftmaxHeads(DenseHeads):
 class ScoredHeads(DenseHeads):
     """Causal softmax attention whose scores are the matrices of another operator.
 
-    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i): a token is
+    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i).  A token is
     read less the more is forgotten since (Forgetting Attention), and the operator turns its key on
     the way to the query (PaTH).
 
@@ -330,8 +329,7 @@ class HeadCentering(Operator):
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
         component: name of the part it stands for. Default: ``"norm"``.
-        across: whether the mean is over all channels of all heads; the share is then 1 - 1/C.
-            Default: False.
+        across: whether the mean is over all heads; the share is then 1 - 1/C. Default: False.
         centred: 1 for the heads that are centered (H,), 0 for those that pass as they are. Default:
             None, all of them are.
 

@@ -195,10 +195,9 @@ def _once(x: Tensor) -> Tensor:
 
 
 def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
-    """Set ``out`` to zero wherever the nonzero tokens of ``x`` do not reach, channel by channel.
+    """Set ``out`` to zero where the nonzero tokens of ``x`` do not reach, channel by channel.
 
-    Transforms smear rounding errors over all tokens; a row of a causal matrix is to be zero after
-    its query.
+    Transforms smear rounding errors over all tokens; causal rows must be zero after their query.
     """
     tokens = x.shape[-3]
     there = (x != 0).to(torch.uint8)

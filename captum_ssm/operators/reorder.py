@@ -25,9 +25,8 @@ class Permute(Operator):
         order: which token each position reads, a permutation (L,). If it is on the host, it need
             not be read from a device.
         shape: the sizes acted on.
-        component: name of the part it stands for. A reordering around a core that is one term of a
-            sum has the core's name, so that both are kept or dropped together. Default: None, a
-            structural part.
+        component: name of the part it stands for. A reordering around a core in a sum has the
+            core's name, so both are kept or dropped together. Default: None, a structural part.
         device: of the values. Default: None, as ``order``.
 
     Example:

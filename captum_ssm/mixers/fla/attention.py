@@ -18,8 +18,7 @@ kernels, so the operators are recomputed.  Frozen: the probabilities and the gat
 
 In PaTH a key on its way through P is like a state that is written once and erased along w.  So the
 scores are the matrices of a delta rule.  Where scores have decays, matrices are formed, which takes
-memory that grows with the square of the tokens.  PaTH takes a mask of padding only where it fills a
-cache.
+memory that grows with the square of the tokens.  PaTH takes a padding mask only to fill a cache.
 """
 
 from __future__ import annotations

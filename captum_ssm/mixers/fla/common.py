@@ -102,8 +102,7 @@ def value_path(
         per_head: value channels of a head, P.
         name: of the projection. Default: ``"v"``.
         repeat: neighboring heads of the recurrence that share the values of one head. Default: 1.
-        silu: whether SiLU follows although the convolution does not apply it, or is missing.
-            Default: False.
+        silu: whether SiLU follows outside of a convolution, or without one. Default: False.
     """
     x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
     path = Path(x, mask, x.shape[-1] // per_head).repeat(repeat).silence()

@@ -1,7 +1,6 @@
 """Outputs of the submodules of a mixer in its call, so that an adapter need not run them again.
 
-Hooks at both ends of a submodule fill a :class:`Heard`, from which :func:`known_output` serves
-adapters.
+Hooks at both ends of a submodule fill a :class:`Heard`, which :func:`known_output` reads.
 """
 
 from __future__ import annotations

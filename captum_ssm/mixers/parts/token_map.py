@@ -17,8 +17,7 @@ from ...operators.reorder import Windows
 class Reduction:
     """A convolution from the tokens of a map to those of a coarser one.
 
-    It mixes channels, so channels have no separate matrices; relevance passes it by its receptive
-    field alone.
+    It mixes channels, which have no separate matrices; relevance uses its receptive field alone.
 
     Attributes:
         conv: the convolution, or whatever has its kernel size, stride, padding and dilation.

@@ -253,8 +253,7 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
 def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
     """:func:`fading_log_sums` in a few launches: scores less their decay since the first token.
 
-    These are as large as all decays together, of which float32 would keep too few digits: callers
-    pass float64.
+    These reach the size of all decays together, too large for float32: callers pass float64.
     """
     faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
     return torch.logcumsumexp(scores - faded, 1).add_(faded)

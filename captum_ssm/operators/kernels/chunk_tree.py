@@ -183,9 +183,8 @@ def sums_over_groups(
 ) -> Tensor:
     """As :func:`sums_over_channels`, for alpha[i, j] = q[i] . k[j] times the decays over j+1..i.
 
-    Heads of a group share q and k, so that the group's sum is q[i] . k[j] times one over all of
-    its channels.  Between chunks that is one matrix product: there the decays are factors on rows
-    and columns.
+    Heads of a group share q and k, so that the group's sum is q[i] . k[j] times one over all of its
+    channels.  Between chunks that is one matrix product, with decays on rows and columns.
 
     Args:
         decay: of each token and head (B, L, H).

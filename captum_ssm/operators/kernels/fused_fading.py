@@ -5,7 +5,7 @@
 Each program takes a few channels of one example from the first token to the last, some tokens at a
 time.  A parallel prefix computation composes their steps; the last output is carried on.
 
-:takes: decays a (B, L, H), and vectors x (S, B, L, H), which may lie anyhow in memory.
+:takes: decays a (B, L, H), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x, which runs from the last
     token to the first.
 :cost: one launch; a logarithm of the tile's tokens of multiplications with additions for each

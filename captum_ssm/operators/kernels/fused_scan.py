@@ -10,12 +10,11 @@ way back the outputs' gradients u have the state g[t] = C[t] u[t] + exp(dt[t+1] 
 states h only one for every few tokens is kept, to compute theirs again.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
-    (S, B, L, G, N), and vectors x (S, B, L, H), all of which may lie anyhow in memory.
+    (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x.
 :cost: one launch; an exponential and a logarithm of the tile's tokens of multiplications with
-    additions for each of S B L H N states.  Gradients take two launches and two sums, three times
-    the arithmetic, and memory for one in 16 states and for the gradients of B and C by blocks of
-    channels.
+    additions for each of S B L H N states. Gradients take two launches and two sums, three times
+    the arithmetic, and memory for one in 16 states and for gradients of B and C by channel block.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990, by which Gu and Dao, Mamba:
     Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU, and
     its gradients from states made again.
@@ -194,8 +193,7 @@ def jitted(kernel: Any) -> Any:
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which a tensor's GPU is the current one, on which Triton launches.
 
-    A model may be on several GPUs.  On a processor, where Triton's interpreter runs, nothing
-    changes.
+    A model may be on several GPUs.  On a processor (Triton's interpreter) nothing changes.
     """
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
@@ -220,8 +218,7 @@ def _scan(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK channels of one example, T tokens at a time; a column is a channel and a state of it.
 
-    The adjoint goes from the last token to the first, and a state decays by the step of the token
-    it comes from.
+    The adjoint goes from the last token to the first; a state decays by its former token's step.
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch

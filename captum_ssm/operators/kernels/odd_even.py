@@ -36,8 +36,7 @@ _Product = tuple[Tensor, Tensor, Tensor]
 class FadingSteps:
     """The recurrence, or its adjoint, on some tokens at a time of S stacked vectors.
 
-    The adjoint goes from the last token to the first, each with the decay of the token it comes
-    from.
+    The adjoint goes from the last token to the first, each with its former token's decay.
 
     Args:
         decays: from tokens to their decays (B, T, H).

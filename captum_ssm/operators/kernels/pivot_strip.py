@@ -6,8 +6,7 @@ Earlier tokens reach a strip through the state of the last token before it, the 
 entries there are one matrix product: of the rows' reads, faded since the pivot, and of the columns'
 writes, faded until the pivot (the observability and the controllability matrix of a time-varying
 system).  Products of fades up to the pivot come from sums of steps in one pass, which for strips of
-few rows costs less than the tree of :mod:`.pivot_tree`.  The tree does the tokens of the strip
-itself.
+few rows costs less than the tree of :mod:`.pivot_tree`.  The tree does the strip's tokens.
 
 A band inside the recurrence has written all of column j by the time m = j + last, where last is its
 largest lag.  From then on the column fades like any other.  So the columns of the product are, with

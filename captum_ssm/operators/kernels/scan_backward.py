@@ -1,8 +1,7 @@
 """A selective scan in plain torch whose backward is linear in the length, and light.
 
 It computes the reference scans of transformers and mamba_ssm chunk by chunk.  They hold the states
-of all tokens at once; here only the states between chunks are kept for the backward; the others are
-computed again.
+of all tokens at once; here only states between chunks are kept, and the others are recomputed.
 
 Inputs are copied so that channels, not tokens, lie side by side in memory.  A stack of values, of B
 and of C may share steps: their decays, which cost most, are made once.
@@ -300,8 +299,7 @@ def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
 def time_first(x: Tensor) -> Tensor:
     """Make a tensor (T, B, D) contiguous.
 
-    torch copies a strided tensor number by number, which takes five times as long as to transpose
-    whole matrices.
+    torch copies a strided tensor number by number, five times slower than transposing matrices.
     """
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()

@@ -42,9 +42,8 @@ class ScanSteps:
     """alpha, or its adjoint, on some tokens at a time of S stacked vectors.
 
     Forward, token t adds dt[t] B[t] x[t] to the state and reads it with C[t].  The adjoint runs
-    from the last token to the first, adds C[t] x[t], reads with dt[t] B[t], and the state decays
-    by the step of the token it comes from.  Decays are exponentials of single steps, all at
-    most 1.
+    from the last token to the first, adds C[t] x[t], reads with dt[t] B[t], and the state decays by
+    the step of the token it comes from.  Decays are exponentials of single steps, at most 1.
 
     Args:
         scan: dt, A, B and C.

@@ -183,8 +183,7 @@ def corrected(
         taken: f (B, H, C, T, N); None for the key.
         log_decay: logarithms of the decays, per head (B, H, C, T, 1) or per key channel
             (B, H, C, T, N); None for no decay.
-        late: whether ``erase`` reads states after their decay, so that e is it times the decay.
-            Default: False.
+        late: whether ``erase`` reads decayed states: e is it times the decay. Default: False.
     """
     # factors on q_before, e_before and after, for decays per head alone
     since = before = until = None

@@ -12,8 +12,8 @@ each is built up from factors that are at most one.  A decay of zero is one like
 
 :takes: decays a (..., T), or A (..., T, K) with row factors U, of one or several kinds, and column
     factors V (..., T, K).
-:gives: ``between`` or M (..., T, T), and the same factors with all decays since the first token or
-    until the last.
+:gives: ``between`` or M (..., T, T), and the factors with all decays from the first token or to the
+    last.
 :cost: T^2 multiplications in log T calls for a run's products; T^2 K / 2 multiplications with
     additions for its sums, and T K log T for scaling the factors.
 :literature: Kogge and Stone, A Parallel Algorithm for the Efficient Solution of a General Class of

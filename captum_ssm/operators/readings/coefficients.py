@@ -94,9 +94,8 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         offset: factors (S, 1, 1, 1, 1) on the constants that operators add inside.
 
     Returns:
-        The output (S, B, L, H, P), and a function of its gradient. The function returns the values'
-        gradient, and adds live coefficients' gradients, summed over the stack, to its second
-        argument.
+        The output (S, B, L, H, P), and a function of its gradient. It returns the values' gradient,
+        and adds live coefficients' gradients, summed over the stack, to its second argument.
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))

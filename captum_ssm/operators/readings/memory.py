@@ -114,8 +114,7 @@ class Memory(NamedTuple):
 
         If states fade by themselves, the loss, summed over the key's numbers, is divided among the
         tokens between in proportion to the logarithms of their decays.  Else only the component
-        along the share as it was written counts: a step erases the component's decrease, which may
-        be negative.
+        along the share as it was written counts: a step erases its decrease, which may be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)

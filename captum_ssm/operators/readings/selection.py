@@ -65,8 +65,7 @@ def selection_factors(
         simplified: whether relu takes the place of softplus.
 
     Returns:
-        The factors, or None if some term is not a selective scan whose tokens are at most scaled
-        and reordered.
+        The factors; None if a term is not a selective scan of scaled or reordered tokens at most.
     """
     found = []
     for term in terms:

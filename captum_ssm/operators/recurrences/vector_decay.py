@@ -42,9 +42,8 @@ class VectorDecayHeads(ChunkedHeads):
         key: (B, L, H, N).
         log_decay: logarithms of the decays (B, L, H, N), at most 0.
         per_head: value channels of a head, P.
-        bonus: if given (H, N), token i reads the state before its own step, whose decay then counts
-            from the next token on. Its own value enters with q[i] . (bonus k[i]) (RWKV-6). Default:
-            None.
+        bonus: if given (H, N), token i reads the state before its own step, whose decay counts from
+            the next token on. Its own value enters by q[i] . (bonus k[i]), RWKV-6. Default: None.
         component: name of the part it stands for. Default: ``"scan"``.
 
     Example:
