@@ -370,7 +370,7 @@ class Linearising(TorchFunctionMode):
         return self._unknown(
             value,
             f"Module {self.where()!r} reads memory in which no function of torch has written. If a "
-            "kernel has, nothing tells how that depends on the input. Run the model with torch's "
+            "kernel has, its dependence on the input is unknown. Run the model with torch's "
             "own functions in place of the kernel.",
         )
 
@@ -634,8 +634,8 @@ def _ids_and_table(
 
 def _unknown_look_up(where: str, name: str) -> InputError:
     return InputError(
-        f"Module {where!r} looks up the token ids by torch's {name}, and nothing tells which token "
-        "each result belongs to. Pass embeddings (B, L, E) as inputs; of DNA, "
+        f"Module {where!r} looks up the token ids by torch's {name}, which does not show which "
+        "token each result belongs to. Pass embeddings (B, L, E) as inputs; of DNA, "
         "captum_ssm.models.OneHot makes them."
     )
 

@@ -148,7 +148,7 @@ class Network(Watcher):
         if not self.mode.knows_root:
             raise InputError(
                 "The token ids that the model looked up are not those given as inputs, and torch's "
-                "functions do not tell how they follow from them, nor which token is which. Does "
+                "functions do not show how they follow from them, nor which token is which. Does "
                 "forward_func make up ids anew, from a list or by arithmetic? Pass the ids that "
                 "the model reads as inputs, or embeddings (B, L, E)."
             )

@@ -76,8 +76,8 @@ def find_site(
     if module is None:
         called = repr(layer) if isinstance(layer, str) else f"of type {type(layer).__name__}"
         raise LayerError(
-            f"layer is {called}, but no module of the model. Pass one of its modules, or a "
-            f"name out of model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
+            f"layer is {called}, but not a module of the model. Pass one of its modules, a "
+            f"name from model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
             f"{mixers[0].name + HEADS!r}."
         )
     for mixer in mixers:
@@ -219,8 +219,8 @@ class Sites:
         shapes, root = [tuple(x.shape) for x in tensors], self.mode.root
         if any(shape[:-1] != shapes[0][:-1] for shape in shapes) or len(shapes[0]) < 2:
             raise LayerError(
-                f"layer {site.name!r} has tensors of shapes {shapes}, which are no one activation. "
-                "Pass a layer with one tensor."
+                f"layer {site.name!r} has tensors of shapes {shapes}, not one "
+                "activation. Pass a layer with one tensor."
             )
         if root is not None and len(root) != len(tensors[0]):
             raise LayerError(

@@ -83,7 +83,7 @@ def _refuse(module: Any, inputs: list[Tensor]) -> None:
     if query.dim() == 3 and not module.batch_first:
         raise UnsupportedMixerError(
             f"{name} with batch_first=False is not supported: make it, or the layer around it, "
-            "with batch_first=True and give it its examples in front."
+            "with batch_first=True, and give it the examples first."
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedMixerError(

@@ -352,7 +352,7 @@ def test_only_what_is_written_can_be_taken_off():
 REFUSED = [
     ({"nodes": []}, OptionError, "not empty"),
     ({"nodes": "backbone.layers.0"}, OptionError, "mapping of layers"),
-    ({"nodes": ["nowhere"]}, LayerError, "no module of the model"),
+    ({"nodes": ["nowhere"]}, LayerError, "not a module of the model"),
     ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "a part of the mixer"),
     ({"nodes": [BLOCKS[0], Feature(BLOCKS[0], 2)]}, OptionError, "whole and by features"),
     ({"nodes": {BLOCKS[0]: Words(WIDTH + 1)}}, OptionError, "does not take apart"),

@@ -34,7 +34,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 def test_what_is_no_layer() -> None:
     model = mamba_lm()
     cases: list[tuple[Any, str]] = [
-        (mamba_lm().backbone.layers[0], "of type MambaBlock, but no module of the model"),
+        (mamba_lm().backbone.layers[0], "of type MambaBlock, but not a module of the model"),
         ("backbone.layers.7", r"'backbone.layers.7', but no module.*layers.0.mixer.heads"),
         (7, "of type int, but no module"),
         (None, "of type NoneType, but no module"),
@@ -158,7 +158,7 @@ def test_modes_and_arguments() -> None:
         with pytest.raises(LayerError, match="runs several times"):
             twice = lambda x: model(x).logits + model(x.flip(1)).logits  # noqa: E731
             method(twice, BLOCK, model).attribute(ids, asked)
-    with pytest.raises(LayerError, match="no module of the model"):
+    with pytest.raises(LayerError, match="not a module of the model"):
         NeuronLatimFlow(model, "backbone.layers.9")
     with pytest.raises(LayerError, match="type list"):
         NeuronLatimFlow(model, [BLOCK])

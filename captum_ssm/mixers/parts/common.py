@@ -204,7 +204,7 @@ def refuse_packed(call: Call, **positions: int) -> None:
         if call.argument(name, positions.get(name)) is not None:
             raise InputError(
                 f"The mixer was called with {name}: several sequences packed into one, which its "
-                "adapter does not tell apart. Explain each sequence by itself."
+                "adapter does not separate. Explain each sequence by itself."
             )
 
 
