@@ -62,7 +62,7 @@ class Core:
         }
 
     def role(self, name: str) -> Role:
-        """The role of a factor."""
+        """Return the role of a factor."""
         return "gate" if name == _GATE else self.roles[name][0]
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:

@@ -341,7 +341,7 @@ def lerp(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _summed_product(left: Tensor, right: Tensor) -> Tensor:
-    """The batched product, summed over the batch."""
+    """Return the batched product, summed over the batch."""
     return torch.einsum("bij,bjk->ik", left, right)
 
 

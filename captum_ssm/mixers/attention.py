@@ -48,7 +48,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
-    """The mixer from the arguments of its attention function and the gate (B, L, H P) on it."""
+    """Return the mixer, from its attention function's arguments and its gate (B, L, H P)."""
     pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
@@ -128,7 +128,7 @@ class _Picked(nn.Module):
 
 
 def _real(mask: Tensor | None, call: Call) -> Tensor | None:
-    """The mask of real tokens (B, L): those that may be read, even if no indexer picks them."""
+    """Return the mask of real tokens (B, L), which may be read even if no indexer picks them."""
     if mask is None:
         return None
     if mask.dim() == 2:
@@ -341,7 +341,7 @@ class _TorchsRecorded(TorchFunctionMode):
 
 
 def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
-    """The mask over pairs of tokens that the module's own attention function would have used.
+    """Return the mask over pairs of tokens that the module's attention function would use.
 
     Eager attention takes its mask as it is; the other functions apply causality themselves if they
     get no mask, and flash attention also the window and a mask of tokens.
@@ -377,7 +377,7 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """The submodule for the shallow copy: the identity for output projections and dropout."""
+    """Return the shallow copy's submodule: the identity for output projections and dropout."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)

@@ -45,7 +45,7 @@ class Call:
     around: Mapping[nn.Module, torch.Size] = field(default_factory=dict)
 
     def argument(self, name: str, position: int | None = None) -> Any:
-        """The argument called ``name``, also when it was passed by position; None if absent.
+        """Return the argument called ``name``, also when it was passed by position; None if absent.
 
         Args:
             name: name of the argument.
@@ -215,7 +215,7 @@ def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The first tensor in a module's output (tensor, tuple, list or mapping)."""
+    """Return the first tensor in a module's output (tensor, tuple, list or mapping)."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output

@@ -55,7 +55,7 @@ def sdpa_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """The decay and the factor m i on the input, (B, L, D) each, from u (B, L, D)."""
+    """Return the decay and the factor m i on the input, (B, L, D) each, from u (B, L, D)."""
     i = _block_gate(u, rg_lru.input_gate_weight, rg_lru.input_gate_bias)
     r = _block_gate(u, rg_lru.recurrent_gate_weight, rg_lru.recurrent_gate_bias)
     log_decay = -8.0 * r * F.softplus(rg_lru.recurrent_param.to(u))

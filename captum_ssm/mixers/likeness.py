@@ -103,13 +103,13 @@ PARTS = {
 
 
 def parts_of(module: nn.Module) -> frozenset[str]:
-    """The names of a module's own parameters, and of its submodules that have some."""
+    """Return the names of a module's own parameters, and of its submodules that have some."""
     inner = {name for name, part in module.named_children() if any(True for _ in part.parameters())}
     return frozenset(inner | {name for name, _ in module.named_parameters(recurse=False)})
 
 
 def nearest(name: str, parts: frozenset[str]) -> list[str]:
-    """The full names of built-in classes with given parts, those most like a class name first.
+    """Return full names of built-in classes with given parts, the most similar name first.
 
     Args:
         name: the class name.
@@ -126,7 +126,7 @@ def _last(path: str) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """The similarity of two class names without their common endings, or 0 if it is at most 1/2."""
+    """Return the similarity of class names without common endings; 0 if it is at most 1/2."""
     one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
     ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -105,7 +105,7 @@ def selection(
     called_dt: bool = True,
     norm: Callable[[Any, Selected], Selected] | None = None,
 ) -> Selected:
-    """The selected parameters dt (B, L, D), B and C (B, L, N) of a scan of the values now.
+    """Return the selected parameters dt (B, L, D), B and C (B, L, N) of a scan of the values now.
 
     Args:
         path: the values, after the activation.
@@ -153,7 +153,7 @@ def calls_dt_proj(module: Any, t: Tensor) -> bool:
 
 
 def _zamba_scan(module: Any, activated: Tensor) -> SelectiveScan:
-    """The scan of the G heads of zamba, from v (B, L, D, 1)."""
+    """Return the scan of the G heads of zamba, from v (B, L, D, 1)."""
     heads = as_heads(activated.squeeze(-1), module.n_mamba_heads)
     weight, dt_weight, dt_bias = (
         w.to(heads) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)

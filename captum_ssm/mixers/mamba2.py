@@ -204,7 +204,7 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
 
 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
-    """The identity plus a constant: the share of states before the first token in the output."""
+    """Return the identity plus a constant: the output's share of states before the first token."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read

@@ -56,7 +56,7 @@ def refuse_mimo(module: Any) -> None:
 def linearize(
     module: Any, projected: Tensor, mask: Tensor | None, heads: int, groups: int, state: int
 ) -> LinearMixer:
-    """The mixer from the output of in_proj (B, L, 2 D + 2 G N + 3 H + angles).
+    """Return the mixer from the output of in_proj (B, L, 2 D + 2 G N + 3 H + angles).
 
     Args:
         module: the mixer.
@@ -97,7 +97,7 @@ def _scan(
     path: Path,
     groups: int,
 ) -> Operator:
-    """The operator alpha, from the parts of in_proj's output that select it.
+    """Return the operator alpha, from the parts of in_proj's output that select it.
 
     Off the diagonal a token's scale includes the step after it, on the diagonal it does not.  So
     the scan is read one token late, by the next query, and the diagonal is a separate summand.

@@ -65,7 +65,7 @@ def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], path: Path) -> ShortCo
 
 
 def _scan(module: Any, activated: Tensor) -> SelectiveScan:
-    """The scan whose parameters follow from SiLU(u) (B, L, D)."""
+    """Return the scan whose parameters follow from SiLU(u) (B, L, D)."""
     sizes = [module.dt_rank, module.d_state, module.d_state]
     t, b, c = torch.split(run(module.x_proj, activated), sizes, -1)
     dt = F.softplus(run(module.dt_proj, t) + frozen(module.dt_proj.bias, activated))
@@ -88,7 +88,7 @@ def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
 
 
 def _reduction(layer: Any, size: tuple[int, int]) -> Reduction | None:
-    """The layer's down-sampling, or None."""
+    """Return the layer's down-sampling, or None."""
     if layer.downsample is None:
         return None
     return Reduction(next(iter(layer.downsample.reduction)), size)

@@ -96,7 +96,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
-    """The term added to the scores, broadcastable to (B, H, L, L); None if everything is read."""
+    """Return the term added to the scores, broadcastable to (B, H, L, L); None if all are read."""
     batch, tokens, _ = hidden.shape
     pairs, padding = call.argument("attn_mask", 5), call.argument("key_padding_mask", 3)
     added = []
@@ -141,7 +141,7 @@ def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _rotated(x: Tensor, module: Any) -> Tensor:
-    """The first channels of each head (B, L, H, N) turned by angles that grow with the position."""
+    """Turn the first channels of each head (B, L, H, N) by angles that grow with the position."""
     rotary, turned = module.rotary_emb, module.rotary_emb_dim
     counted = torch.arange(0, turned, 2, device=x.device, dtype=torch.float32)
     rate = rotary.base ** -(counted / turned)

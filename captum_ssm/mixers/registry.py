@@ -140,7 +140,7 @@ def register_mixer(
 
 
 def _served_like(like: type[nn.Module] | str) -> str:
-    """The path of the registered class that ``like`` names."""
+    """Return the path of the registered class that ``like`` names."""
     if not isinstance(like, str):
         found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
     elif like in _adapters:
@@ -161,7 +161,7 @@ def _served_like(like: type[nn.Module] | str) -> str:
 
 
 def supported_architectures() -> list[Architecture]:
-    """The mixer classes that have an adapter, the user's own included.
+    """Return the mixer classes that have an adapter, the user's own included.
 
     Returns:
         One :class:`Architecture` for each, in order of registration.

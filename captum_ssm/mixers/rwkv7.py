@@ -37,7 +37,7 @@ _LOG_DECAY = -math.exp(-0.5)
 
 
 def shifted(hidden: Tensor) -> Tensor:
-    """The difference of the previous token and each token, (B, L, E)."""
+    """Return the difference of the previous token and each token, (B, L, E)."""
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
@@ -53,12 +53,12 @@ def entering(module: Any, hidden: Tensor) -> list[Tensor]:
 
 
 def log_decay(x: Tensor) -> Tensor:
-    """The logarithm w of the decay, from its input."""
+    """Return the logarithm w of the decay, from its input."""
     return _LOG_DECAY * torch.sigmoid(x)
 
 
 def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
-    """The values v', from the layer's own, the first layer's, and the input of the share s."""
+    """Return the values v' from the layer's own, the first layer's, and the input of s."""
     return v + torch.sigmoid(share).detach() * (first.to(v) - v)
 
 

@@ -65,7 +65,7 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
 
 
 def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
-    """The mixer from x and z (B, L, 2 D); projections are called, or their weights read."""
+    """Return the mixer from x and z (B, L, 2 D); projections are called, or their weights read."""
     x, z = projected.chunk(2, -1)
     path, ahead = Path(x), partial(direction, module=module, called=called)
     # the attribute's name differs between published copies
@@ -129,7 +129,7 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
 
 
 def _out(module: Any, y: Tensor) -> Tensor:
-    """The output projection of the sum of both directions: its bias counts twice."""
+    """Return the output projection of the sum of both directions: its bias counts twice."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y)
     return out if out_proj.bias is None else out + out_proj.bias.to(out)

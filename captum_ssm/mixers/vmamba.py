@@ -71,7 +71,7 @@ def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
 
 
 def _reduction(call: Call, size: tuple[int, int]) -> Reduction | None:
-    """The convolution to the next, coarser map; None unless the mixer is in a whole model."""
+    """Return the convolution to the next, coarser map; None for a mixer without a model."""
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None

@@ -158,7 +158,7 @@ def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 
 def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
-    """The stabilizer m before and after every token, (B, L, H) each; at the first both are m[0]."""
+    """Return the stabilizer m before and after every token, (B, L, H); at first both are m[0]."""
     after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):

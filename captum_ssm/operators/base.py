@@ -179,7 +179,7 @@ class Operator:
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """The frozen coefficients by name, as they are checked for NaN and infinity."""
+        """Return the frozen coefficients by name, as they are checked for NaN and infinity."""
         raise NotImplementedError
 
     def select(self, heads: Sequence[int]) -> Operator:
@@ -204,7 +204,7 @@ class Operator:
         raise NotImplementedError
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gradients of the values, and of the coefficients that have roles, by name.
+        """Return gradients of the values, and of the coefficients that have roles, by name.
 
         Args:
             values: the input (B, L, H, P).
@@ -272,7 +272,7 @@ class Operator:
         return self
 
     def taps(self) -> dict[int, Tensor] | None:
-        """The weights (H, P) of every lag, if this is one convolution for all tokens, else None."""
+        """Return each lag's weights (H, P) of a convolution common to all tokens, or None."""
         return None
 
     def after_band(self, band: Band) -> Band | None:
@@ -299,7 +299,7 @@ class Operator:
         return generic.transpose(self, u)
 
     def offset(self) -> Tensor | None:
-        """The constant term that biases inside add to the output (B, L, H, P); None for none."""
+        """Return the constant that biases add to the output (B, L, H, P); None for none."""
         return None
 
     def affine(self, v: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ class Operator:
         return SMALL
 
     def mean_matvec(self, x: Tensor) -> Tensor:
-        """(mean over channels of alpha) x, for ``x`` (B, L), without forming a matrix."""
+        """Return (mean over channels of alpha) x, for ``x`` (B, L), without forming a matrix."""
         return linear_map(x, self._mean_forward, self._mean_adjoint)
 
     def mean_rmatvec(self, r: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ class Operator:
     # --- its matrices, by rows or whole ----------------------------------------------------
 
     def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
-        """Rows of the implicit attention matrices.
+        """Return rows of the implicit attention matrices.
 
         Args:
             positions: query positions, common to all examples (a list of Q) or per example (B, Q).
@@ -355,7 +355,7 @@ class Operator:
         return generic.rows(self, positions, reduce)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        """Rows of every channel's matrix at Q positions, (Q, B, L, H, P).
+        """Return rows of every channel's matrix at Q positions, (Q, B, L, H, P).
 
         Args:
             positions: the rows, (Q,) or per example (Q, B).
@@ -364,7 +364,7 @@ class Operator:
         return generic.unit_rows(self, positions, weight)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
-        """The implicit attention matrices; entry (i, j) is the weight of token j in token i.
+        """Return the implicit attention matrices; entry (i, j) is the weight of token j in token i.
 
         Args:
             reduce: as in :meth:`rows`. Default: ``"mean"``.
@@ -391,7 +391,7 @@ class Operator:
         return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Some rows of :meth:`contract`, without forming the others.
+        """Return some rows of :meth:`contract`, without forming the others.
 
         Args:
             left, right: as in :meth:`contract`.
@@ -403,7 +403,7 @@ class Operator:
         return generic.strip(self, left, right, rows)
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
+        """Return some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
 
         Args:
             left, rows: as in :meth:`strip`.
@@ -412,7 +412,7 @@ class Operator:
         return generic.strip_of_product(self, left, band, rows)
 
     def reduced_strip(self, rows: range, reduce: Reduce = "mean") -> Strip:
-        """Some rows of ``dense(reduce)``, without forming the others.
+        """Return some rows of ``dense(reduce)``, without forming the others.
 
         Args:
             rows: as in :meth:`strip`.

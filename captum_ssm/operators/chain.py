@@ -116,7 +116,7 @@ class Chain(Composite):
         return self._mean(r, transposed=True)
 
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
-        """The mean over channels of the product, or of its adjoint, times ``x`` (B, L).
+        """Return the mean over channels of the product, or of its adjoint, times ``x`` (B, L).
 
         Reorderings act on the vector, not on the channels, so that the core can be a stream.
         """
@@ -156,7 +156,7 @@ class Chain(Composite):
         )
 
     def _summands(self) -> list[Chain]:
-        """The product as a sum of products, if it is a sum between diagonals; else itself."""
+        """Return a product of one sum and diagonals as a sum of products; others as they are."""
         others = [i for i, part in enumerate(self.parts) if not isinstance(part, Diagonal)]
         only = self.parts[others[0]] if len(others) == 1 else None
         if not isinstance(only, Sum):
@@ -225,7 +225,7 @@ class Chain(Composite):
             yield of_part._folded(left_part, right_part, rows)
 
     def _folded(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """The strip of a product outer band . core . inner band, by the core's own strip."""
+        """Return the strip of a product outer band . core . inner band, by the core's own strip."""
         outer, middle, inner = self._bands(right)
         if len(middle) > 1:
             return super().strip(left, right, rows)
@@ -256,7 +256,7 @@ class Chain(Composite):
         return _folded_heads(middle[0] if middle else self._of(()), left, outer, inner)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
-        """The product of some of the parts; of none, the identity."""
+        """Return the product of some of the parts; of none, the identity."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, right: Tensor) -> tuple[Band, list[Operator], Band]:
@@ -296,7 +296,7 @@ def _channels_differ_around(parts: Sequence[Operator]) -> bool:
 
 
 def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """The mean over channels of a product, or of its adjoint, times ``x`` (B, L), at once.
+    """Return the mean over channels of a product, or of its adjoint, times ``x`` (B, L), at once.
 
     A head needs one channel until the first part that treats its channels differently, and the mean
     of its channels after the last such part.

@@ -229,6 +229,6 @@ class DirectSum(Composite):
 
 
 def _identity(part: Operator) -> Operator:
-    """The identity, on the sizes of a part."""
+    """Return the identity, on the sizes of a part."""
     one = torch.ones(1, 1, 1, 1, dtype=part.dtype, device=part.device)
     return Diagonal(one, part.shape)

@@ -171,7 +171,7 @@ class ShortConv(Operator):
         return found
 
     def _weights(self) -> dict[Lag, Tensor]:
-        """The weights (H, P) of every lag."""
+        """Return the weights (H, P) of every lag."""
         taps: dict[Lag, Tensor] = {}
         # channels side by side in memory, as in the values
         for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):

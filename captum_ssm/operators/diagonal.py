@@ -89,7 +89,7 @@ class Diagonal(Operator):
         return scaled
 
     def factors(self, tokens: slice) -> Tensor:
-        """The factors of some tokens, broadcastable to (B, T, H, P)."""
+        """Return the factors of some tokens, broadcastable to (B, T, H, P)."""
         return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
 
     def _mean_forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Diagonal(Operator):
         return chosen
 
     def reordered(self, order: Tensor) -> Diagonal:
-        """The diagonal whose token t has the factor of this one's token ``order[t]``.
+        """Return the diagonal whose token t has the factor of this one's token ``order[t]``.
 
         Args:
             order: a permutation of the tokens (L,).
@@ -119,7 +119,7 @@ class Diagonal(Operator):
         return self._with(self.weight.index_select(1, order))
 
     def rows_within(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
-        """Rows of this diagonal . another operator, as rows of the other with factors.
+        """Return rows of this diagonal . another operator, as rows of the other with factors.
 
         Args:
             positions: of the rows.

@@ -72,7 +72,7 @@ def vjp(
 
 
 def unit_rows(operator: Operator, positions: Positions, weight: Tensor | None = None) -> Tensor:
-    """Rows of every channel's matrix at Q positions ((Q,) or (Q, B)), (Q, B, L, H, P)."""
+    """Return rows of every channel's matrix at Q positions ((Q,) or (Q, B)), (Q, B, L, H, P)."""
     unit = unit_vectors(positions, operator.shape.tokens, operator._example())
     unit = unit.expand(len(positions), *operator.shape)
     return operator.transpose(unit if weight is None else unit * weight)
@@ -97,7 +97,7 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
 
 
 def strip(operator: Operator, left: Tensor, right: Tensor, rows: range) -> Strip:
-    """Some rows of the sum over channels of left[i, c] alpha_c[i, j] right[j, c]."""
+    """Return some rows of the sum over channels of left[i, c] alpha_c[i, j] right[j, c]."""
     tokens = operator.shape.tokens
     out = operator._zeros(operator.shape.batch, len(rows), tokens, factor=left)
     for some in _in_stacks(operator, rows):
@@ -108,7 +108,7 @@ def strip(operator: Operator, left: Tensor, right: Tensor, rows: range) -> Strip
 
 
 def strip_of_product(operator: Operator, left: Tensor, band: Band, rows: range) -> Strip:
-    """Some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j]."""
+    """Return some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j]."""
     tokens = operator.shape.tokens
     shares = (
         operator.strip(left, factor, rows).moved(0, -lag, tokens) for lag, factor in band.items()
@@ -117,7 +117,7 @@ def strip_of_product(operator: Operator, left: Tensor, band: Band, rows: range) 
 
 
 def reduced_strip(operator: Operator, rows: range, reduce: Reduce = "mean") -> Strip:
-    """Some rows of :func:`dense`."""
+    """Return some rows of :func:`dense`."""
     if reduce == "mean":
         one = operator._ones(1, 1, 1, 1)
         channels = operator.shape.heads * operator.shape.per_head
@@ -149,7 +149,7 @@ def heads_of_product(operator: Operator, left: Tensor, band: Band) -> Tensor:
 def dense(
     operator: Operator, reduce: Reduce = "mean", heads: Sequence[int] | None = None
 ) -> Tensor:
-    """The reduced matrices, (B, L, L), or (B, C or H, L, L)."""
+    """Return the reduced matrices, (B, L, L), or (B, C or H, L, L)."""
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
@@ -208,7 +208,7 @@ def _reduced(
 def all_streams(
     operators: Iterable[Operator], transposed: bool, longest: int
 ) -> list[Stream] | None:
-    """The streams of several operators; None if one has none."""
+    """Return the streams of several operators; None if one has none."""
     found = []
     for operator in operators:
         stream = operator.stream(transposed, longest)

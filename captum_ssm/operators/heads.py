@@ -23,7 +23,7 @@ class HeadOperator(Operator):
     """Base of operators that act alike on all value channels of a head, however many there are."""
 
     def head_matrices(self) -> Tensor:
-        """The matrix of each head, (B, H, L, L)."""
+        """Return the matrix of each head, (B, H, L, L)."""
         raise NotImplementedError
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
@@ -52,7 +52,7 @@ class HeadOperator(Operator):
         return self.transpose(self._one_channel(r)).mean((-1, -2))
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Rows of the sum over heads of left[i, h] alpha_h[i, j] right[j, h].
+        """Return rows of the sum over heads of left[i, h] alpha_h[i, j] right[j, h].
 
         Args:
             left: row factors (B, L, H).
@@ -69,7 +69,7 @@ class HeadOperator(Operator):
         raise NotImplementedError
 
     def _head_rows(self, positions: Positions) -> Tensor:
-        """Rows of the matrices of heads for Q positions ((Q,) or (Q, B)), (Q, B, L, H, 1)."""
+        """Return rows of heads' matrices for Q positions ((Q,) or (Q, B)), (Q, B, L, H, 1)."""
         unit = unit_vectors(positions, self.shape.tokens, self._example())
         return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
@@ -271,7 +271,7 @@ class ScoredHeads(DenseHeads):
         super().__init__(self._probabilities(), per_head)
 
     def _probabilities(self) -> Tensor:
-        """The softmax of the scores, (B, H, L, L)."""
+        """Return the softmax of the scores, (B, H, L, L)."""
         scores = self.reads.head_matrices()
         if self.forget is not None:
             gone = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
@@ -308,7 +308,7 @@ class ScoredHeads(DenseHeads):
 
 
 def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of a softmax's scores, (B, H, L, L).
+    """Return the gradient of a softmax's scores, (B, H, L, L).
 
     Args:
         matrices: its probabilities.

@@ -155,7 +155,7 @@ class LongConv(Operator):
         return weight.flatten(-2) @ self.kernel.flatten(0, 1)
 
     def _lag_by_lag(self, left: Tensor, right: Tensor, rows: range, columns: range) -> Tensor:
-        """The entries (B, R, W) of a strip, diagonal after diagonal."""
+        """Return the entries (B, R, W) of a strip, diagonal after diagonal."""
         batch, _, heads, per_head = self.shape
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)

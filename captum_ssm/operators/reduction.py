@@ -104,7 +104,7 @@ def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
 
 
 def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
-    """The matrices of all channels (B, C, L, L), or their reduction (B, L, L)."""
+    """Return the matrices of all channels (B, C, L, L), or their reduction (B, L, L)."""
     batch, tokens, heads, per_head = operator.shape
     if reduce is None:
         every = torch.empty(
@@ -123,7 +123,7 @@ def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
 
 
 def by_head(operator: Operator) -> Tensor:
-    """The means over the channels of each head (B, H, L, L), a few heads at a time."""
+    """Return the means over the channels of each head (B, H, L, L), a few heads at a time."""
     batch, tokens, heads, per_head = operator.shape
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     out = one.new_empty(batch, heads, tokens, tokens)

@@ -59,7 +59,7 @@ class Permute(Operator):
         return self._order.cpu()
 
     def inverted(self) -> Permute:
-        """The reordering that undoes it."""
+        """Return the reordering that undoes it."""
         back = torch.argsort(self._order)
         return Permute(back, self.shape, self.component, device=self.order.device)
 
@@ -82,7 +82,7 @@ class Permute(Operator):
     def rows_within(
         self, positions: Positions, weight: Tensor | None
     ) -> tuple[Positions, Tensor | None]:
-        """Rows of Permute . another operator, as rows of the other; see :class:`.Diagonal`."""
+        """Return rows of Permute . another operator, as the other's; see :class:`.Diagonal`."""
         return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class Permute(Operator):
         return matrix.index_select(-1, self.inverse)
 
     def read_by(self, rows: range) -> range | None:
-        """The tokens that positions ``rows`` read, if they are neighbors; else None."""
+        """Return the tokens that positions ``rows`` read, if they are neighbors; else None."""
         return _as_range(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
-        """Some rows of Permute . matrix, from the rows of the matrix that they read.
+        """Return some rows of Permute . matrix, from the rows of the matrix that they read.
 
         Args:
             strip: the rows of the matrix; see :meth:`read_by`.
@@ -108,7 +108,7 @@ class Permute(Operator):
         return Strip(strip.entries.index_select(1, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
-        """Some rows of matrix . Permute.
+        """Return some rows of matrix . Permute.
 
         Args:
             strip: the same rows of the matrix.
@@ -122,7 +122,7 @@ class Permute(Operator):
 
 
 def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
-    """The reordering that reverses the tokens."""
+    """Return the reordering that reverses the tokens."""
     order = torch.arange(shape.tokens - 1, -1, -1, device="cpu")
     return Permute(order, shape, component, device=device)
 
@@ -143,7 +143,7 @@ def permutes_outside(
 def _split_off_permutes(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
 ) -> tuple[list[Permute], list[Operator]]:
-    """The reorderings among the leading diagonals, and all other parts.
+    """Return the reorderings among the leading diagonals, and all other parts.
 
     Args:
         parts: the parts, from one end of a product.
@@ -197,7 +197,7 @@ class Windows:
         return self._as_windows(held.masked_fill(self._padding[:, None, None], 0))
 
     def merge(self, x: Tensor) -> Tensor:
-        """The adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
+        """Return the adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
         return self._in_a_row(x).index_select(-3, self._place_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
@@ -221,7 +221,7 @@ class Windows:
         return self._as_windows(only)
 
     def assemble(self, blocks: Tensor, rows: range) -> Tensor:
-        """Rows of matrices over all tokens, (B, R, L), from those within windows (B W, T, T)."""
+        """Return rows over all tokens, (B, R, L), of matrices within windows (B W, T, T)."""
         blocks = torch.unflatten(blocks, 0, (-1, len(self.places)))  # (B, W, T, T)
         place = self._place_of[rows.start : rows.stop]
         window = place // self.places.shape[1]  # (R,)
@@ -273,7 +273,7 @@ class Windowed(Operator):
         return self.windows.merge(self.within.apply(self.windows.cut(v)))
 
     def entering(self, v: Tensor, factor: Tensor) -> Tensor:
-        """The input of ``within`` (S, B W, T, H, P).
+        """Return the input of ``within`` (S, B W, T, H, P).
 
         Args:
             v: values (S, B, L, H, P).

@@ -22,7 +22,7 @@ from ..path import Path
 
 
 def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The sequence entering a layer in its working dtype, and the mask of real tokens."""
+    """Return the sequence entering a layer in its working dtype, and the mask of real tokens."""
     call.refuse_cache("past_key_values", position=2)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
@@ -93,7 +93,7 @@ def value_path(
     repeat: int = 1,
     silu: bool = False,
 ) -> Path:
-    """The values on their way to the recurrence.
+    """Return the values on their way to the recurrence.
 
     Args:
         module: the layer, for ``name_proj`` and ``name_conv1d``.
@@ -120,7 +120,7 @@ def closing(
     norm: Any,
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> LinearMixer:
-    """The mixer behind a recurrence; padded outputs are zero.
+    """Return the mixer behind a recurrence; padded outputs are zero.
 
     Args:
         module: the layer.
@@ -137,14 +137,14 @@ def closing(
 
 
 def norm_and_act(module: Any) -> tuple[Any, Any]:
-    """The norm of RetNet or GLA and the activation of its gate, None without a gate."""
+    """Return the norm of RetNet or GLA and the activation of its gate, None without a gate."""
     if module.fuse_norm_and_gate:
         return module.g_norm_swish_gate, F.silu
     return module.g_norm, module.gate_fn if getattr(module, "use_output_gate", True) else None
 
 
 def act_of(norm: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of the gate that a norm applies."""
+    """Return the activation of the gate that a norm applies."""
     return torch.sigmoid if norm.activation == "sigmoid" else F.silu
 
 

@@ -120,7 +120,7 @@ def _delta_rule(
     log_decay: Tensor | None,
     erase: Tensor | None = None,
 ) -> LinearMixer:
-    """The mixer from queries and keys (B, L, H, N), beta and log decay (B, L, H)."""
+    """Return the mixer from queries and keys (B, L, H, N), beta and log decay (B, L, H)."""
     path = value_path(module, hidden, mask, module.head_v_dim, silu=True)
     log_decay = None if log_decay is None else zeroed(log_decay, mask)
     q = q * module.head_k_dim**-0.5

@@ -53,7 +53,7 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
-    """The matches of each slot, K[t] q[t] (B, L, H, M), chunk by chunk, differentiable.
+    """Return the matches of each slot, K[t] q[t] (B, L, H, M), chunk by chunk, differentiable.
 
     Args:
         q: (B, L, H, N).

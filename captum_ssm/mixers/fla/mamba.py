@@ -82,7 +82,7 @@ def _mamba2(
     mask: Tensor | None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> LinearMixer:
-    """The mixer from in_proj's output."""
+    """Return the mixer from in_proj's output."""
     width = module.intermediate_size
     z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
     projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit

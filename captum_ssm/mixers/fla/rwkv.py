@@ -87,7 +87,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:
-    """The keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
+    """Return the keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
     x = keys * module.k_k.to(keys)
     return (
         unit(as_heads(x, module.num_heads))

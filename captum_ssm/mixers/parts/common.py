@@ -150,12 +150,12 @@ def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def activation_of(module: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of a mixer; torch's own SiLU in place of a kernel, which reads no number."""
+    """Return the activation of a mixer; torch's own SiLU in place of a kernel."""
     return F.silu if getattr(module, "activation", None) in ("silu", "swish") else module.act
 
 
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
-    """The ratio act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
+    """Return act(u) / u, the factor that freezes an activation; at u = 0 the derivative.
 
     Args:
         act: the activation.
@@ -227,7 +227,7 @@ def padding_mask(
 
 
 def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
-    """The sequence entering a mixer (B, L, E), in its working dtype.
+    """Return the sequence entering a mixer (B, L, E), in its working dtype.
 
     Args:
         module: the mixer.
@@ -241,7 +241,7 @@ def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
 def hf_entering(
     module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The sequence entering a mixer of transformers, and the mask.
+    """Return the sequence entering a mixer of transformers, and the mask.
 
     Args:
         module: the mixer.
@@ -257,7 +257,7 @@ def hf_entering(
 
 
 def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of a call, and the mask that the module's own code applies.
+    """Return the mask of a call, and the mask that the module's own code applies.
 
     Transformers 4 ignores the mask of a single example, and a mask of pairs.
 
@@ -300,7 +300,7 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 
 def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
-    """The structural operator that sets padded tokens to zero, in a list; empty without a mask."""
+    """Return the operator that sets padded tokens to zero, in a list; empty without a mask."""
     if mask is None:
         return []
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]

@@ -18,7 +18,7 @@ _HIDDEN = -6e4
 def softmax_attention(
     query: Tensor, key: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Operator, Tensor | None]:
-    """The operator softmax(scaling q k^T + mask), and the mask of tokens that any token reads.
+    """Return the operator softmax(scaling q k^T + mask), and the mask of tokens that are read.
 
     A token that may read nothing is padding and has a row of zeros.  The model's own output there
     (for a mask of large negative numbers the mean of all tokens) counts as bias.
@@ -85,7 +85,7 @@ def softmax_attention(
 def seen_pairs(
     tokens: int, device: torch.device, *, causal: bool = True, window: int | None = None
 ) -> Tensor | None:
-    """The pairs of a query and a key that attention sees without a mask.
+    """Return the pairs of a query and a key that attention sees without a mask.
 
     All mixers of a call on a device share one tensor.  It is known without reading it that each
     token sees itself.

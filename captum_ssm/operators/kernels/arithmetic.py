@@ -79,7 +79,7 @@ def matmul(matrices: Tensor, values: Tensor) -> Tensor:
 
 
 def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
+    """Return the sum of at least one tensor."""
     return reduce(torch.add, terms)
 
 
@@ -184,7 +184,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast computes in, None if it is off."""
+    """Return the dtype that autocast computes in, None if it is off."""
     kind = device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None

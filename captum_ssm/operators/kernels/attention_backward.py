@@ -48,7 +48,7 @@ def gradients(
     outer: Sequence[Tensor],
     bonus: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of all inputs of linear attention with decays.
+    """Return gradients of all inputs of linear attention with decays.
 
     Args:
         queries: R, each (B, L, H, N).
@@ -72,7 +72,7 @@ def gradients(
 def attend(
     query: Tensor, key: Tensor, values: Tensor, log_decay: Tensor, bonus: Tensor | None = None
 ) -> Tensor:
-    """The outputs (B, L, R, H, P) of attention with decays, differentiable by autograd.
+    """Return the outputs (B, L, R, H, P) of attention with decays, differentiable by autograd.
 
     Args:
         query: (B, L, R, H, N).
@@ -173,7 +173,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _least(x: Tensor) -> float:
-    """The smallest number that is kept: its products with most others are normal numbers.
+    """Return the smallest number that is kept: its products with most others are normal numbers.
 
     Processors are slow at denormal numbers.  It is 8e-25 in float32.
     """

@@ -27,7 +27,7 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
 
 
 def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
-    """The tokens that are read at a lag, and the tokens that read them."""
+    """Return the tokens that are read at a lag, and the tokens that read them."""
     count = max(0, tokens - abs(lag))
     first = max(0, -lag)
     return slice(first, first + count), slice(first + lag, first + lag + count)
@@ -43,7 +43,7 @@ def add_shifted(out: Tensor, matrix: Tensor, down: int, left: int) -> None:
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """The band conv . band, of a short convolution by lag: weights (H, P) or (L, H, P)."""
+    """Return the band conv . band, of a short convolution by lag: weights (H, P) or (L, H, P)."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

@@ -110,7 +110,7 @@ def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
 
 
 def decay_matrices(decay: Tensor) -> Tensor:
-    """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
+    """Return the product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
     batch, tokens, heads = decay.shape
     chunks = [
         chunk._replace(within=chunk.within.tril()) for chunk in _of_decays(decay, range(tokens))
@@ -285,7 +285,7 @@ def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
 
 
 def _less(tokens: slice, by: int) -> slice:
-    """The same tokens, where token ``by`` is the first."""
+    """Return the same tokens, where token ``by`` is the first."""
     return slice(tokens.start - by, tokens.stop - by)
 
 

@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
     faded: tuple[Tensor, Tensor] | None = None
 
     def transposed(self) -> Chunk:
-        """The chunks of the adjoint, for which the last chunk comes first."""
+        """Return the chunks of the adjoint, for which the last chunk comes first."""
         return Chunk(
             self.tokens,
             self.within.mT,
@@ -144,7 +144,7 @@ class ChunkSteps:
             torch.addcmul(own, reads_faded, earlier, out=into)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
-        """The states before chunks, (B, G, C, N, S, H / G, P), whose values are ``x``."""
+        """Return the states before chunks, (B, G, C, N, S, H / G, P), whose values are ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = _of_heads(chunk.carry, chunk.writes.shape[1])
         before, self.state = _states(written, carry, self.state, self.transposed)
@@ -181,7 +181,7 @@ def few_vectors(v: Tensor) -> bool:
 
 
 def _best_length(v: Tensor) -> int:
-    """The best number of tokens in a chunk to map ``v`` (..., B, L, H, P)."""
+    """Return the best number of tokens in a chunk to map ``v`` (..., B, L, H, P)."""
     return SHORT if few_vectors(v) else CHUNK
 
 
@@ -220,7 +220,7 @@ def _within(within: Tensor, x: Tensor) -> Tensor:
 def _states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """The states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
+    """Return the states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
 
     Args:
         written: the sum that each chunk adds (B, G, C, N, S, H / G, P); overwritten.

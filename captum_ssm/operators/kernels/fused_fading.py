@@ -63,7 +63,7 @@ def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel as Triton runs it."""
+    """Return the kernel as Triton runs it."""
     return jitted(_fade)
 
 

@@ -91,7 +91,7 @@ def by_vector(shared: Tensor, stack: int) -> Tensor:
 def gradients(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of dt, B, C (B, L, G, N) and x; the first three are sums over the vectors.
+    """Return gradients of dt, B, C (B, L, G, N) and x; the first three are sums over the vectors.
 
     Args:
         dt, a, b, c: the scan, as in the module's docstring.
@@ -123,7 +123,7 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of dt for each vector, and of B and C, summed over blocks of channels.
+    """Return gradients of x, of dt for each vector, and of B and C, summed over blocks of channels.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
@@ -171,13 +171,13 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel as Triton runs it."""
+    """Return the kernel as Triton runs it."""
     return jitted(_scan)
 
 
 @functools.cache
 def compiled_gradients() -> Any:
-    """The kernel of gradients as Triton runs it."""
+    """Return the kernel of gradients as Triton runs it."""
     return jitted(_pull)
 
 

@@ -154,11 +154,11 @@ class _Rung(NamedTuple):
         return self._every_second(x, index, min(1, self.tokens - index))
 
     def odd(self, x: Tensor) -> Tensor:
-        """The second tokens of pairs."""
+        """Return the second tokens of pairs."""
         return self._every_second(x, 1, self.pairs)
 
     def before_odd(self, x: Tensor) -> Tensor:
-        """The tokens that come before these; of steps, those that lead to these."""
+        """Return the tokens that come before these; of steps, those that lead to these."""
         return self._every_second(x, 0, self.pairs)
 
     def even(self, x: Tensor) -> Tensor:
@@ -166,11 +166,11 @@ class _Rung(NamedTuple):
         return self._every_second(x, 2, (self.tokens - 1) // 2)
 
     def before_even(self, x: Tensor) -> Tensor:
-        """The tokens that come before those; of steps, those that lead to them."""
+        """Return the tokens that come before those; of steps, those that lead to them."""
         return self._every_second(x, 1, (self.tokens - 1) // 2)
 
     def joined(self, decay: Tensor) -> tuple[Tensor, Tensor]:
-        """The two steps that lead from one pair's second token to the next one's."""
+        """Return the two steps that lead from one pair's second token to the next one's."""
         steps = max(0, self.pairs - 1)
         return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
 

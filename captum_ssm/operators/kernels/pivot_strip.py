@@ -61,10 +61,10 @@ class Fading(Protocol):
         """Restrict the recurrence to neighboring tokens."""
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Some rows of recurrence . band; by the tree where few tokens come before them."""
+        """Return some rows of recurrence . band; by the tree where few tokens come before them."""
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """The heads (H,), sorted by how fast they forget."""
+        """Return the heads (H,), sorted by how fast they forget."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of fades between a token and all of the first ``tokens``."""
@@ -80,7 +80,7 @@ class Fading(Protocol):
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Some rows of recurrence . band that begin after other tokens.
+    """Return some rows of recurrence . band that begin after other tokens.
 
     Args:
         recurrence: the recurrence.
@@ -97,7 +97,7 @@ def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) ->
 
 
 def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """The strip's columns that are wholly written no earlier than the rows begin, by the tree."""
+    """Return by the tree the strip's columns that are not wholly written before the rows."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
     # from the first of these columns, or an earlier token that writes to one of them
@@ -156,7 +156,7 @@ def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
 
 
 def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
-    """The state at the pivot from each of the columns completed at ``times``, (B, T, N, H)."""
+    """Return the state at the pivot from each column completed at ``times``, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:

@@ -64,7 +64,7 @@ def semiseparable_strip(
     first_lag: int = 0,
     own: Tensor | None = None,
 ) -> Strip:
-    """Some rows of the sum over all blocks of channels of M times a banded matrix.
+    """Return some rows of the sum over all blocks of channels of M times a banded matrix.
 
     The tree takes all tokens up to the last of the rows; for strips that begin far from the first
     token :mod:`.pivot_strip` costs less.
@@ -155,7 +155,7 @@ class _Sum:
         return out
 
     def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
-        """The tree of some factors; the same one for blocks that lie in the same memory."""
+        """Return the tree of some factors; the same one for blocks that lie in the same memory."""
         factors = (total, u, v)
         if self._prepared is None or any(
             x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
@@ -204,7 +204,7 @@ def _window(totals: Tensor, span: int) -> float:
 
 
 def forgotten(dtype: torch.dtype) -> float:
-    """The product of decays below which only rounding is left of a state."""
+    """Return the product of decays below which only rounding is left of a state."""
     return torch.finfo(dtype).eps / 16
 
 
@@ -318,19 +318,19 @@ class _Pairs:
         self.even = self.end == tokens
 
     def first(self, x: Tensor) -> Tensor:
-        """The first blocks of whole pairs, (B, pairs, span, K)."""
+        """Return the first blocks of whole pairs, (B, pairs, span, K)."""
         return self._blocks(x)[:, :, 0]
 
     def second(self, x: Tensor) -> Tensor:
-        """The second blocks of whole pairs, (B, pairs, span, K)."""
+        """Return the second blocks of whole pairs, (B, pairs, span, K)."""
         return self._blocks(x)[:, :, 1]
 
     def last_first(self, x: Tensor) -> Tensor:
-        """The first block of the last pair, (B, span, K)."""
+        """Return the first block of the last pair, (B, span, K)."""
         return x[:, self.end : self.end + self.span]
 
     def last_second(self, x: Tensor) -> Tensor:
-        """The second block of the last pair, (B, rest, K)."""
+        """Return the second block of the last pair, (B, rest, K)."""
         return x[:, self.end + self.span :]
 
     def _blocks(self, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """The size of parts of about equal size, as few as parts of ``most`` tokens would be."""
+    """Return the size of parts of about equal size, as few as parts of ``most`` tokens would be."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 
@@ -97,7 +97,7 @@ LAUNCHED = 2**24
 
 
 def at_a_time(cached: int, device: torch.device, launched: int = LAUNCHED) -> int:
-    """How many elements to hold at a time: more where each part costs launches.
+    """Return how many elements to hold at a time: more where each part costs launches.
 
     Args:
         cached: how many stay in a processor's cache.

@@ -45,7 +45,7 @@ class Strip(NamedTuple):
         return Strip(kept, rows, columns)
 
     def whole(self, tokens: int) -> Tensor:
-        """The rows with all columns, (B, R, L)."""
+        """Return the rows with all columns, (B, R, L)."""
         if len(self.columns) == tokens:
             return self.entries
         out = self.entries.new_zeros(*self.entries.shape[:2], tokens)
@@ -54,7 +54,7 @@ class Strip(NamedTuple):
 
 
 def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
-    """The sum of strips, each within ``rows``; their entries are overwritten."""
+    """Return the sum of strips, each within ``rows``; their entries are overwritten."""
     found = iter(strips)
     out = next(found)
     if out.rows != rows:
@@ -135,7 +135,7 @@ def by_query(positions: Positions, device: torch.device) -> Tensor:
 
 
 def at_positions(x: Tensor, positions: Positions) -> Tensor:
-    """The entries of ``x`` (B, L, H, P), broadcastable, at Q positions, (Q, 1 or B, 1, H, P)."""
+    """Return entries of ``x`` (B, L, H, P), broadcastable, at Q positions, (Q, 1 or B, 1, H, P)."""
     if x.shape[1] == 1:
         return x[None]
     index = by_query(positions, x.device)

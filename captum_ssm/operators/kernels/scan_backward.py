@@ -44,7 +44,7 @@ def selective_scan(
     return_last_state: bool = False,
     **_: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The outputs (B, D, L) of the reference scan, with its arguments.
+    """Return the outputs (B, D, L) of the reference scan, with its arguments.
 
     Args:
         hidden_states: values (B, D, L).
@@ -270,7 +270,7 @@ class _Chunks:
         return into
 
     def last(self) -> Tensor:
-        """The state after all tokens, when :meth:`outputs` has run."""
+        """Return the state after all tokens, when :meth:`outputs` has run."""
         return self.states[0].clone()
 
 

@@ -108,7 +108,7 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
 
 
 def reached(weights: Tensor) -> range:
-    """The range of tokens from the first to the last nonzero weight (..., L), or a wider one.
+    """Return the range from the first to the last nonzero weight (..., L), or a wider one.
 
     From a device the tokens are read twice for a query, the second time after mixers have mixed
     tokens.  If no later tokens were reached by then, as in causal models, none are taken to be
@@ -232,7 +232,7 @@ def finite_together(tensors: Iterable[Tensor]) -> bool:
 
 
 def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The largest absolute entry of each of several tensors, by one launch for each dtype.
+    """Return the largest absolute entry of each of several tensors, by one launch for each dtype.
 
     Args:
         tensors: floating tensors of one device, none of them empty.

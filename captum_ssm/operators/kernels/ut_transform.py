@@ -88,7 +88,7 @@ class Corrected(NamedTuple):
     own: Keys | None
 
     def chunk(self, tokens: slice) -> Chunk:
-        """The chunks as matrices."""
+        """Return the chunks as matrices."""
         q_before, e_before, f_after = (
             x if factors is None else x * factors
             for x, factors in (
@@ -161,7 +161,7 @@ class Corrected(NamedTuple):
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)
 
     def _by_chunk(self) -> Iterator[Sequence[Tensor]]:
-        """The factors of the steps from chunk to chunk, each as a sequence over chunks."""
+        """Return the factors of the steps from chunk to chunk, each as a sequence over chunks."""
         solved, e_before, f_after = self.solved, self.e_before, self.f_after
         return map(_by_chunk, (solved, e_before, f_after, self.before, self.until, self.total))
 

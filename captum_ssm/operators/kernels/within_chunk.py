@@ -126,7 +126,7 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
 
 
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """The matrices M of several kinds of row factors, with the same decays and column factors.
+    """Return the matrices M of several kinds of row factors, with common column factors.
 
     Args:
         decay: A (..., T, K), between 0 and 1.

@@ -41,7 +41,7 @@ class Cache(NamedTuple):
         return 1
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The values held after each of T tokens, zeros for others, (B, T, H, L, P)."""
+        """Return the values held after each of T tokens, zeros for others, (B, T, H, L, P)."""
         value = self.value.transpose(1, 2)
         return torch.stack([self._held(token)[..., None] * value for token in tokens], 1)
 
@@ -69,7 +69,7 @@ class Cache(NamedTuple):
         return self.value.new_full((batch, heads, 1), torch.inf)
 
     def _sizes(self) -> Tensor:
-        """The norm of each token's value, by head (B, H, L)."""
+        """Return the norm of each token's value, by head (B, H, L)."""
         if self.weight is None:
             sizes: Tensor = self.value.norm(dim=-1)
             return sizes.transpose(1, 2)
@@ -83,7 +83,7 @@ class Cache(NamedTuple):
         return read.to(self.value)
 
     def _last_reader(self, source: int) -> Tensor:
-        """The last token that reads a source, (B, H); -1 where none does."""
+        """Return the last token that reads a source, (B, H); -1 where none does."""
         at = torch.arange(self.value.shape[1], device=self.value.device)
         readers: Tensor = torch.where(self.matrices[..., source] > 0, at, -1)
         return readers.amax(-1)

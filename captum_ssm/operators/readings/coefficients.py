@@ -30,7 +30,7 @@ Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """The live coefficients of an operator, by the part that holds them and the name there.
+    """Return the live coefficients of an operator, by the part that holds them and the name there.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ def _holders(operator: Operator) -> Iterator[Operator]:
 def follow_mask(
     operator: Operator, mask: Tensor | None, found: dict[Operator, Tensor | None]
 ) -> Tensor | None:
-    """The mask of real tokens (B, L) at the operator's output; None if all are real.
+    """Return the mask of real tokens (B, L) at the operator's output; None if all are real.
 
     Args:
         operator: chains and sums of any depth.

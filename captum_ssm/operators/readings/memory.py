@@ -80,7 +80,7 @@ class Memory(NamedTuple):
         return self.key.shape[-1]
 
     def step_of(self, token: int) -> int:
-        """The step at which a token is read."""
+        """Return the step at which a token is read."""
         return int((self.order == token).nonzero()[0, 0])
 
     def kept(self, token: int) -> Tensor:
@@ -91,7 +91,7 @@ class Memory(NamedTuple):
         return found[:, self.order.argsort()]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states after each of T tokens, (B, T, H, N, P), in one pass over the steps."""
+        """Return the states after each of T tokens, (B, T, H, N, P), in one pass over the steps."""
         batch, _, heads, width = self.key.shape
         state = self.key.new_zeros(batch, heads, width, self.value.shape[-1])
         found, start = {}, 0
@@ -104,7 +104,7 @@ class Memory(NamedTuple):
         return torch.stack([found[self.step_of(token)] for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
-        """The norm of each token's share in the state after ``token``, by head (B, H, L)."""
+        """Return the norm of each token's share in the state after ``token``, by head (B, H, L)."""
         value = self.value[:, self.order.argsort()]
         found: Tensor = self.kept(token).norm(dim=-1) * value.norm(dim=-1)
         return found.transpose(1, 2)
@@ -125,7 +125,7 @@ class Memory(NamedTuple):
         return found[..., self.order.argsort()]
 
     def without(self, source: int, token: int) -> Tensor:
-        """The norm of a source's share if each token's step had left the state as it was.
+        """Return the norm of a source's share if each token's step had left the state as it was.
 
         By head (B, H, L); at tokens that are not between, the norm as it is.
         """
@@ -158,7 +158,7 @@ class Memory(NamedTuple):
         return _sums_after(self.log_decay[:, : step + 1]).exp() * self.key[:, : step + 1]
 
     def _run_by_decay(self, state: Tensor, steps: slice) -> Tensor:
-        """The state (B, H, N, P) after some steps."""
+        """Return the state (B, H, N, P) after some steps."""
         logs = self.log_decay[:, steps]
         written = _sums_after(logs).exp() * self.key[:, steps]
         faded = logs.sum(1).exp()[..., None] * state
@@ -251,7 +251,7 @@ def _sums_after(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """The heads of an operator in ranges, one for each part of its direct sums."""
+    """Return the heads of an operator in ranges, one for each part of its direct sums."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 
@@ -267,7 +267,7 @@ def _seams(operator: Operator) -> Iterator[int]:
 
 
 def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
-    """The memories of an operator: one for each recurrence or causal attention in it.
+    """Return the memories of an operator: one for each recurrence or causal attention in it.
 
     Args:
         operator: the operator.
@@ -296,7 +296,7 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
 
 
 def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
-    """The memory of a recurrence, see :class:`Memory`."""
+    """Return the memory of a recurrence, see :class:`Memory`."""
     heads = scan.shape.heads
     if isinstance(scan, SelectiveScan):
         rows = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]

@@ -82,7 +82,7 @@ class ScanRows:
         return self._scan.device
 
     def sent(self, sources: slice) -> Sent:
-        """The columns of some sources; valid until the next call, which takes the same memory."""
+        """Return the columns of some sources; the next call overwrites them."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         if self._outputs is None:
             near, states = self._near_by_matrix(sources, end), self._states_by_decay(sources, end)
@@ -215,7 +215,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
 def _tile(
     positions: Tensor, sources: slice, sent: Sent | None, returned: Sent | None, some: range
 ) -> ScanTile:
-    """The tile of some of the rows, all between two of the cuts of :func:`tiles`."""
+    """Return the tile of some of the rows, all between two of the cuts of :func:`tiles`."""
     rows, until, found = positions[some.start : some.stop], sources.stop, []
     if sent is not None and rows[0] >= sources.start:
         found.append(sent.to(rows))

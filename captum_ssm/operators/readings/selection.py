@@ -45,7 +45,7 @@ class Factors(NamedTuple):
     history: Tensor
 
     def states(self) -> Tensor:
-        """The product, one matrix per channel and state, (B, C, N, L, L)."""
+        """Return the product, one matrix per channel and state, (B, C, N, L, L)."""
         rows, columns = (x.permute(0, 2, 3, 1) for x in (self.query, self.key))  # (B, C, N, L)
         return rows[..., :, None] * self.history * columns[..., None, :]
 
@@ -57,7 +57,7 @@ class Factors(NamedTuple):
 def selection_factors(
     terms: Sequence[Term], channels: Sequence[int], simplified: bool
 ) -> Factors | None:
-    """The factors of some channels, term after term along the states.
+    """Return the factors of some channels, term after term along the states.
 
     Args:
         terms: the terms of an operator.
@@ -89,7 +89,7 @@ class _Selected(NamedTuple):
 
 
 def _selected(term: Term) -> _Selected | None:
-    """The parameters of a term's selective scan; None for other scans, and beside convolutions."""
+    """Return the parameters of a term's selective scan; None for others, and with convolutions."""
     if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan
@@ -101,7 +101,7 @@ def _selected(term: Term) -> _Selected | None:
 
 
 def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplified: bool) -> Factors:
-    """The factors of one term, see :func:`selection_factors`."""
+    """Return the factors of one term, see :func:`selection_factors`."""
     per_head = term.scan.shape.per_head
     heads, within = [c // per_head for c in channels], [c % per_head for c in channels]
     step = selected.step[:, :, heads]  # (B, L, C)

@@ -51,7 +51,7 @@ class Term(NamedTuple):
         return (scan.a if isinstance(scan, SelectiveScan) else scan.key).shape[-1]
 
     def one_state(self, state: int) -> Operator:
-        """The same product with one state of the recurrence alone."""
+        """Return the same product with one state of the recurrence alone."""
         return Chain(*self.outer, _one_state(self.scan, state), *self.inner)
 
 
@@ -87,7 +87,7 @@ def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
 
 
 def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
-    """The matrix of every state of some channels, term after term.
+    """Return the matrix of every state of some channels, term after term.
 
     Args:
         terms: the terms of an operator.

@@ -141,7 +141,7 @@ class DeltaProduct(Operator):
         return (v.unsqueeze(-3) * self._writing).flatten(-4, -3)
 
     def _from_written(self, x: Tensor) -> Tensor:
-        """The adjoint of :meth:`_written`."""
+        """Return the adjoint of :meth:`_written`."""
         return (self._by_token(x, -3) * self._writing).sum(-3)
 
     # --- the map and its matrices ----------------------------------------------------------

@@ -126,7 +126,7 @@ class DeltaRule(ChunkedHeads):
         return DeltaRule(query, key, beta, log_decay, self.shape.per_head, self.component, *erasing)
 
     def corrections(self, part: slice = slice(None), decays: Tensor | None = None) -> Correction:
-        """The keys k, e and f of some tokens.
+        """Return the keys k, e and f of some tokens.
 
         Args:
             part: the tokens. Default: all of them.
@@ -144,7 +144,7 @@ class DeltaRule(ChunkedHeads):
         return Correction(written, erase, written if steps is None else erase * steps[:, part])
 
     def _decays(self, part: slice = slice(None)) -> Tensor:
-        """Decays as factors of keys: (B, L, H, 1), or by key channel (B, L, H, N)."""
+        """Return decays as factors of keys: (B, L, H, 1), or by key channel (B, L, H, N)."""
         assert self.log_decay is not None
         logs = self.log_decay[:, part]
         return exponential(logs if logs.dim() == 4 else logs[..., None])
@@ -197,7 +197,7 @@ class DeltaRule(ChunkedHeads):
     def _attended(
         self, reads: Sequence[Pair], writes: Sequence[Pair]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-        """Gradients of queries, keys and log decays of linear attention with the same decays.
+        """Return gradients of queries, keys and log decays of linear attention with its decays.
 
         Args:
             reads: queries, and the gradients of their outputs.
@@ -225,7 +225,7 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
-        """The chunks of some tokens, with the triangular system of each solved."""
+        """Return the chunks of some tokens, with the triangular system of each solved."""
 
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)

@@ -193,7 +193,7 @@ class WKV(Sum):
 
 
 def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
-    """The summands of WKV: the diagonal, and the recurrence over the tokens before."""
+    """Return the summands of WKV: the diagonal, and the recurrence over the tokens before."""
     like = key
     # differences of sums over all tokens so far would lose as many digits as these have before
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))

@@ -112,7 +112,7 @@ class FeedbackRecurrence(Recurrent):
         return decay * states + write * (self.feedback @ read)
 
     def states(self, values: Tensor) -> Tensor:
-        """The state after each token, c (..., B, L, H, P)."""
+        """Return the state after each token, c (..., B, L, H, P)."""
         factors = self.decay, self.write, self.gate
         return self._loop(values, *factors, self.feedback.mT, range(self.shape.tokens))
 
@@ -122,7 +122,7 @@ class FeedbackRecurrence(Recurrent):
         return self.write * self._of_states(x) if transposed else self.gate * self.states(x)
 
     def _of_states(self, u: Tensor) -> Tensor:
-        """Gradients of the states, given those ``u`` of the outputs: the same loop, backwards."""
+        """Return the states' gradients, given the outputs' ``u``: the same loop, backwards."""
         factors = shift_tokens(self.decay, -1), self.gate, self.write
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])
 

@@ -136,11 +136,11 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.scale[..., None] * of_written, found
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """The sums (B, L, G, N) over heads that share vectors."""
+        """Return the sums (B, L, G, N) over heads that share vectors."""
         return torch.unflatten(x, 2, (-1, self._each)).sum(3) if self._shared else x
 
     def _groups(self) -> Iterator[slice]:
-        """The heads of each group."""
+        """Return the heads of each group."""
         each = self._each
         return (slice(start, start + each) for start in range(0, self.shape.heads, each))
 

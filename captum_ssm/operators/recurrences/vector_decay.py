@@ -117,7 +117,7 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """The query that reads the state after each step, (B, T, H, N): with a bonus, the next."""
+        """Return the query of the state after each step, (B, T, H, N): with a bonus, the next."""
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
@@ -126,7 +126,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
 
     def _own(self, bonus: Tensor) -> Tensor:
-        """The factor of each token's own value in its output, (B, L, H, 1)."""
+        """Return the factor of each token's own value in its output, (B, L, H, 1)."""
         own, scratch = [], Scratch(self.key)
         for part in self._parts(1):
             query = self.query[:, part]
@@ -184,7 +184,7 @@ class VectorDecayHeads(ChunkedHeads):
     # --- its matrices ----------------------------------------------------------------------
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """The strip of a recurrence of all key channels, which fade independently."""
+        """Return the strip of a recurrence of all key channels, which fade independently."""
         row = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
         column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
