@@ -110,4 +110,3 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
     for call in CHECKED_TOGETHER:
         more = row(family, MANY, call)["launches"] - row(family, FEW, call)["launches"]
         assert more <= FOR_A_CHUNK.get(call, 32) * budgets.LAYERS * chunks, call
-
