@@ -35,9 +35,9 @@ def test_what_is_no_layer() -> None:
     model = mamba_lm()
     cases: list[tuple[Any, str]] = [
         (mamba_lm().backbone.layers[0], "of type MambaBlock, but not a module of the model"),
-        ("backbone.layers.7", r"'backbone.layers.7', but no module.*layers.0.mixer.heads"),
-        (7, "of type int, but no module"),
-        (None, "of type NoneType, but no module"),
+        ("backbone.layers.7", r"'backbone.layers.7', but not a module.*layers.0.mixer.heads"),
+        (7, "of type int, but not a module"),
+        (None, "of type NoneType, but not a module"),
         (f"{BLOCK}.mixer.in_proj", r"part of the mixer 'backbone.layers.1.mixer'.*heads"),
         (f"{BLOCK}.heads", r"the mixers are: backbone.layers.0.mixer"),
     ]
