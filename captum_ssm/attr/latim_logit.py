@@ -30,7 +30,7 @@ class _Options:
     """The checked options of a call.
 
     Attributes:
-        make: makes the mixing of a stage.
+        make: function that returns the shares by which a layer's relevance is traced back.
         verify: whether operators are checked against their modules; a number is the tolerance.
     """
 

@@ -30,8 +30,8 @@ class Given(NamedTuple):
 
     Attributes:
         size: examples and tokens given (B, L).
-        places: for each of the mixer's tokens the number of the given token (B, L'), -1 for one
-            from elsewhere, by the mixer's name and number of call. None if not known.
+        places: by the mixer's name and the index of its call, the index of the given token for
+            each of the mixer's tokens (B, L'), -1 for other tokens; None if not known.
     """
 
     size: tuple[int, int]

@@ -177,8 +177,8 @@ def _own_gradient(
     find_model(forward_func, model)  # refuses functions without a module, as with a rule
     if torch.is_inference_mode_enabled():
         raise GradientModeError(
-            "variant_effects needs gradients, which torch.inference_mode() forbids. Leave it, or "
-            "use torch.no_grad()."
+            "variant_effects needs gradients, which torch.inference_mode() forbids. Leave that "
+            "context, or use torch.no_grad()."
         )
     x = one_hot.detach().clone().requires_grad_()
     with torch.enable_grad(), repaired_scans():

@@ -66,7 +66,7 @@ _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
 
 
 def _kind(option: Option) -> Config:
-    """Return the kind of argument that an option of a method of this package is."""
+    """Return the kind of form field for a method's option, such as a choice or a number."""
     if option.name == "baselines":
         return BaselinesConfig(option.default)
     if option.name == "contrast":

@@ -160,7 +160,7 @@ class _Norms(TorchFunctionMode):
 
 
 def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-    """Return True if a norm divides or multiplies by a function's result."""
+    """Return True if a function computes the root that a norm divides by, or its inverse."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False
     power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None

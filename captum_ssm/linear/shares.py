@@ -168,7 +168,7 @@ class _Outer:
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients at values and factors along the paths of the present label."""
+        """Return the gradients at values and factors, of the paths that this pass follows."""
         label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
         if label == "content":

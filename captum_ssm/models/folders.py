@@ -57,8 +57,8 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
         return model, WordVocabulary.from_json(words)
     if not isinstance(classes, dict):
         raise CheckpointError(
-            f"{folder} has no key: a model that reads texts needs {VOCABULARY} beside it, an image "
-            f"classifier id2label in {CONFIG}."
+            f"{folder} names no words or classes: a model that reads texts needs {VOCABULARY} "
+            f"there, an image classifier id2label in {CONFIG}."
         )
     return model, tuple(classes.values())
 

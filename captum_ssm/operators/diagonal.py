@@ -89,7 +89,7 @@ class Diagonal(Operator):
         return scaled
 
     def factors(self, tokens: slice) -> Tensor:
-        """Return the factors of some tokens, broadcastable to (B, T, H, P)."""
+        """Return the diagonal's entries for T neighboring tokens, broadcastable to (B, T, H, P)."""
         return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
 
     def _mean_forward(self, x: Tensor) -> Tensor:

@@ -394,7 +394,7 @@ class _JoinSearch:
     def _passes_gate(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> bool:
-        """Continue behind a product of a branch with a module's output, which is frozen."""
+        """Go on to the product of a branch and a module's output; the module's output is frozen."""
         seen = self.real[key]
         if len(each.members) > 1:
             return False

@@ -82,7 +82,7 @@ def are_noted(x: Tensor) -> bool:
 
 
 def holds(truth: Tensor) -> bool:
-    """Return True if a check holds, or is noted and taken to hold."""
+    """Return True if a check holds, or is noted on its device to be read when the call ends."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 

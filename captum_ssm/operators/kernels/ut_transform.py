@@ -155,7 +155,7 @@ class Corrected(NamedTuple):
         return out, state
 
     def _written_by_themselves(self, v: Tensor) -> Tensor | None:
-        """Return the sum that values add to each chunk's state along separate keys, or None."""
+        """Return the sum of k v for each chunk; None if values are written along f."""
         if self.own is None:
             return None
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)

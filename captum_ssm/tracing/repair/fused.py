@@ -54,7 +54,7 @@ def _norm(
 
 
 def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Repair mamba_ssm's norm by :func:`_norm`, without a second norm, dropout or rowscale."""
+    """Compute mamba_ssm's norm by :func:`_norm`, but for a second norm, dropout or rowscale."""
 
     @functools.wraps(original)
     def norm(

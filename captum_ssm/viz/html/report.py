@@ -265,7 +265,7 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
 
 
 def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
-    """Return a number of things that are shown, which may be 0."""
+    """Check an argument that is a count, 0 included, and return it."""
     count = default if value is None else checks.integer(name, value)
     if not 0 <= count <= most:
         limit = "" if most == sys.maxsize else f" and at most {most}"
