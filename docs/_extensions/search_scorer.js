@@ -13,6 +13,8 @@ var Scorer = {
       const shared = asked.filter((word) => words.includes(word)).length;
       best = Math.max(best, (2 * shared) / (asked.length + words.length));
     }
+    const own = searchWords(Search._index.titles[file] ?? "");
+    if (asked.every((word) => own.includes(word))) best += 0.2; // of equal headings the page's own
     const reference = docname.startsWith("docs/api/") && kind !== "object";
     return score + 40 * best - (reference ? 10 : 0);
   },
