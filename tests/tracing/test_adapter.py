@@ -244,7 +244,7 @@ class Scaled(Operator):
 def test_an_adjoint_by_torch_needs_the_gradient() -> None:
     weight, u = torch.randn(2, 2, 3, 4, 1).unbind()
     torch.testing.assert_close(Scaled(weight, lambda y: y).transpose(u), weight * u)
-    with pytest.raises(GradientModeError, match=r"Scaled\.apply detaches its result from its values"):
+    with pytest.raises(GradientModeError, match=r"Scaled\.apply detaches its result"):
         Scaled(weight, Tensor.detach).transpose(u)
     nothing = Scaled(torch.zeros_like(weight), Tensor.detach)
     assert not nothing.transpose(u).any()
