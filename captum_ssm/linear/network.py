@@ -91,7 +91,6 @@ class Network(Watcher):
         steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
         content_only: names of the mixers that have run and whose adapters give no factor but
             content that a rule could share relevance with, one for each call. Default: empty.
-        blocks: the blocks whose graph is made again. Default: None, each keeps its graph.
 
     Example:
         >>> import torch
@@ -116,7 +115,6 @@ class Network(Watcher):
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
-    blocks: Blocks | None = None
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     _entered: dict[int, Tensor] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
@@ -186,10 +184,10 @@ class Network(Watcher):
 
     @property
     def looks_away(self) -> bool:
-        return self.blocks is not None and self.blocks.passing is not None
+        return self.mode.blocks is not None and self.mode.blocks.passing is not None
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        passing = self.blocks is not None and not self.blocks.again  # it runs again
+        passing = self.mode.blocks is not None and not self.mode.blocks.again  # it runs again
         if passing or not (is_block and self.keeps_steps):
             return None
         live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
@@ -201,10 +199,6 @@ class Network(Watcher):
         self._entered |= {id(x): x for x in (*live, *again.values())}
         self._entering[module] = tuple(again.get(id(x), x) for x in live)
         return swapped(given, again) if again else None
-
-    def let_go(self) -> None:
-        """Leave the blocks, which refer to the network, and all that has entered them."""
-        self.blocks = self.mode.blocks = None
 
     def begin_again(self) -> None:
         """Forget the tensors that entered blocks."""
@@ -240,7 +234,7 @@ class Network(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output anew, by its operator, with a graph that is linear."""
         real = call.output_tensor
-        if self.blocks is None or not self.blocks.again:
+        if self.mode.blocks is None or not self.mode.blocks.again:
             self.calls[mixer] += 1
         if self.looks_away:
             self._passed(mixer, call)
@@ -299,7 +293,7 @@ class Network(Watcher):
         The mixers of an image tower read further inputs alone.  The graph is searched from the
         mixer's input, each node once in a run.
         """
-        passing = None if self.blocks is None else self.blocks.passing
+        passing = None if self.mode.blocks is None else self.mode.blocks.passing
         read = [call.hidden_states] if passing is None else passing
         if not self.mode.others:
             return any(map(self.mode.is_live, read))
@@ -455,8 +449,9 @@ def linearised(
                     "recompute=True keeps no graph inside blocks, so no activation can be read or "
                     "cut there. Leave recompute out."
                 )
-            blocks = network.blocks = mode.blocks = Blocks(network, enter)
-            stack.callback(network.let_go)
+            blocks = mode.blocks = Blocks(network, enter)
+            # the blocks refer to the network, and hold all that has entered them
+            stack.callback(setattr, mode, "blocks", None)
             stack.enter_context(blocks.watch(lists_of_blocks(model, mixers)))
         yield network
 
