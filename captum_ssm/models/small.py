@@ -17,6 +17,7 @@ MODELS = {
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "gated-deltanet": "Qwen3NextForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
     "rwkv": "RwkvForCausalLM",
     "griffin": "RecurrentGemmaForCausalLM",
     "bamba": "BambaForCausalLM",
@@ -29,14 +30,14 @@ class ModelSize:
 
     Attributes:
         architecture: ``"mamba"``, ``"mamba2"``, ``"rwkv"`` (RWKV-4), or ``"gated-deltanet"``, a
-            Qwen3-Next without attention and experts. ``"griffin"`` is a RecurrentGemma without
-            attention, ``"bamba"`` Mamba-2 with softmax attention in the last block. Default:
-            ``"mamba"``.
+            Qwen3-Next without attention and experts. ``"qwen3-next"`` has softmax attention in the
+            last block, as ``"bamba"`` beside Mamba-2. ``"griffin"`` is a RecurrentGemma without
+            attention. Default: ``"mamba"``.
         layers: number of blocks. Default: 2.
         hidden: width of the residual stream. Default: 64.
         state: states per channel, of Mamba, Mamba-2 and Bamba. Default: 16.
         conv_kernel: taps of the short convolution, except in RWKV. Default: 4.
-        head_dim: channels per head, of Mamba-2, Bamba and Gated DeltaNet. Default: 16.
+        head_dim: channels per head, of Mamba-2, Bamba, Gated DeltaNet and Qwen3-Next. Default: 16.
     """
 
     architecture: str = "mamba"
@@ -132,6 +133,15 @@ def _of_gated_deltanet(size: ModelSize) -> dict[str, Any]:
     }
 
 
+def _of_qwen3_next(size: ModelSize) -> dict[str, Any]:
+    return _of_gated_deltanet(size) | {
+        "layer_types": ["linear_attention"] * (size.layers - 1) + ["full_attention"],
+        "num_attention_heads": size.hidden // size.head_dim,
+        "num_key_value_heads": size.hidden // size.head_dim,
+        "head_dim": size.head_dim,
+    }
+
+
 def _of_rwkv(size: ModelSize) -> dict[str, Any]:
     return {
         "attention_hidden_size": 2 * size.hidden,
@@ -170,6 +180,7 @@ _OWN = {
     "mamba": _of_mamba,
     "mamba2": _of_mamba2,
     "gated-deltanet": _of_gated_deltanet,
+    "qwen3-next": _of_qwen3_next,
     "rwkv": _of_rwkv,
     "griffin": _of_griffin,
     "bamba": _of_bamba,

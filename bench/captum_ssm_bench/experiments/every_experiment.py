@@ -12,6 +12,7 @@ from .answers.erasers import Erasers
 from .answers.forgetting import ForgottenPasskeys
 from .answers.hops import ChainedAnswers
 from .causal.experiment import Causal
+from .causal.fresh import Fresh
 from .compiled import Compiled
 from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
@@ -89,5 +90,6 @@ _ON_TEXTS: tuple[Experiment, ...] = (
 #: All experiments, by the names under which ``captum-ssm-bench evaluate`` knows them.  The last
 #: asks for texts of others, without which a run of all ends there.
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (*_ON_TEXTS, Segmenting(), Compiled(), Knockout(), Causal())
+    each.name: each
+    for each in (*_ON_TEXTS, Segmenting(), Compiled(), Knockout(), Fresh(), Causal())
 }

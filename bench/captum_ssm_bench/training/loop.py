@@ -62,7 +62,7 @@ def train(
     """
     recipe = recipe_of(name)
     make_folder(Path(out))
-    with _one_thread():
+    with one_thread():
         model = train_model(recipe, seed, log=log)
         with filling(Path(out)) as folder:
             recipe.save(model, folder)
@@ -125,8 +125,8 @@ def fit(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Threads change the order of sums, and with it the trained weights."""
+def one_thread() -> Iterator[None]:
+    """Return a context of one thread: more change the order of sums, and the trained weights."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -6,7 +6,7 @@ Shapes: U units.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
@@ -118,18 +118,20 @@ class Causal(Questioned):
         }
     )
     against = Cell("ExpectedGradients", "8 references")
+    #: What fills each row.
+    methods: Mapping[Cell, Method] = METHODS
 
     def __init__(self) -> None:
         #: Of the latest example, so that its truth is found once for all methods.
         self._latest: Answers | None = None
 
     def cells(self) -> Sequence[Cell]:
-        return list(METHODS)
+        return list(self.methods)
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:
             self._latest = Answers(model, example)
-        answers, method = self._latest, METHODS[cell]
+        answers, method = self._latest, self.methods[cell]
         relevance = method.explain(answers).detach().cpu().double()
         if cell == SHAPLEY:
             return {"": {**scores(answers, relevance, method), **halves(answers)}}
