@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer
-from ..tracing.changes import instead
+from ..tracing.changes import instead, of_this_thread
 from ..tracing.hooks import swapped, tensors_in
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Blocks:
         self._names = blocks
         with ExitStack() as stack:
             for block in blocks:
-                run = functools.partial(self._run, block, block.forward)
+                run = functools.partial(self._run, block, of_this_thread(block, "forward"))
                 stack.enter_context(instead(block, "forward", run))
             yield
 

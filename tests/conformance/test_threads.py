@@ -13,6 +13,8 @@ from helpers.snapshots import Snapshot, process_state
 from torch import Tensor
 from zoo import architectures
 
+from captum_ssm import LatimFlow
+
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
@@ -97,3 +99,18 @@ def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) 
     found = at_once([lambda x=x: several(x) for x in inputs])  # type: ignore[misc]
     for runs, expected in zip(found, wanted, strict=True):
         assert all(close(run, expected) for run in runs)
+
+
+def test_blocks_that_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own in place of the blocks' forward."""
+    case = architectures.mamba_ssm(monkeypatch)
+    given = case.inputs, case.target["target"]
+    (wanted,) = call("LatimFlow", case.model, *given)
+
+    def several(again: bool) -> list[Tensor]:
+        flow = LatimFlow(case.model, recompute=again)
+        return [flow.attribute(*given) for _ in range(6)]
+
+    for runs in at_once([lambda a=a: several(a) for a in (True, False, True)]):  # type: ignore[misc]
+        assert all(torch.allclose(run, wanted, atol=1e-6) for run in runs)
+    assert not any("forward" in vars(module) for module in case.model.modules())
