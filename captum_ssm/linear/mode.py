@@ -277,11 +277,19 @@ class Linearising(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not self._any_live((out,)):
             return out
+        place = self.where()
+        who = f"Module {place!r}" if place else "The model, or forward_func,"
+        remedy = (
+            "A loss cannot be divided: run the model without labels, return the logits, and name a "
+            "token with target=."
+            if name.endswith(("loss", "cross_entropy"))
+            else "If it mixes tokens, register an adapter for it (see register_mixer); else please "
+            "report the function."
+        )
         return self._unknown(
             out,
-            f"Module {self.where()!r} uses torch's {name}, for which no linear form is known, "
-            "on what depends on the input. If it mixes tokens, register an adapter for it (see "
-            "register_mixer); else please report the function.",
+            f"{who} uses torch's {name}, for which no linear form is known, on a value that "
+            f"depends on the input. {remedy}",
         )
 
     def _unknown(self, value: Any, complaint: str) -> Any:

@@ -164,5 +164,7 @@ def test_unknown_functions_are_named():
         with pytest.raises(NotLinearError, match=rf"'here'.*{name}") as caught:
             apply(function, [draw()])
         assert isinstance(caught.value, NotImplementedError)
+    with pytest.raises(NotLinearError, match="without labels, return the logits"):
+        apply(lambda x: F.cross_entropy(x[0], torch.zeros_like(x[0])), [draw()])
     # of coefficients any function may be taken
     assert check(lambda x: torch.lgamma(x.exp()) * x, [draw()]).is_live
