@@ -107,7 +107,7 @@ def main(minutes: float, folder: Path = FOLDER, part: int = 0, parts: int = 1) -
             continue
         began = time.monotonic()
         with one_thread():
-            model = train_model(recipe, seed, log_every=10**9)
+            model = train_model(recipe, seed, log=lambda _: None)
         state = {k: v.half().contiguous() for k, v in model.state_dict().items() if k not in _TIED}
         fill(model, state)
         answered = answer_accuracy(model, held_out(recipe.task)).sequences
