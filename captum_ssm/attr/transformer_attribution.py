@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..mixers.base import LinearMixer
 from ..operators import Operator
 from ..operators.kernels.portions import at_a_time
+from ..operators.reduction import sums_by_head
 from ..tracing import Layer
 from ..tracing.gradients import recordable
 from .call import checks
@@ -202,11 +203,11 @@ def _weighted(
         part = operator.select(some)
         v, upper = values[:, :, start : some.stop], gradient[:, :, start : some.stop]
         if coefficient is None:
-            weighted = part.contract_heads(upper, v)  # (B, h, L, L)
+            weighted = sums_by_head(part, upper, v)  # (B, h, L, L)
         elif per_head == 1:  # the product of sums over one channel is one sum
-            weighted = part.contract_heads(coefficient[:, :, start : some.stop] * upper, v * v)
+            weighted = sums_by_head(part, coefficient[:, :, start : some.stop] * upper, v * v)
         else:
-            weighted = part.contract_heads(coefficient[:, :, start : some.stop], v)
+            weighted = sums_by_head(part, coefficient[:, :, start : some.stop], v)
             weighted *= upper.transpose(1, 2) @ v.transpose(1, 2).mT
         total += weighted.clamp_min_(0).sum(1)
     return total / heads

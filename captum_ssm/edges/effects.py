@@ -136,7 +136,8 @@ class LayerEffects:
                 yield (
                     some,
                     sum_tensors(
-                        core.strip(left, values, some).whole(tokens) for left, core in self._factors
+                        core.entries(left, {0: values}, some).whole(tokens)
+                        for left, core in self._factors
                     ),
                 )
             else:

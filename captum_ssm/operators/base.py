@@ -378,59 +378,19 @@ class Operator:
         """
         return generic.dense(self, reduce, heads)
 
-    # --- sums over channels of its matrices with factors -----------------------------------
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L).
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Return rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
 
         Args:
             left: row factors (B, L, H, P), broadcastable.
-            right: column factors (B, L, H, P), broadcastable.
-        """
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Return some rows of :meth:`contract`, without forming the others.
-
-        Args:
-            left, right: as in :meth:`contract`.
-            rows: neighboring rows, ascending; at least one.
+            band: the inner factor by lag, column factors included: (B, L, H, P), broadcastable.
+            rows: neighboring rows, ascending; at least one. No others are formed.
+            by_head: sum the channels of each head by themselves. Default: False, of all heads.
 
         Returns:
-            Their entries (B, R, W), with the rows and the columns that they stand for.
+            Their entries (B, R, W), or (B, H, R, W), with the rows and the columns of the entries.
         """
-        return generic.strip(self, left, right, rows)
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
-
-        Args:
-            left, rows: as in :meth:`strip`.
-            band: the inner factor, column factors included.
-        """
-        return generic.strip_of_product(self, left, band, rows)
-
-    def reduced_strip(self, rows: range, reduce: Reduce = "mean") -> Strip:
-        """Return some rows of ``dense(reduce)``, without forming the others.
-
-        Args:
-            rows: as in :meth:`strip`.
-            reduce: how channels are combined; not None or ``"heads"``. Default: ``"mean"``.
-        """
-        return generic.reduced_strip(self, rows, reduce)
-
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        """As :meth:`contract`, but the sum over the channels of each head, (B, H, L, L)."""
-        return generic.contract_heads(self, left, right)
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        """As :meth:`strip_of_product`, but all rows, by head: (B, H, L, L)."""
-        return generic.heads_of_product(self, left, band)
-
-    def add_heads(self, out: Tensor, left: Tensor, band: Band) -> None:
-        """Add :meth:`heads_of_product` to ``out`` (B, H, L, L), in place."""
-        out += self.heads_of_product(left, band)
+        return generic.entries(self, left, band, rows, by_head)
 
     # --- helpers ---------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from .diagonal import Diagonal
 from .generic import all_streams, channel_mean, channel_sums
 from .heads import HeadCentering, HeadOperator
 from .kernels.arithmetic import sum_tensors
-from .kernels.bands import Band, add_shifted, shift_tokens
+from .kernels.bands import Band, shift_tokens
 from .kernels.portions import Stream, at_a_time
-from .kernels.rows import Positions, Strip, clipped, sum_strips
+from .kernels.rows import Positions, Strip, clipped, sum_of_lags, sum_strips
 from .reorder import Permute, permutes_outside
 
 #: Elements of one factor over all tokens (4 MiB in float32).
@@ -185,28 +185,32 @@ class Chain(Composite):
     def per_channel(self) -> Operator:
         return Chain(*(part.per_channel() for part in self.parts))
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Some rows; folds diagonals and short convolutions at both ends into factors and shifts.
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Fold diagonals and short convolutions at both ends into factors and shifts.
 
         The core is usually one recurrence, whose own fast version then serves; a chain of any other
         form falls back to the generic rows.
-
-        Args:
-            left, right, rows: as of any operator; see :meth:`.Operator.strip`.
         """
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
             read = outer.read_by(rows)
             if read is None:
-                return super().strip(left, right, rows)
-            left = outer.transpose(left.expand(self.shape))
-            return outer.rows_of_strip(self._of(self.parts[1:]).strip(left, right, read), rows)
+                return super().entries(left, band, rows, by_head)
+            left, rest = outer.transpose(left.expand(self.shape)), self._of(self.parts[1:])
+            return outer.rows_of_strip(rest.entries(left, band, read, by_head), rows)
         if isinstance(inner, Permute):
-            right = inner.apply(right.expand(self.shape))
-            return inner.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
-        return sum_strips(self._by_blocks(left, right, rows), rows)
+            rest = self._of(self.parts[:-1])
 
-    def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
+            def one(right: Tensor) -> Strip:
+                right = inner.apply(right.expand(self.shape))
+                return inner.columns_of_strip(rest.entries(left, {0: right}, rows, by_head))
+
+            return sum_of_lags(one, band, rows, self.shape.tokens)
+        if by_head:
+            return self._folded(left, band, rows, by_head)
+        return sum_strips(self._by_blocks(left, band, rows), rows)
+
+    def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
         """Yield strips that add up to the whole, each of a block of heads with small factors.
 
         A block has at least half as many heads as there are rows: each strip is made and added.
@@ -215,20 +219,21 @@ class Chain(Composite):
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
         size = max(1, len(rows) // 2, most)
         if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
-            yield self._folded(left, right, rows)
+            yield self._folded(left, band, rows, False)
             return
-        left, right = left.expand(self.shape), right.expand(self.shape)
+        left = left.expand(self.shape)
+        band = {lag: factor.expand(self.shape) for lag, factor in band.items()}
         for start in range(0, heads, size):
             part = range(start, min(start + size, heads))
             of_part = Chain(*(operator.select(part) for operator in self.parts))
-            left_part, right_part = (x[:, :, part.start : part.stop] for x in (left, right))
-            yield of_part._folded(left_part, right_part, rows)
+            some = {lag: factor[:, :, part.start : part.stop] for lag, factor in band.items()}
+            yield of_part._folded(left[:, :, part.start : part.stop], some, rows, False)
 
-    def _folded(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _folded(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
         """Return the strip of a product outer band . core . inner band, by the core's own strip."""
-        outer, middle, inner = self._bands(right)
+        outer, middle, inner = self._bands(band)
         if len(middle) > 1:
-            return super().strip(left, right, rows)
+            return super().entries(left, band, rows, by_head)
         tokens = self.shape.tokens
         core = middle[0] if middle else self._of(())
         strips = []
@@ -237,35 +242,23 @@ class Chain(Composite):
             read = clipped(rows, -lag, tokens)
             if read:
                 factors = shift_tokens((left * weight).expand(self.shape), -lag)
-                strips.append(core.strip_of_product(factors, inner, read).moved(lag, 0, tokens))
+                strips.append(core.entries(factors, inner, read, by_head).moved(lag, 0, tokens))
         if not strips:  # all that the rows read lies beyond the ends
-            return Strip(self._zeros(self.shape.batch, len(rows), 0), rows, range(0))
+            size = self.shape[:3:2] if by_head else self.shape[:1]
+            return Strip(self._zeros(*size, len(rows), 0), rows, range(0))
         return sum_strips(strips, rows)
-
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        first, last = self.parts[0], self.parts[-1]
-        if isinstance(first, Permute):
-            left = first.transpose(left.expand(self.shape))
-            return first.rows_of(self._of(self.parts[1:]).contract_heads(left, right))
-        if isinstance(last, Permute):
-            right = last.apply(right.expand(self.shape))
-            return last.columns_of(self._of(self.parts[:-1]).contract_heads(left, right))
-        outer, middle, inner = self._bands(right)
-        if len(middle) > 1:
-            return super().contract_heads(left, right)
-        return _folded_heads(middle[0] if middle else self._of(()), left, outer, inner)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
         """Return the product of some of the parts; of none, the identity."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
-    def _bands(self, right: Tensor) -> tuple[Band, list[Operator], Band]:
+    def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
         """Split into the outer parts as one band, the parts between, and the inner as one band.
 
-        The inner band holds the column factors ``right``, too.
+        Args:
+            inner: the band inside of all parts, which the inner one takes in.
         """
         middle = list(self.parts)
-        inner: Band = {0: right}
         while middle and (combined := middle[-1].after_band(inner)) is not None:
             inner = combined
             middle.pop()
@@ -334,23 +327,3 @@ def _alike(part: Operator) -> bool:
     if isinstance(part, Diagonal):
         return part.weight.shape[-1] == 1
     return isinstance(part, HeadOperator | Permute)
-
-
-def _folded_heads(core: Operator, left: Tensor, outer: Band, inner: Band) -> Tensor:
-    """By head, the sum over channels of left[i, c] (outer_c core_c inner_c)[i, j], (B, H, L, L).
-
-    Args:
-        core: the operator between the bands.
-        left: row factors (B, L, H, P), broadcastable.
-        outer: the band that acts after the core.
-        inner: the band that acts before it, column factors included.
-    """
-    if len(outer) == 1 and 0 in outer:
-        return core.heads_of_product(left * outer[0], inner)
-    batch, tokens, heads, _ = core.shape
-    out = torch.zeros(batch, heads, tokens, tokens, dtype=core.dtype, device=core.device)
-    for lag, weight in outer.items():
-        # row i of the product holds row i - lag of the core, weighed at i
-        rows = shift_tokens((left * weight).expand(core.shape), -lag)
-        add_shifted(out, core.heads_of_product(rows, inner), lag, 0)
-    return out

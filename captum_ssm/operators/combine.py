@@ -15,7 +15,7 @@ from .generic import all_streams
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
 from .kernels.portions import Portion, Stream
-from .kernels.rows import Positions, Strip, by_query, sum_strips
+from .kernels.rows import Positions, Strip, by_query, sum_of_lags, sum_strips
 
 
 class Composite(Operator):
@@ -128,20 +128,13 @@ class Sum(Composite):
     def per_channel(self) -> Operator:
         return Sum(*(part.per_channel() for part in self.parts))
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return sum_strips((part.strip(left, right, rows) for part in self.parts), rows)
-
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.heads_of_product(left, {0: right})
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        out = self.parts[0].heads_of_product(left, band)
-        for part in self.parts[1:]:
-            part.add_heads(out, left, band)
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        scalings, others = self._by_kind()
+        terms = others or [scalings.pop()]
+        out = sum_strips((part.entries(left, band, rows, by_head) for part in terms), rows)
+        for scaling in scalings:
+            out = scaling.added_to(out, left, band)
         return out
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        return sum_strips((part.strip_of_product(left, band, rows) for part in self.parts), rows)
 
 
 def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Tensor:
@@ -213,15 +206,17 @@ class DirectSum(Composite):
     def per_channel(self) -> Operator:
         return DirectSum(*(part.per_channel() for part in self.parts))
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
-        shares = zip(self.parts, *factors, strict=True)
-        return sum_strips((part.strip(row, column, rows) for part, row, column in shares), rows)
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        tokens, row = self.shape.tokens, self._shares(left.expand(self.shape))
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
-        shares = zip(self.parts, *factors, strict=True)
-        return torch.cat([part.contract_heads(row, column) for part, row, column in shares], 1)
+        def one(right: Tensor) -> Strip:
+            shares = zip(self.parts, row, self._shares(right.expand(self.shape)), strict=True)
+            strips = (part.entries(x, {0: y}, rows, by_head) for part, x, y in shares)
+            if not by_head:
+                return sum_strips(strips, rows)
+            return Strip(torch.cat([x.whole(tokens) for x in strips], 1), rows, range(tokens))
+
+        return sum_of_lags(one, band, rows, tokens)
 
     def _shares(self, v: Tensor) -> Sequence[Tensor]:
         """Split ``v`` (..., H, P) into the heads of each part."""

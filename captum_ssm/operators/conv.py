@@ -143,11 +143,8 @@ class ShortConv(Operator):
     def after_band(self, band: Band) -> Band | None:
         return convolve_band(self.by_lag(), band, self.shape.tokens)
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return Chain(self).contract_heads(left, right)
-
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return Chain(self).strip(left, right, rows)
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        return Chain(self).entries(left, band, rows, by_head)
 
     def taps(self) -> dict[int, Tensor] | None:
         return self.by_lag() if self.width is None else None

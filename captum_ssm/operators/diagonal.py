@@ -145,39 +145,25 @@ class Diagonal(Operator):
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.heads_of_product(left, {0: right})
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        batch, _, heads, _ = self.shape
+        size = (batch, heads) if by_head else (batch,)
+        none = Strip(self._zeros(*size, len(rows), 0, factor=left), rows, range(0))
+        return self.added_to(none, left, band)
 
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        batch, tokens, heads, _ = self.shape
-        out = self._zeros(batch, heads, tokens, tokens, factor=left)
-        self.add_heads(out, left, band)
-        return out
-
-    def add_heads(self, out: Tensor, left: Tensor, band: Band) -> None:
-        rows = (left * self.weight).expand(self.shape)
-        for lag, factor in band.items():
-            # row i holds the factor of token i at column i - lag
-            entries = (rows * factor).sum(-1).transpose(1, 2)  # (B, H, L)
-            diagonal = out.diagonal(-lag, -2, -1)  # empty if it lies beyond the ends
-            first = max(0, lag)
-            diagonal += entries[..., first : first + diagonal.shape[-1]]
-
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return self.strip_of_product(left, {0: right}, rows)
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        tokens = self.shape.tokens
+    def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
+        """Return the sum of a strip and the same rows of :meth:`entries`; it is overwritten."""
+        tokens, rows = self.shape.tokens, strip.rows
         first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
-        columns = range(first.start, last.stop)
+        strip = strip.covering(rows, range(first.start, last.stop))
         weight = (left * self.weight).expand(self.shape)
-        out = self._zeros(self.shape.batch, len(rows), len(columns), factor=left)
         for lag, factor in band.items():
             # row i holds the factor of token i at column i - lag
             held = clipped(clipped(rows, -lag, tokens), lag, tokens)
             here = slice(held.start, held.stop)
-            entries = (weight[:, here] * factor.expand(self.shape)[:, here]).sum((-1, -2))
-            top, side = held.start - rows.start, held.start - lag - columns.start
-            into = out[:, top : top + len(held), side : side + len(held)]
-            into.diagonal(0, 1, 2).add_(entries)
-        return Strip(out, rows, columns)
+            products = weight[:, here] * factor.expand(self.shape)[:, here]  # (B, R, H, P)
+            sums = products.sum(-1).mT if strip.entries.dim() == 4 else products.sum((-1, -2))
+            top, side = held.start - rows.start, held.start - lag - strip.columns.start
+            into = strip.entries[..., top : top + len(held), side : side + len(held)]
+            into.diagonal(0, -2, -1).add_(sums)
+        return strip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import GradientModeError, OptionError
 from .kernels.arithmetic import sum_tensors
-from .kernels.bands import Band, add_shifted
+from .kernels.bands import Band
 from .kernels.portions import Stream, evenly, parts
 from .kernels.rows import (
     Positions,
@@ -23,7 +23,6 @@ from .kernels.rows import (
     at_positions,
     in_stacks,
     per_example,
-    sum_strips,
     unit_vectors,
 )
 from .reduction import Reduce, by_channel, by_head, goes_by_channel, reduce_channels
@@ -93,53 +92,19 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
     return out.movedim(0, -2)
 
 
-# --- sums over channels of rows with factors ---------------------------------------------------
-
-
-def strip(operator: Operator, left: Tensor, right: Tensor, rows: range) -> Strip:
-    """Return some rows of the sum over channels of left[i, c] alpha_c[i, j] right[j, c]."""
-    tokens = operator.shape.tokens
-    out = operator._zeros(operator.shape.batch, len(rows), tokens, factor=left)
-    for some in _in_stacks(operator, rows):
-        found = operator.unit_rows(some, at_positions(left, some)) * right  # (Q, B, L, H, P)
-        top = some.start - rows.start
-        out[:, top : top + len(some)] = found.sum((-1, -2)).transpose(0, 1)
-    return Strip(out, rows, range(tokens))
-
-
-def strip_of_product(operator: Operator, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j]."""
-    tokens = operator.shape.tokens
-    shares = (
-        operator.strip(left, factor, rows).moved(0, -lag, tokens) for lag, factor in band.items()
-    )
-    return sum_strips(shares, rows)
-
-
-def reduced_strip(operator: Operator, rows: range, reduce: Reduce = "mean") -> Strip:
-    """Return some rows of :func:`dense`."""
-    if reduce == "mean":
-        one = operator._ones(1, 1, 1, 1)
-        channels = operator.shape.heads * operator.shape.per_head
-        return operator.strip(one / channels, one, rows)
-    return Strip(operator.rows(rows, reduce), rows, range(operator.shape.tokens))
-
-
-def contract_heads(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
-    """As :func:`strip` of all rows, but the sum over the channels of each head, (B, H, L, L)."""
-    found = []
-    for some in _in_stacks(operator, range(operator.shape.tokens)):
-        shares = operator.unit_rows(some, at_positions(left, some)) * right  # (Q, B, L, H, P)
-        found.append(shares.sum(-1).permute(1, 3, 0, 2))
-    return torch.cat(found, -2)
-
-
-def heads_of_product(operator: Operator, left: Tensor, band: Band) -> Tensor:
-    """As :func:`strip_of_product`, but all rows, and by head, (B, H, L, L)."""
+def entries(
+    operator: Operator, left: Tensor, band: Band, rows: range, by_head: bool = False
+) -> Strip:
+    """Return rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j]."""
     batch, tokens, heads, _ = operator.shape
-    out = operator._zeros(batch, heads, tokens, tokens, factor=left)
-    for lag, factor in band.items():
-        add_shifted(out, operator.contract_heads(left, factor), 0, lag)
+    size = (batch, heads) if by_head else (batch,)
+    out = Strip(operator._zeros(*size, len(rows), tokens, factor=left), rows, range(tokens))
+    for some in _in_stacks(operator, rows):
+        found = operator.unit_rows(some, at_positions(left, some))  # (Q, B, L, H, P)
+        for lag, factor in band.items():
+            sums = (found * factor).sum(-1).permute(1, 3, 0, 2)  # (B, H, Q, L)
+            shares = Strip(sums if by_head else sums.sum(1), some, range(tokens))
+            out.add(shares.moved(0, -lag, tokens))
     return out
 
 
@@ -158,7 +123,8 @@ def dense(
     _, tokens, count, per_head = operator.shape
     one = operator._ones(1, 1, 1, 1)
     if reduce == "mean":
-        return operator.contract(one / (count * per_head), one)
+        mean = one / (count * per_head)
+        return operator.entries(mean, {0: one}, range(tokens)).whole(tokens)
     if reduce == "heads":
         return by_head(operator)
     if goes_by_channel(operator, reduce):

@@ -12,8 +12,9 @@ from ..errors import OptionError
 from .base import Operator, Role, Shape
 from .diagonal import Diagonal
 from .kernels.arithmetic import doubled, full_precision, matmul, underflow_flushed, with_graphs
+from .kernels.bands import Band
 from .kernels.portions import at_a_time, some_heads
-from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
+from .kernels.rows import Positions, Strip, by_query, slices, sum_of_lags, unit_vectors
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
 _STRIP_ELEMENTS = 2**18
@@ -26,20 +27,25 @@ class HeadOperator(Operator):
         """Return the matrix of each head, (B, H, L, L)."""
         raise NotImplementedError
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        common = common_to_channels(left, right, self.shape)
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        one = self._by_head if by_head else self._summed
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            if common is None:
-                factors = left.expand(self.shape), right.expand(self.shape)
-                entries = self._sum_of_channels(*factors, rows)
-            else:
-                entries = self._sum_of_heads(*common, rows)
+            return sum_of_lags(lambda right: one(left, right, rows), band, rows, self.shape.tokens)
+
+    def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        common = common_to_channels(left, right, self.shape)
+        if common is None:
+            factors = left.expand(self.shape), right.expand(self.shape)
+            entries = self._sum_of_channels(*factors, rows)
+        else:
+            entries = self._sum_of_heads(*common, rows)
         return Strip(entries, rows, range(entries.shape[-1]))
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
-        with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            return (rows @ columns.mT).mul_(self.head_matrices())  # (B, H, L, L)
+    def _by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        some = slice(rows.start, rows.stop)
+        row, column = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
+        products = row[:, :, some] @ column.mT  # (B, H, R, L)
+        return Strip(products.mul_(self.head_matrices()[:, :, some]), rows, range(column.shape[2]))
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         rows = self._head_rows(positions)

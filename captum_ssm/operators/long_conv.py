@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import OptionError
 from .base import Operator, Shape
 from .kernels.arithmetic import full_precision, linear_map
-from .kernels.rows import Strip
+from .kernels.bands import Band
+from .kernels.rows import Strip, sum_of_lags
 
 #: Elements of the padded signals transformed at a time (128 MiB as complex64).
 _SIGNAL_ELEMENTS = 2**24
@@ -72,40 +73,40 @@ class LongConv(Operator):
         shape = self.shape._replace(heads=len(heads))
         return LongConv(self.kernel[list(heads)], shape, self.component)
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Some rows; one matrix product if either factor is the same at all tokens, else by lags.
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        one = self._by_head if by_head else self._summed
+        left, tokens = _once(left), self.shape.tokens
+        with full_precision(self.device):
+            return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
-        Args:
-            left, right, rows: as of any operator; see :meth:`.Operator.strip`.
-        """
-        left, right = _once(left), _once(right)
+    def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """Sum all channels: one product if either factor is the same at all tokens, or by lags."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
-        with full_precision(self.device):
-            if right.shape[1] == 1:
-                entries = self._toeplitz(left * right, rows, columns)
-            elif left.shape[1] == 1:
-                entries = self._toeplitz(left * right, rows, columns, by_column=True)
-            else:
-                factors = left.expand(self.shape), right.expand(self.shape)
-                entries = self._lag_by_lag(*factors, rows, columns)
+        if right.shape[1] == 1:
+            entries = self._toeplitz(left * right, rows, columns)
+        elif left.shape[1] == 1:
+            entries = self._toeplitz(left * right, rows, columns, by_column=True)
+        else:
+            factors = left.expand(self.shape), right.expand(self.shape)
+            entries = self._lag_by_lag(*factors, rows, columns)
         return Strip(entries, rows, columns)
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+    def _by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         left, right = (x.expand(self.shape).transpose(1, 2) for x in (left, right))  # (B, H, L, P)
-        tokens = self.shape.tokens
-        position = torch.arange(tokens, device=self.device)
-        lag = position[:, None] - position  # (L, L)
+        left, columns = left[:, :, rows.start : rows.stop], range(self.shape.tokens)
+        row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
+        lag = row[:, None] - column  # (R, L)
         # lags beyond the kernel's end, and negative ones, index the zero that is padded to it
         kernel = torch.nn.functional.pad(self.kernel, (0, 1))
         lag = torch.where(lag < 0, -1, lag).clamp_max(self.kernel.shape[-1])
         if kernel.shape[1] == 1:
-            return (left @ right.mT).mul_(kernel[:, 0, lag])
+            return Strip((left @ right.mT).mul_(kernel[:, 0, lag]), rows, columns)
         channels = zip(kernel.unbind(1), left.unbind(-1), right.unbind(-1), strict=True)
-        out = self._zeros(*left.shape[:2], tokens, tokens)
-        for weight, row, column in channels:
-            out += row[..., None] * weight[:, lag] * column[..., None, :]
-        return out
+        out = self._zeros(*left.shape[:2], *lag.shape)
+        for weight, x, y in channels:
+            out += x[..., None] * weight[:, lag] * y[..., None, :]
+        return Strip(out, rows, columns)
 
     def _forward(self, v: Tensor) -> Tensor:
         out = self._filter(v, conjugate=False)

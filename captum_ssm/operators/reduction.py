@@ -128,7 +128,7 @@ def by_head(operator: Operator) -> Tensor:
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     out = one.new_empty(batch, heads, tokens, tokens)
     for some, part in _some_heads(operator):
-        out[:, some.start : some.stop] = part.contract_heads(one / per_head, one)
+        out[:, some.start : some.stop] = sums_by_head(part, one / per_head, one)
     return out
 
 
@@ -136,10 +136,15 @@ def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
     """Yield neighboring heads, a channel p, and the matrices of p in these, (B, heads, L, L)."""
     per_head = operator.shape.per_head
     units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
-    one = units.new_ones(1, 1, 1, 1)
     for some, part in _some_heads(operator):
         for p, unit in enumerate(units):
-            yield some, p, part.contract_heads(unit[None, None, None], one)
+            yield some, p, sums_by_head(part, unit[None, None, None], units.new_ones(1, 1, 1, 1))
+
+
+def sums_by_head(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
+    """Sum left[i, c] alpha_c[i, j] right[j, c] over the channels of each head, (B, H, L, L)."""
+    tokens = operator.shape.tokens
+    return operator.entries(left, {0: right}, range(tokens), by_head=True).whole(tokens)
 
 
 def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .base import Mixing, Operator, Shape
 from .diagonal import Diagonal
-from .kernels.rows import Positions, Strip, by_query
+from .kernels.bands import Band
+from .kernels.rows import Positions, Strip, by_query, sum_of_lags
 
 # --- reorderings -------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class Permute(Operator):
             rows: the rows wanted.
         """
         read = self.order[rows.start : rows.stop] - strip.rows.start
-        return Strip(strip.entries.index_select(1, read), rows, strip.columns)
+        return Strip(strip.entries.index_select(-2, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
         """Return some rows of matrix . Permute.
@@ -118,7 +119,7 @@ class Permute(Operator):
             tokens = self.shape.tokens
             return Strip(self.columns_of(strip.whole(tokens)), strip.rows, range(tokens))
         wanted = self.inverse[columns.start : columns.stop] - strip.columns.start
-        return Strip(strip.entries.index_select(2, wanted), strip.rows, columns)
+        return Strip(strip.entries.index_select(-1, wanted), strip.rows, columns)
 
 
 def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
@@ -307,15 +308,19 @@ class Windowed(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return self.within.tensors()
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        row, column = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
-        blocks = self.within.contract_heads(row, column)  # (B W, H, T, T)
-        by_head = torch.unflatten(blocks, 0, (self.shape.batch, -1)).transpose(1, 2).flatten(0, 2)
-        whole = self.windows.assemble(by_head, range(self.shape.tokens))  # (B H, L, L)
-        return torch.unflatten(whole, 0, (self.shape.batch, -1))
-
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         """Some rows, from the matrices of all windows, which together are small."""
-        row, column = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
-        blocks = self.within.contract(row, column)
-        return Strip(self.windows.assemble(blocks, rows), rows, range(self.shape.tokens))
+        tokens, size = self.shape.tokens, self.windows.places.shape[1]
+        row = self.windows.cut(left.expand(self.shape))
+
+        def one(right: Tensor) -> Strip:
+            column = self.windows.cut(right.expand(self.shape))
+            blocks = self.within.entries(row, {0: column}, range(size), by_head).whole(size)
+            if by_head:  # (B W, H, T, T) to (B H W, T, T)
+                blocks = torch.unflatten(blocks, 0, (self.shape.batch, -1))
+                blocks = blocks.transpose(1, 2).flatten(0, 2)
+            found = self.windows.assemble(blocks, rows)  # (B, R, L) or (B H, R, L)
+            found = torch.unflatten(found, 0, (self.shape.batch, -1)) if by_head else found
+            return Strip(found, rows, range(tokens))
+
+        return sum_of_lags(one, band, rows, tokens)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -317,16 +318,9 @@ def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
     for by in ("mean", "max", "min", "product", "heads", None, _largest):
         yield from _reduced(o, q, by)
     yield "unit_rows", o.unit_rows(q.each.T % o.shape.tokens, q.weight), _unit_rows
-    for i in range(len(q.factors)):
-        yield from _between_factors(o, q, i)
-    for rows in q.rows:
-        yield from _strips(o, q, rows)
+    for i in range(-1, len(q.factors)):
+        yield from _entries_of(o, q, i)
     lags = f"with lags {[*q.band]}"
-    found = o.heads_of_product(q.u, q.band)
-    yield f"heads_of_product {lags}", found, lambda m, q: m.times_band(q).by_head(q.u)
-    added = torch.ones_like(found)
-    o.add_heads(added, q.u, q.band)
-    yield f"add_heads {lags}", added, lambda m, q: 1 + m.times_band(q).by_head(q.u)
     if (band := o.after_band(q.band)) is not None:
         yield f"after_band {lags}", _of_band(o, band), lambda m, q: m.times_band(q).matrices
     if (taps := o.taps()) is not None:
@@ -352,37 +346,21 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
     yield f"dense({by!r}, heads=[-1, 0])", found, lambda m, q: m.select([-1, 0]).reduced(by)
 
 
-def _between_factors(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
-    sizes = " and ".join(str(tuple(x.shape)) for x in q.factors[i])
-    found, rows = o.contract(*q.factors[i]), q.rows[i % len(q.rows)]
-    yield f"contract of {sizes}", found, lambda m, q: m.by_head(*q.factors[i]).sum(1)
-    found = o.contract_heads(*q.factors[i])
-    yield f"contract_heads of {sizes}", found, lambda m, q: m.by_head(*q.factors[i])
-    found = _whole(o.strip(*q.factors[i], rows), o.shape, rows)
-    yield (
-        f"strip({rows}) of {sizes}",
-        found,
-        lambda m, q: m.by_head(*q.factors[i]).sum(1)[:, rows.start : rows.stop],
-    )
+def _entries_of(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
+    """Between the factors of number ``i``, or with the band for -1."""
+    rows = q.rows if i <= 0 else [range(o.shape.tokens), q.rows[i % len(q.rows)]]
+    left, right = q.factors[i]
+    left, band = (q.u, q.band) if i < 0 else (left, {0: right})
+    sizes = " and ".join(str(tuple(x.shape)) for x in (left, right))
+    for some, by_head in product(rows, (False, True)):
+        found = _whole(o.entries(left, band, some, by_head), o.shape, some)
+        about = f"entries({some}, by_head={by_head}) of {sizes} with lags {[*band]}"
+        yield about, found, partial(_entries, i=i, rows=some, by_head=by_head)
 
 
-def _strips(o: Operator, q: _Inputs, rows: range) -> Iterator[Clause]:
-    some = slice(rows.start, rows.stop)
-    found = _whole(o.strip(q.u, q.v, rows), o.shape, rows)
-    yield f"strip({rows})", found, lambda m, q: m.by_head(q.u, q.v).sum(1)[:, some]
-    found = _whole(o.strip_of_product(q.u, q.band, rows), o.shape, rows)
-    yield (
-        f"strip_of_product({rows}) with lags {[*q.band]}",
-        found,
-        lambda m, q: m.times_band(q).by_head(q.u).sum(1)[:, some],
-    )
-    for by in ("mean", "max", "min", "product", _largest):
-        yield from _reduced_strip(o, rows, by)
-
-
-def _reduced_strip(o: Operator, rows: range, by: Reduce) -> Iterator[Clause]:
-    found, some = _whole(o.reduced_strip(rows, by), o.shape, rows), slice(rows.start, rows.stop)
-    yield f"reduced_strip({rows}, {by!r})", found, lambda m, q: m.reduced(by)[:, some]
+def _entries(m: _Plain, q: _Inputs, i: int, rows: range, by_head: bool) -> Tensor:
+    found = m.times_band(q).by_head(q.u) if i < 0 else m.by_head(*q.factors[i])
+    return (found if by_head else found.sum(1))[..., rows.start : rows.stop, :]
 
 
 # --- how they are checked ------------------------------------------------------------------------
@@ -617,7 +595,8 @@ def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
     """Return all columns of a strip that holds the rows asked for."""
     assert strip.rows == rows, f"its rows are {strip.rows}"
-    size = shape.batch, len(rows), len(strip.columns)
+    by_head = [shape.heads] if strip.entries.dim() == 4 else []
+    size = (shape.batch, *by_head, len(rows), len(strip.columns))
     assert strip.entries.shape == size, f"its entries are {tuple(strip.entries.shape)}"
     return strip.whole(shape.tokens)
 

@@ -100,8 +100,8 @@ OPERATORS = (
     ),
     Fault(
         "heads summed where their mean is asked for",
-        "part.contract_heads(one / per_head, one)",
-        "part.contract_heads(one, one)",
+        "sums_by_head(part, one / per_head, one)",
+        "sums_by_head(part, one, one)",
         ("operators/test_contract.py",),
     ),
 )

@@ -122,6 +122,6 @@ def test_a_strip_of_rows_takes_memory_of_rows(groups: int) -> None:
     decay, left, right = torch.randn(3, 1, tokens, HEADS)
     operator = ScalarDecayHeads(query, key, -decay.abs(), None, WIDTH)
     with Written() as made:
-        operator.strip(left[..., None], right[..., None], rows)
+        operator.entries(left[..., None], {0: right[..., None]}, rows)
     assert made.largest <= HEADS * STATE * tokens
     assert made.numbers <= 50 * len(rows) * tokens

@@ -67,7 +67,7 @@ def in_strips(
             elif len(rows) <= few:
                 strip = Strip(operator.rows(rows, reduce), rows, range(tokens))
             else:
-                strip = operator.reduced_strip(rows, reduce)
+                strip = _reduced(operator, rows, reduce)
             return strip, change(strip)
 
         return as_memory_allows(within, budget.height(operator, reduce), form)
@@ -94,6 +94,15 @@ def in_strips(
         return out
 
     return LayerMatrix(rmatvec, matvec, normalized)
+
+
+def _reduced(operator: Operator, rows: range, reduce: Reduce) -> Strip:
+    """Return some rows of ``operator.dense(reduce)``, without forming the others."""
+    _, tokens, heads, per_head = operator.shape
+    if reduce != "mean":
+        return Strip(operator.rows(rows, reduce), rows, range(tokens))
+    one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
+    return operator.entries(one / (heads * per_head), {0: one}, rows)
 
 
 def _of_rows(x: Tensor, strip: Strip) -> Tensor:

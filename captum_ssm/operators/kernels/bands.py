@@ -33,15 +33,6 @@ def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
     return slice(first, first + count), slice(first + lag, first + lag + count)
 
 
-def add_shifted(out: Tensor, matrix: Tensor, down: int, left: int) -> None:
-    """out[..., i, j] += matrix[..., i - down, j + left], in place, zeros beyond the ends."""
-    tokens = out.shape[-1]
-    if abs(down) >= tokens or abs(left) >= tokens:
-        return
-    into = out[..., max(0, down) : tokens + min(0, down), max(0, -left) : tokens - max(0, left)]
-    into += matrix[..., max(0, -down) : tokens - max(0, down), max(0, left) : tokens + min(0, left)]
-
-
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
     """Return the band conv . band, of a short convolution by lag: weights (H, P) or (L, H, P)."""
     out: Band = {}

@@ -60,7 +60,7 @@ class Fading(Protocol):
     def cut(self, tokens: slice) -> Fading:
         """Restrict the recurrence to neighboring tokens."""
 
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+    def entries(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return some rows of recurrence . band; by the tree where few tokens come before them."""
 
     def by_memory(self, tokens: slice) -> Tensor:
@@ -103,7 +103,7 @@ def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> 
     # from the first of these columns, or an earlier token that writes to one of them
     start = max(0, rows.start - max(last, last - first))
     part = slice(start, min(tokens, rows.stop - min(0, first)))
-    found = recurrence.cut(part).strip_of_product(
+    found = recurrence.cut(part).entries(
         left.expand(recurrence.shape)[:, part],
         {lag: factor.expand(recurrence.shape)[:, part] for lag, factor in band.items()},
         range(rows.start - start, rows.stop - start),

@@ -6,13 +6,14 @@ and of these the columns that can differ from zero: in a causal matrix they end 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import QueryError
+from .bands import Band
 from .portions import at_a_time
 from .truths import holds
 
@@ -20,10 +21,10 @@ from .truths import holds
 
 
 class Strip(NamedTuple):
-    """Some rows of a matrix (B, L, L).
+    """Some rows of a matrix (B, L, L), or of one for each head (B, H, L, L).
 
     Attributes:
-        entries: (B, R, W).
+        entries: (B, R, W) or (B, H, R, W).
         rows: which rows they are, R of them, ascending.
         columns: which columns they are, W of them, ascending; all others are zero.
     """
@@ -41,50 +42,54 @@ class Strip(NamedTuple):
         """
         rows, columns = clipped(self.rows, down, tokens), clipped(self.columns, right, tokens)
         top, first = rows.start - self.rows.start - down, columns.start - self.columns.start - right
-        kept = self.entries[:, top : top + len(rows), first : first + len(columns)]
+        kept = self.entries[..., top : top + len(rows), first : first + len(columns)]
         return Strip(kept, rows, columns)
 
     def whole(self, tokens: int) -> Tensor:
-        """Return the rows with all columns, (B, R, L)."""
+        """Return the rows with all columns, (B, R, L) or (B, H, R, L)."""
         if len(self.columns) == tokens:
             return self.entries
-        out = self.entries.new_zeros(*self.entries.shape[:2], tokens)
-        out[:, :, self.columns.start : self.columns.stop] = self.entries
+        return self.covering(self.rows, range(tokens)).entries
+
+    def covering(self, rows: range, columns: range) -> Strip:
+        """Extend by zeros to at least these rows and columns; the same strip if it has them."""
+        if self.columns and columns:  # an empty range may begin anywhere
+            first = min(self.columns.start, columns.start)
+            columns = range(first, max(self.columns.stop, columns.stop))
+        columns = columns or self.columns
+        if (rows, columns) == (self.rows, self.columns):
+            return self
+        size = *self.entries.shape[:-2], len(rows), len(columns)
+        out = Strip(self.entries.new_zeros(size), rows, columns)
+        if self.rows and self.columns:
+            out.add(self)
         return out
+
+    def add(self, other: Strip) -> None:
+        """Add a strip of no more rows and columns, in place."""
+        top, first = other.rows.start - self.rows.start, other.columns.start - self.columns.start
+        height, width = len(other.rows), len(other.columns)
+        self.entries[..., top : top + height, first : first + width] += other.entries
 
 
 def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
     """Return the sum of strips, each within ``rows``; their entries are overwritten."""
     found = iter(strips)
-    out = next(found)
-    if out.rows != rows:
-        out = _grown(out, rows, out.columns)
+    out = next(found).covering(rows, range(0))
     for strip in found:
-        if not len(strip.columns):  # an empty range may begin anywhere
-            continue
-        first = min(out.columns.start, strip.columns.start) if out.columns else strip.columns.start
-        columns = range(first, max(out.columns.stop, strip.columns.stop))
-        if columns != out.columns:
-            out = _grown(out, rows, columns)
-        _add(out, strip)
+        if strip.rows and strip.columns:
+            out = out.covering(rows, strip.columns)
+            out.add(strip)
     return out
 
 
-def _grown(strip: Strip, rows: range, columns: range) -> Strip:
-    """Extend a strip by zeros to more rows and columns."""
-    size = len(strip.entries), len(rows), len(columns)
-    out = Strip(strip.entries.new_zeros(size), rows, columns)
-    if strip.rows and strip.columns:
-        _add(out, strip)
-    return out
-
-
-def _add(out: Strip, strip: Strip) -> None:
-    """Add a strip to one of more rows and columns, in place."""
-    rows = slice(strip.rows.start - out.rows.start, strip.rows.stop - out.rows.start)
-    first = strip.columns.start - out.columns.start
-    into = out.entries[:, rows, first : first + len(strip.columns)]
-    into += strip.entries
+def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
+    """Return rows of matrix . band, given the matrix's strip by its column factors."""
+    if [*band] == [0]:
+        return entries(band[0])
+    return sum_strips(
+        (entries(factor).moved(0, -lag, tokens) for lag, factor in band.items()), rows
+    )
 
 
 def clipped(positions: range, by: int, tokens: int) -> range:

@@ -138,7 +138,8 @@ class ScanRows:
         if not shares:
             return outer.new_zeros(*outer.shape[:2], width, outer.shape[2])
         band = {lag: share[..., None] for lag, share in shares.items()}
-        matrix = self._scan.cut(some).heads_of_product(outer[..., None], band)  # (B, H, T, T)
+        cut = self._scan.cut(some).entries(outer[..., None], band, range(tokens), by_head=True)
+        matrix = cut.whole(tokens)  # (B, H, T, T)
         for lag, share in shares.items():
             skipped = (outer * skip * share)[:, lag:].transpose(1, 2)
             matrix.diagonal(-lag, 2, 3).add_(skipped)

@@ -28,7 +28,7 @@ from ..kernels.chunk_tree import (
 from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, run, run_all
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import LARGE, Portion, Stream
-from ..kernels.rows import Strip, sum_strips
+from ..kernels.rows import Strip, sum_of_lags, sum_strips
 
 
 class Recurrent(Operator):
@@ -66,14 +66,17 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
     few_rows = 4
     portion = LARGE
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return self.strip_of_product(left, {0: right}, rows)
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         first, last = min(band), max(band)
         if last - first >= TREE_LAGS:
-            return Recurrent.strip_of_product(self, left, band, rows)
+
+            def one(right: Tensor) -> Strip:
+                return self.entries(left, {0: right}, rows, by_head)
+
+            return sum_of_lags(one, band, rows, self.shape.tokens)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            if by_head:
+                return self._by_head(left, band, rows)
             # the pivot has to come before all tokens that the band reaches back to
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
@@ -81,6 +84,10 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             own = self._own_share(left, band[first], slice(rows.start, rows.stop))
             batch, tokens, *_ = self.shape
             return semiseparable_strip(factors, batch, tokens, rows, first, own)
+
+    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+        """:meth:`entries` by head, of a band of a few lags."""
+        raise NotImplementedError
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
         """Yield factors of the tree, some channels and states at a time."""
@@ -120,12 +127,14 @@ class ChunkedHeads(Recurrent, HeadOperator):
         out = self._zeros(batch, heads, tokens, tokens)
         return assemble(self._chunks_up_to(range(tokens)), out)
 
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        left, *rights = (x.expand(self.shape) for x in (left, *band.values()))
-        if any(common_to_channels(left, x, self.shape) is not None for x in rights):
-            return super().strip_of_product(left, band, rows)
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        factors = left.expand(self.shape), *(x.expand(self.shape) for x in band.values())
+        row, *rights = factors
+        common = (common_to_channels(row, x, self.shape) is not None for x in rights)
+        if by_head or len(band) == 1 or any(common):
+            return super().entries(left, band, rows, by_head)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            sums = self._sums_of_channels(left, rights, rows)
+            sums = self._sums_of_channels(row, rights, rows)
         strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
         tokens = self.shape.tokens
         shares = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..base import Operator, Role, Shape
 from ..kernels.arithmetic import with_graphs
-from ..kernels.rows import Strip
+from ..kernels.bands import Band
+from ..kernels.rows import Strip, sum_of_lags
 from .delta_rule import DeltaRule
 
 
@@ -152,19 +153,17 @@ class DeltaProduct(Operator):
     def transpose(self, u: Tensor) -> Tensor:
         return self._from_written(self._unrolled.transpose(self._at_last(u)))
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        tokens, left = self.shape.tokens, self._at_last(left.expand(self.shape))
         steps = range(rows.start * self.steps, rows.stop * self.steps)
-        found = self._unrolled.strip(*self._factors(left, right), steps)
-        whole = found.whole(self.shape.tokens * self.steps)
-        return Strip(self._by_tokens(whole, len(rows)), rows, range(self.shape.tokens))
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        whole = self._unrolled.contract_heads(*self._factors(left, right))
-        return self._by_tokens(whole, self.shape.tokens)
+        def one(right: Tensor) -> Strip:
+            written = {0: self._written(right.expand(self.shape))}
+            found = self._unrolled.entries(left, written, steps, by_head)
+            entries = self._by_tokens(found.whole(tokens * self.steps), len(rows))
+            return Strip(entries, rows, range(tokens))
 
-    def _factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column factors of steps, (B, L M, H, P) each."""
-        return self._at_last(left.expand(self.shape)), self._written(right.expand(self.shape))
+        return sum_of_lags(one, band, rows, tokens)
 
     def _by_tokens(self, matrices: Tensor, rows: int) -> Tensor:
         """Reduce matrices of steps (..., R M, L M) to those of tokens (..., R, L)."""

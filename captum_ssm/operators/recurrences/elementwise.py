@@ -25,7 +25,6 @@ from ..kernels.arithmetic import (
     doubled,
     exponential_,
     fading_log_sums,
-    full_precision,
     underflow_flushed,
     unseen,
     with_graphs,
@@ -36,6 +35,7 @@ from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
 from ..kernels.portions import Heads, Stream, at_a_time, parts, some_heads
+from ..kernels.rows import Strip, sum_of_lags
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Tokens mapped at a time.
@@ -125,11 +125,17 @@ class ElementwiseRecurrence(FadingRecurrence):
 
     # --- its matrices ----------------------------------------------------------------------
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
-        with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            matrices = decay_matrices(self.decay)  # (B, H, L, L)
-            return matrices.mul_(rows).mul_(columns.mT)
+    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+        some, tokens = slice(rows.start, rows.stop), self.shape.tokens
+        row = left.expand(self.shape)[:, some].transpose(1, 2)
+        matrices = decay_matrices(self.decay)[:, :, some].mul_(row)  # (B, H, R, L)
+
+        def one(right: Tensor) -> Strip:
+            column = right.expand(self.shape).transpose(1, 2).mT
+            out = matrices if len(band) == 1 else torch.empty_like(matrices)
+            return Strip(torch.mul(matrices, column, out=out), rows, range(tokens))
+
+        return sum_of_lags(one, band, rows, tokens)
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
         batch, _, heads, _ = self.shape

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base import Pull, Role, Shape
 from ..kernels import chunks, fused_scan
-from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed, with_graphs
+from ..kernels.arithmetic import BINARY, Scratch, with_graphs
 from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.odd_even import FadingSteps
@@ -37,10 +37,11 @@ from ..kernels.portions import (
     some_heads,
     vectors_of_heads,
 )
+from ..kernels.rows import Strip
 from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
 from ..kernels.within_chunk import decayed
-from .base import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
+from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
 #: they and the decays, 2 MiB each in float32, stay in a processor's cache, and operations on all of
@@ -240,28 +241,20 @@ class SelectiveScan(FadingRecurrence):
 
     # --- its matrices ----------------------------------------------------------------------
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.heads_of_product(left, {0: right})
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        if max(band) - min(band) >= TREE_LAGS:
-            return super().heads_of_product(left, band)
-        batch, tokens, heads, _ = self.shape
-        examples = batch * heads  # of one channel each
-        with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            factors = self._factors_by_head(left, band)
-            strip = semiseparable_strip([factors], examples, tokens, range(tokens), min(band))
-        return strip.whole(tokens).view(batch, heads, tokens, tokens)
-
-    def _factors_by_head(self, left: Tensor, band: Band) -> BandFactors:
-        """Decays, row and column factors of all channels for the tree, (B H, L, N) each."""
-        b, c = (vectors_of_heads(x, self.shape.heads).transpose(1, 2) for x in (self.b, self.c))
-        dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
+    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+        """By the tree, each channel as an example."""
+        heads, until = self.shape.heads, slice(rows.stop)
+        b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
+        dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
         keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
-        factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in _lags(band)]
-        decay = (dt * (BINARY * self.a[:, None])).exp2_()
-        u = left.expand(self.shape).transpose(1, 2) * c
-        return decay.flatten(0, 1), u.flatten(0, 1), [(x * keys).flatten(0, 1) for x in factors]
+        factors = (band.get(lag, none).expand(self.shape)[:, until] for lag in _lags(band))
+        columns = [(x.transpose(1, 2) * keys).flatten(0, 1) for x in factors]  # (B H, L, N)
+        decay = (dt * (BINARY * self.a[:, None])).exp2_().flatten(0, 1)
+        u = (left.expand(self.shape)[:, until].transpose(1, 2) * c)[:, :, rows.start :]
+        examples, tokens = len(decay), self.shape.tokens
+        blocks = [(decay, u.flatten(0, 1), columns)]
+        strip = semiseparable_strip(blocks, examples, tokens, rows, min(band))
+        return strip._replace(entries=torch.unflatten(strip.entries, 0, (-1, heads)))
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
         heads, states = self.a.shape

@@ -23,7 +23,6 @@ from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import at_a_time, evenly, parts
-from ..kernels.rows import sum_strips
 from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
@@ -189,9 +188,9 @@ class VectorDecayHeads(ChunkedHeads):
         column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
-            return states.strip(row, column, rows).whole(rows.stop)
+            return states.entries(row, {0: column}, rows).whole(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
         late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
-        shares = late.strip(row, column, rows), own.strip(left[..., None], right[..., None], rows)
-        return sum_strips(shares, rows).whole(rows.stop)
+        found = late.entries(row, {0: column}, rows)
+        return own.added_to(found, left[..., None], {0: right[..., None]}).whole(rows.stop)
