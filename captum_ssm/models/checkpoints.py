@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .._files import read_safetensors
 from ..errors import CaptumSSMError, CheckpointError
 
 Weights = Mapping[str, Tensor]
+Model = TypeVar("Model", bound=nn.Module)
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
 #: made one by one, so that these numbers cost time and memory before any weight is looked at.
@@ -123,6 +124,45 @@ def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str
     }
 
 
+def filled(
+    path: str | Path, kind: str, make: Callable[[], Model], weights: dict[str, Tensor]
+) -> Model:
+    """Return a model in evaluation mode with weights that fit it.
+
+    Args:
+        path: the file of the weights, for errors.
+        kind: the model with its article, for errors.
+        make: makes the model, of sizes that it infers from the weights.
+        weights: the weights by name; tied ones that are not stored are added.
+
+    Raises:
+        CheckpointError: when the weights do not fit; it names the keys.
+    """
+    try:
+        with torch.device("meta"):  # the weights come from the file
+            model = make()
+        for name, stored in tied_names(model, weights).items():
+            weights[name] = weights[stored]
+        check_fit(model.state_dict(), weights)
+        _check_tied(model, weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} does not fit {kind}: {error}") from None
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval()
+
+
+def _check_tied(model: nn.Module, weights: Weights) -> None:
+    """Raise if the file has two different weights for one shared parameter."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        one = first.setdefault(id(parameter), name)
+        if one != name and not torch.equal(weights[one], weights[name]):
+            raise CheckpointError(
+                f"{one!r} and {name!r} are different, but the model shares them; models that do "
+                "not are not served."
+            )
+
+
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise, naming the keys, unless both hold the same names and shapes."""
     complaints = [
@@ -149,6 +189,12 @@ def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
     if len(shape) != dims:
         raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
     return shape
+
+
+def layers_of(weights: Weights, prefix: str) -> int:
+    """Return the number of layers, by the greatest number behind a prefix of the names."""
+    numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
+    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
 
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:

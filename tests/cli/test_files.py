@@ -9,7 +9,6 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from captum_ssm._files import filling, make_folder, replacing, write_whole
 from captum_ssm.attr import Comparison
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
-from captum_ssm.models import VisionMamba, folders
 
 
 def test_the_file_is_what_it_was(tmp_path: Path) -> None:
@@ -74,16 +72,10 @@ def explained(path: Path, examples: int) -> None:
         main(["--debug", "explain", "recall-mamba", *given, "--out", str(path), "--force"])
 
 
-def plain_model(folder: Path, examples: int) -> None:
-    settings: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6}
-    folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
-
-
 #: What is written into a folder, of so many examples.
 WRITERS: dict[str, Callable[[Path, int], object]] = {
     "json": lambda folder, n: Comparison({"0": torch.zeros(n, 99)}).save(folder / "found.json"),
     "explain": lambda folder, n: explained(folder / "found.json", n),
-    "model": plain_model,
     "report": lambda folder, n: report(
         mamba_lm(), token_ids(n, 5), [ImplicitAttentionRollout], matrices=False,
         target=(-1, 3), path=folder / "page.html",
@@ -91,7 +83,7 @@ WRITERS: dict[str, Callable[[Path, int], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_but(("json", "model"), WRITERS))
+@pytest.mark.parametrize("kind", slow_but(("json",), WRITERS))
 def test_a_full_disk(tmp_path: Path, kind: str) -> None:
     write, folder = WRITERS[kind], tmp_path / "results"
     folder.mkdir()
@@ -107,10 +99,3 @@ def test_a_full_disk(tmp_path: Path, kind: str) -> None:
     with pytest.raises(WriteError, match=r"file could not be written: .*name another place"):
         write(tmp_path / "file", 1)
     assert (tmp_path / "file").read_text() == "first"
-
-
-@pytest.mark.parametrize("room", [ROOM, 2000])
-def test_a_full_disk_under_weights_of_transformers(tmp_path: Path, room: int) -> None:
-    """The first file does not fit, or its weights, which a library of Rust writes."""
-    with full_disk(room), pytest.raises(WriteError, match=f"{tmp_path} could not .*too large"):
-        folders.save_of_transformers(mamba_lm(), tmp_path)

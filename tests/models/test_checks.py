@@ -16,6 +16,7 @@ pytest.importorskip("safetensors")
 
 from helpers.hostile_weights import BROKEN
 from helpers.little_memory import at_most
+from safetensors.torch import save_file
 
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, folders, load_bundled, load_vim
@@ -112,7 +113,9 @@ def test_files_that_are_no_json_or_missing(folder: Path) -> None:
 ])  # fmt: skip
 def test_hostile_vision_mamba(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     own = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6, "num_classes": 2}
-    folders.save_plain(VisionMamba(**own), own | {"id2label": {0: "a", 1: "b"}}, tmp_path)
+    save_file(VisionMamba(**own).state_dict(), tmp_path / folders.WEIGHTS)
+    named = {"architectures": ["VisionMamba"], "id2label": {0: "a", 1: "b"}}
+    (tmp_path / folders.CONFIG).write_text(json.dumps(own | named))
     assert folders.load_folder(tmp_path)[1] == ("a", "b")
     change(tmp_path, **settings)
     with pytest.raises((CheckpointError, OptionError), match=message):

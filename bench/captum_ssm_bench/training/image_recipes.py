@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.models.folders import save_of_transformers, save_plain
-from captum_ssm.models.small import model_of
+from captum_ssm.models.folders import model_of
 from captum_ssm.models.vim import VisionMamba
 from captum_ssm.models.vmamba import VMamba
 
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
+from .saving import save_of_transformers, save_plain
 
 #: Scenes that a line of progress is measured on, and that a trained model is.
 _HELD_OUT, _MEASURED = 256, 1024

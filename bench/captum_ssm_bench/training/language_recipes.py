@@ -11,8 +11,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.models.folders import VOCABULARY, save_of_transformers
-from captum_ssm.models.small import ModelSize, new_model
+from captum_ssm.models.folders import VOCABULARY
 
 from ..tasks.answers import Accuracy, answer_accuracy
 from ..tasks.chains import CHAINS
@@ -23,6 +22,8 @@ from ..tasks.recall_task import RecallTask
 from ..tasks.retrieval import FREQUENT_WORD, ONE_PASSKEY, TWO_PASSKEYS
 from ..tasks.translation import NUMBER_WORDS
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
+from .saving import save_of_transformers
+from .small import ModelSize, new_model
 
 #: Texts that a line of progress is measured on.
 _HELD_OUT = 256

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.models.folders import VOCABULARY, save_of_transformers
+from captum_ssm.models.folders import VOCABULARY, model_of
 from captum_ssm.models.sentences import TextReader, class_vocabulary
-from captum_ssm.models.small import ModelSize, model_of, new_model
 from captum_ssm.models.vocabulary import UNKNOWN, WordVocabulary
 
 from ..valence import SOURCES, RatedText, load_valence
 from .recipe import Recipe, Round, Scores
+from .saving import save_of_transformers
+from .small import ModelSize, new_model
 
 #: By architecture, the class of transformers.
 CLASSES = {

@@ -20,7 +20,6 @@ pytest.importorskip("skimage")
 
 from captum_ssm.errors import OptionError
 from captum_ssm.inside.dictionary import SparseAutoencoder
-from captum_ssm.models.small import ModelSize
 from captum_ssm_bench import load_bundled
 from captum_ssm_bench.cli import main
 from captum_ssm_bench.tasks import CopyingTask, SceneTask, answer_accuracy
@@ -33,6 +32,7 @@ from captum_ssm_bench.training.image_recipes import (
 from captum_ssm_bench.training.language_recipes import LanguageRecipe
 from captum_ssm_bench.training.loop import recipe_of, train, train_model
 from captum_ssm_bench.training.recipe import Recipe
+from captum_ssm_bench.training.small import ModelSize
 from captum_ssm_bench.training.text_recipes import (
     ClassifierSize,
     RatedTexts,

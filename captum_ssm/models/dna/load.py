@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...errors import CheckpointError
-from ..checkpoints import check_fit, read_checkpoint, shape_of, tied_names
+from ..checkpoints import filled, layers_of, read_checkpoint, shape_of
 from .caduceus import Caduceus
 from .hyena import HyenaDNA
 from .striped_hyena import LONG, StripedHyena
@@ -48,9 +46,9 @@ def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
         True
     """
     weights = _under("caduceus.", read_checkpoint(Path(path)))
-    model = _filled(path, weights, Caduceus, lambda: {**_sizes_of_caduceus(weights), **options})
-    assert isinstance(model, Caduceus)
-    return model
+    return filled(
+        path, "a Caduceus", lambda: Caduceus(**(_sizes_of_caduceus(weights) | options)), weights
+    )
 
 
 def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
@@ -83,9 +81,9 @@ def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
     """
     weights = {_plain_hyena(key): w for key, w in read_checkpoint(Path(path)).items()}
     weights = _under("hyena.", weights)
-    model = _filled(path, weights, HyenaDNA, lambda: {**_sizes_of_hyenadna(weights), **options})
-    assert isinstance(model, HyenaDNA)
-    return model
+    return filled(
+        path, "a HyenaDNA", lambda: HyenaDNA(**(_sizes_of_hyenadna(weights) | options)), weights
+    )
 
 
 def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
@@ -118,42 +116,12 @@ def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
         True
     """
     weights = read_checkpoint(Path(path))
-    model = _filled(path, weights, StripedHyena, lambda: {**_sizes_of_striped(weights), **options})
-    assert isinstance(model, StripedHyena)
-    return model
-
-
-def _filled(
-    path: str | Path,
-    weights: Weights,
-    model_class: Callable[..., nn.Module],
-    sizes: Callable[[], Mapping[str, Any]],
-) -> nn.Module:
-    """Return a model with the weights, after checking that they fit."""
-    try:
-        with torch.device("meta"):  # the weights come from the file
-            model = model_class(**sizes())
-        for name, stored in tied_names(model, weights).items():
-            weights[name] = weights[stored]
-        check_fit(model.state_dict(), weights)
-        _check_tied(model, weights)
-    except CheckpointError as error:
-        name = getattr(model_class, "__name__", "model")
-        raise CheckpointError(f"{path} does not fit a {name}: {error}") from None
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
-
-
-def _check_tied(model: nn.Module, weights: Weights) -> None:
-    """Raise if the file has two different weights for one shared parameter."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        one = first.setdefault(id(parameter), name)
-        if not torch.equal(weights[one], weights[name]):
-            raise CheckpointError(
-                f"{one!r} and {name!r} are different, but the model shares them; models that do "
-                "not are not served."
-            )
+    return filled(
+        path,
+        "a StripedHyena",
+        lambda: StripedHyena(**(_sizes_of_striped(weights) | options)),
+        weights,
+    )
 
 
 def _under(prefix: str, weights: Weights) -> Weights:
@@ -180,7 +148,7 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
     inner, state = shape_of(weights, f"{mixer}A_log", 2)
     sizes: dict[str, Any] = {
         "d_model": width,
-        "n_layer": _layers(weights, "caduceus.backbone.layers."),
+        "n_layer": layers_of(weights, "caduceus.backbone.layers."),
         "vocab_size": vocab,
         "rcps": rcps,
         "num_classes": _classes(weights),
@@ -213,7 +181,7 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
     _, l_max, features = shape_of(weights, f"{filters}pos_emb.z", 3)
     return {
         "d_model": width,
-        "n_layer": _layers(weights, "hyena.backbone.layers."),
+        "n_layer": layers_of(weights, "hyena.backbone.layers."),
         "d_inner": shape_of(weights, f"{first}mlp.fc1.weight", 2)[0],
         "vocab_size": vocab,
         "l_max": l_max,
@@ -239,7 +207,7 @@ def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
         "mr_groups": 1,
     }
     layout = []
-    for i in range(_layers(weights, "blocks.")):
+    for i in range(layers_of(weights, "blocks.")):
         stem = f"blocks.{i}."
         if f"{stem}inner_mha_cls.Wqkv.weight" in weights:
             layout.append("attention")
@@ -257,12 +225,6 @@ def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
             sizes["state_size"] = shape_of(weights, f"{stem}filter.residues", 2)[1]
         layout.append(kind)
     return {"layout": layout, **sizes}
-
-
-def _layers(weights: Weights, prefix: str) -> int:
-    """Return the number of layers, by the greatest number among the names."""
-    numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
-    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
 
 def _classes(weights: Weights) -> int | None:

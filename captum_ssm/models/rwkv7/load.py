@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoints import check_fit, read_checkpoint
+from ..checkpoints import filled, read_checkpoint, shape_of
 from .model import RWKV7
 
 #: Weights of the first block in later checkpoints, which are not used.
@@ -46,26 +46,17 @@ def load_rwkv7(path: str | Path) -> RWKV7:
     """
     found = read_checkpoint(Path(path))
     weights = {key: weight for key, weight in found.items() if key not in _UNUSED}
-    try:
-        with torch.device("meta"):  # the weights come from the file
-            model = RWKV7(**_sizes(weights))
-        check_fit(model.state_dict(), weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} does not fit an RWKV-7: {error}") from None
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
+    return filled(path, "an RWKV-7", lambda: RWKV7(**_sizes(weights)), weights)
 
 
 def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the arguments of RWKV7."""
 
     def shape(key: str) -> torch.Size:
-        if key not in weights:
-            raise CheckpointError(f"its weights lack {key!r}.")
-        if weights[key].dim() != 2 or not weights[key].numel():
-            size = tuple(weights[key].shape)
-            raise CheckpointError(f"{key!r} has shape {size}, not two dimensions.")
-        return weights[key].shape
+        found = shape_of(weights, key, 2)
+        if 0 in found:
+            raise CheckpointError(f"{key!r} has shape {tuple(found)}, which holds no numbers.")
+        return found
 
     # blocks are counted, so that a number that is not reached makes none
     blocks = {key.split(".")[1] for key in weights if key.startswith("blocks.")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import OptionError
@@ -49,10 +50,15 @@ def vim_small(**options: Any) -> VisionMamba:
     return VisionMamba(**({"embed_dim": 384} | options))
 
 
-def vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
-    pretrained: bool = False, **options: Any
-) -> VisionMamba:
-    """Vim-Ti by its published name and keywords.
+def _published(make: Callable[..., VisionMamba], name: str) -> Callable[..., VisionMamba]:
+    """Return a builder that takes the keywords of the published code, under its published name."""
+
+    def published(pretrained: bool = False, **options: Any) -> VisionMamba:
+        return make(**_from_published(pretrained, options))
+
+    variant = "patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
+    published.__name__ = published.__qualname__ = f"{make.__name__}_{variant}"
+    published.__doc__ = f"""{name} by its published name and keywords.
 
     Args:
         pretrained: must be False, since nothing is downloaded. Default: False.
@@ -66,39 +72,21 @@ def vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_
         OptionError: when ``pretrained`` is true.
 
     Example:
-        >>> from captum_ssm.models.vim import (
-        ...     vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2
-        ...     as published)
+        >>> from captum_ssm.models.vim import {published.__name__} as published
         >>> published(depth=1, use_middle_cls_token=False).cls_positions(patches=196)
         [0]
-    """
-    return vim_tiny(**_from_published(pretrained, options))
-
-
-def vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
-    pretrained: bool = False, **options: Any
-) -> VisionMamba:
-    """Vim-S by its published name and keywords.
-
-    Args:
-        pretrained: must be False, since nothing is downloaded. Default: False.
-        **options: keywords of the published model, such as ``if_cls_token`` and
-            ``use_middle_cls_token``, or of :class:`~captum_ssm.models.vim.VisionMamba`.
-
-    Returns:
-        The model, with random weights.
-
-    Raises:
-        OptionError: when ``pretrained`` is true.
-
-    Example:
-        >>> from captum_ssm.models.vim import (
-        ...     vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2
-        ...     as published)
         >>> published(depth=1, use_double_cls_token=True).cls_positions(patches=196)
         [0, 197]
     """
-    return vim_small(**_from_published(pretrained, options))
+    return published
+
+
+vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2 = _published(
+    vim_tiny, "Vim-Ti"
+)
+vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2 = _published(
+    vim_small, "Vim-S"
+)
 
 
 def register_with_timm() -> list[str]:

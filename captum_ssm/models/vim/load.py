@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
+from ..checkpoints import Weights, filled, layers_of, read_checkpoint, shape_of
 from .model import VisionMamba
 
 #: Image side of the released models.
@@ -51,14 +51,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
         True
     """
     weights = read_checkpoint(Path(path))
-    try:
-        with torch.device("meta"):  # the weights come from the file
-            model = VisionMamba(**_sizes(weights, options))
-        check_fit(model.state_dict(), weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} does not fit a Vision Mamba: {error}") from None
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
+    return filled(path, "a Vision Mamba", lambda: VisionMamba(**_sizes(weights, options)), weights)
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +66,11 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
         "embed_dim": embed_dim,
         "channels": channels,
         "patch_size": patch,
-        "d_inner": usual_shape(weights, "in_proj.weight", 2)[0] // 2,
-        "d_state": usual_shape(weights, "A_log", 2)[1],
-        "d_conv": usual_shape(weights, "conv1d.weight", 3)[2],
-        "dt_rank": usual_shape(weights, "dt_proj.weight", 2)[1],
-        "depth": depth_of(weights),
+        "d_inner": _usual_shape(weights, "in_proj.weight", 2)[0] // 2,
+        "d_state": _usual_shape(weights, "A_log", 2)[1],
+        "d_conv": _usual_shape(weights, "conv1d.weight", 3)[2],
+        "dt_rank": _usual_shape(weights, "dt_proj.weight", 2)[1],
+        "depth": layers_of(weights, "layers."),
         "num_classes": shape_of(weights, "head.weight", 2)[0] if anywhere("head.") else 0,
         "cls_token": "double" if "cls_token_head" in weights else "middle",
         "pos_embed": True,
@@ -112,13 +105,7 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
     return {"img_size": (side - 1) * strides[0] + patch, "stride": strides[0]}
 
 
-def depth_of(weights: Weights) -> int:
-    """Return the number of blocks."""
-    numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
-    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
-
-
-def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
+def _usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
     """Return the shape that most layers have, so only odd ones are refused."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:

@@ -119,33 +119,49 @@ class VimMixer(nn.Module):
 
     def _scan(self, parts: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
         """Return SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
-        u = parts[0]
-        precise = torch.promote_types(u.dtype, torch.float32)
-        scan = scan_function(u.is_cuda and precise == torch.float32)
-        # the kernel computes in float32 inside, and takes token-dependent factors as they are
-        dtype = precise if scan is selective_scan else u.dtype
-        skip, dt_bias = getattr(self, f"D{suffix}"), self._modules_of(suffix)[2].bias
-        with full_precision(u.device):
-            u, dt, b, c, z = (part.to(dtype) for part in parts)
-            a = -torch.exp(getattr(self, a_log).to(precise))
-            y: Tensor = scan(
-                u,
-                dt,
-                a,
-                b,
-                c,
-                skip.to(precise),
-                z=z,
-                delta_bias=dt_bias.to(precise),
-                delta_softplus=True,
-            )
-        return y
+        u, dt, b, c, z = parts
+        rates, skip = getattr(self, a_log), getattr(self, f"D{suffix}")
+        return scan(u, dt, rates, b, c, skip, self._modules_of(suffix)[2].bias, z)
 
     def _modules_of(self, suffix: str) -> tuple[Any, Any, Any]:
         conv, x_proj, dt_proj = (
             getattr(self, name + suffix) for name in ("conv1d", "x_proj", "dt_proj")
         )
         return conv, x_proj, dt_proj
+
+
+def scan(
+    u: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    bias: Tensor,
+    z: Tensor | None = None,
+) -> Tensor:
+    """Return SiLU(z) (scan(u) + D u) in float32 at least, (B, D, L).
+
+    Args:
+        u: values (B, D, L).
+        dt: steps before bias and softplus (B, D, L).
+        a_log: logarithms of the rates (D, N).
+        b, c: (B, N, L).
+        skip: D, (D,).
+        bias: of the steps (D,).
+        z: the gate's input (B, D, L). Default: None, no gate.
+    """  # fmt: skip
+    precise = torch.promote_types(u.dtype, torch.float32)
+    function = scan_function(u.is_cuda and precise == torch.float32)
+    # the kernel computes in float32 inside, and takes token-dependent factors as they are
+    dtype = precise if function is selective_scan else u.dtype
+    with full_precision(u.device):
+        u, dt, b, c = (x.to(dtype) for x in (u, dt, b, c))
+        a, z = -torch.exp(a_log.to(precise)), None if z is None else z.to(dtype)
+        y: Tensor = function(
+            u, dt, a, b, c, skip.to(precise), z=z, delta_bias=bias.to(precise), delta_softplus=True
+        )
+    return y
 
 
 @cache

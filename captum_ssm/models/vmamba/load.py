@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_checkpoint, shape_of
+from ..checkpoints import Weights, filled, read_checkpoint, shape_of
 from .mixer import form_of
 from .model import VMamba
 
@@ -58,17 +58,10 @@ def load_vmamba(path: str | Path, **options: Any) -> VMamba:
         True
     """
     weights = _renamed(read_checkpoint(Path(path)))
-    try:
-        with torch.device("meta"):  # the weights come from the file
-            model = VMamba(**_sizes(weights, options))
-        check_fit(model.state_dict(), weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} does not fit a VMamba: {error}") from None
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
+    return filled(path, "a VMamba", lambda: VMamba(**_sizes(weights, options)), weights)
 
 
-def _renamed(weights: Weights) -> Weights:
+def _renamed(weights: Weights) -> dict[str, Tensor]:
     found = {}
     for key, weight in weights.items():
         for pattern, new in _RENAMED:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...operators.kernels.arithmetic import full_precision
-from ...operators.kernels.scan_backward import selective_scan
-from ..vim.mixer import scan_function, step_projection
+from ..vim.mixer import scan, step_projection
 
 #: Number of scans, each with its own weights.
 SCANS = 4
@@ -167,32 +165,17 @@ class SS2D(nn.Module):
 
     def _scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the sum of the scans of u (B, L, D), in float32 at least."""
-        precise = torch.promote_types(u.dtype, torch.float32)
-        scan = scan_function(u.is_cuda and precise == torch.float32)
-        rates = (-torch.exp(self.A_logs.to(precise))).chunk(SCANS)
-        skips = self.Ds.to(precise).chunk(SCANS)
-        total = torch.zeros_like(u, dtype=precise)
+        total = torch.zeros_like(u, dtype=torch.promote_types(u.dtype, torch.float32))
+        rates, skips = self.A_logs.chunk(SCANS), self.Ds.chunk(SCANS)
+        rank, state = self.dt_projs_weight.shape[2], self.A_logs.shape[1]
         for k, order in enumerate(self.scan_orders(size, u.device)):
             read = u.index_select(1, order)
-            rank, state = self.dt_projs_weight.shape[2], rates[k].shape[1]
             selected = F.linear(read, self.x_proj_weight[k])
             t, b, c = torch.split(selected, [rank, state, state], -1)
             dt = F.linear(t, self.dt_projs_weight[k])
-            dtype = precise if scan is selective_scan else u.dtype
-            with full_precision(u.device):
-                parts: Any = (x.mT.to(dtype).contiguous() for x in (read, dt, b, c))
-                values, dt, b, c = parts
-                y = scan(
-                    values,
-                    dt,
-                    rates[k],
-                    b,
-                    c,
-                    skips[k],
-                    delta_bias=self.dt_projs_bias[k].to(precise),
-                    delta_softplus=True,
-                )
-                total = total.index_add(1, order, y.mT.to(precise))
+            values, dt, b, c = (x.mT.contiguous() for x in (read, dt, b, c))
+            y = scan(values, dt, rates[k], b, c, skips[k], self.dt_projs_bias[k])
+            total = total.index_add(1, order, y.mT.to(total.dtype))
         return total
 
 

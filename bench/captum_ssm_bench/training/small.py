@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OptionError
-from .vocabulary import WordVocabulary
+from captum_ssm.errors import OptionError
+from captum_ssm.models.folders import model_of
+from captum_ssm.models.vocabulary import WordVocabulary
 
 #: By architecture, the class of transformers.
 MODELS = {
@@ -52,17 +53,6 @@ class ModelSize:
             raise OptionError(
                 f"architecture={self.architecture!r} is not known. Use one of {tuple(MODELS)}."
             )
-
-
-def model_of(class_name: str, settings: dict[str, Any]) -> Any:
-    """Return a new model of a named class of transformers.
-
-    Other packages replace the models of transformers' Auto classes.
-    """
-    import transformers
-
-    model_class = getattr(transformers, class_name)
-    return model_class(model_class.config_class.from_dict(settings))
 
 
 def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int = 0) -> nn.Module:

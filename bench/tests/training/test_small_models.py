@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 from captum_ssm.errors import OptionError
 from captum_ssm.models import WordVocabulary
-from captum_ssm.models.small import ModelSize, new_model
 from captum_ssm.tracing import find_mixers, repaired_scans
+from captum_ssm_bench.training.small import ModelSize, new_model
 
 VOCABULARY = WordVocabulary(["<pad>", "a", "b", "c", "d", "e", "="])
 
