@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._files import read_safetensors
-from ..errors import CaptumSSMError, CheckpointError
+from ..errors import CaptumSSMError, CheckpointError, OptionError
 
 Weights = Mapping[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
@@ -195,6 +195,13 @@ def layers_of(weights: Weights, prefix: str) -> int:
     """Return the number of layers, by the greatest number behind a prefix of the names."""
     numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise OptionError unless all sizes of a model are 1 or more."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise OptionError(f"{name}={size}: use 1 or more.")
 
 
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:

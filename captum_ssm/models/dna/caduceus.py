@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import InputError, OptionError
+from ...errors import OptionError
 from ..vim import VimMixer
+from .common import SMALL, Backbone, DNAModel, on_both
 
 #: By id, the token on the other strand: of A, C, G, T and N, which the tokenizers of
 #: Caduceus and HyenaDNA number 7 to 11, the complement; of all other tokens themselves.
@@ -20,8 +21,6 @@ COMPLEMENTS = (0, 1, 2, 3, 4, 5, 6, 10, 9, 8, 7, 11, 12, 13, 14, 15)
 #: A classifier's pooling of the tokens.
 Pool = Literal["mean", "max", "first", "last"]
 POOLS = ("mean", "max", "first", "last")
-
-_SMALL = 0.02  # standard deviation of embeddings and head before training
 
 
 class BiMamba(nn.Module):
@@ -101,7 +100,7 @@ class StrandsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm each half of the channels by itself, (B, L, 2 E) to (B, L, 2 E)."""
-        return _on_both(self.submodule, x)
+        return on_both(self.submodule, x)
 
 
 class StrandsEmbedding(nn.Module):
@@ -194,70 +193,8 @@ class CaduceusBlock(nn.Module):
             out: Tensor = x + self.mixer(self.norm(x))
             return out
         x = torch.cat([*reversed(x.chunk(2, -1))], -1)
-        out = x + self.mixer(_on_both(self.norm, x))
+        out = x + self.mixer(on_both(self.norm, x))
         return out
-
-
-class CaduceusEmbeddings(nn.Module):
-    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments."""
-
-    def __init__(self, word_embeddings: nn.Module) -> None:
-        super().__init__()
-        self.word_embeddings = word_embeddings
-
-
-class CaduceusBackbone(nn.Module):
-    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments."""
-
-    def __init__(
-        self, embeddings: nn.Module, layers: list[nn.Module], norm_f: nn.Module, by_strand: bool
-    ) -> None:
-        super().__init__()
-        self.embeddings = CaduceusEmbeddings(embeddings)
-        self.layers = nn.ModuleList(layers)
-        self.norm_f = norm_f
-        self.by_strand = by_strand
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the head's input from embeddings, (B, L, E) or (B, L, 2 E)."""
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = _on_both(self.norm_f, x) if self.by_strand else self.norm_f(x)
-        return out
-
-
-class DNAModel(nn.Module):
-    """Base of the models of DNA: they read tokens or their embeddings."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the layer that embeds the tokens."""
-        raise NotImplementedError
-
-    def forward(
-        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """Return logits of tokens.
-
-        Args:
-            input_ids: (B, L). Default: None, if embeddings are given.
-            inputs_embeds: output of :meth:`get_input_embeddings` for tokens, (B, L, ...). Default:
-                None.
-
-        Returns:
-            (B, L, V), or (B, classes) from a classifier.
-
-        Raises:
-            InputError: unless exactly one of the two is given.
-        """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise InputError("Give either input_ids or inputs_embeds, not both and not neither.")
-        embedded = (
-            self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        )
-        return self._logits(embedded)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Caduceus(DNAModel):
@@ -310,18 +247,13 @@ class Caduceus(DNAModel):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        if pool not in POOLS:
-            raise OptionError(f"pool={pool!r} is not known. Use one of {POOLS}.")
-        for name, size in (("d_model", d_model), ("n_layer", n_layer), ("vocab_size", vocab_size)):
-            if size < 1:
-                raise OptionError(f"{name}={size}: use 1 or more.")
+        self._check(POOLS, pool, d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
         if rcps and len(complements) != vocab_size:
             raise OptionError(
                 f"complements names {len(complements)} tokens, but vocab_size={vocab_size}. Give "
                 "the token on the other strand for each id."
             )
         self.rcps = rcps
-        self.pool = pool
 
         def norm() -> nn.Module:
             return (nn.RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon)
@@ -340,13 +272,14 @@ class Caduceus(DNAModel):
         if rcps:
             embeddings = StrandsEmbedding(vocab_size, d_model, complements)
         layers = [block() for _ in range(n_layer)]
-        backbone = CaduceusBackbone(embeddings, layers, both(norm()), by_strand=rcps and fused)
+        last = {"norm_f": both(norm())}
+        backbone = Backbone(embeddings, layers, last, by_strand=rcps and fused)
         self.caduceus: Any = nn.ModuleDict({"backbone": backbone})
         table = embeddings.embedding if rcps else embeddings
-        nn.init.normal_(table.weight, std=_SMALL)
+        nn.init.normal_(table.weight, std=SMALL)
         if num_classes is not None:
             self.score = nn.Linear(d_model, num_classes, bias=False)
-            nn.init.normal_(self.score.weight, std=_SMALL)
+            nn.init.normal_(self.score.weight, std=SMALL)
         elif rcps:
             self.lm_head: Any = StrandsHead(d_model, vocab_size, complements)
             self.lm_head.lm_head.weight = table.weight
@@ -356,7 +289,7 @@ class Caduceus(DNAModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that embeds the tokens."""
-        found: nn.Module = self.caduceus["backbone"].embeddings.word_embeddings
+        found: nn.Module = self.caduceus["backbone"].embeddings["word_embeddings"]
         return found
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -371,17 +304,3 @@ class Caduceus(DNAModel):
         both = self._pooled(one) + self._pooled(other.flip(1, 2))
         logits = self.score(both) / 2
         return logits
-
-    def _pooled(self, x: Tensor) -> Tensor:
-        """Pool (B, L, E) to (B, E)."""
-        if self.pool == "mean":
-            return x.mean(1)
-        if self.pool == "max":
-            return x.amax(1)
-        return x[:, 0 if self.pool == "first" else -1]
-
-
-def _on_both(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply a module to each half of the channels, the second as its reverse complement."""
-    one, other = x.chunk(2, -1)
-    return torch.cat([module(one), module(other.flip(1, 2)).flip(1, 2)], -1)

@@ -9,11 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import InputError, OptionError
-from .caduceus import DNAModel
-
-#: Standard deviation of weights before training.
-_SMALL = 0.02
+from ...errors import InputError
+from .common import SMALL, Backbone, DNAModel
 
 #: The window of the released models' filters: it falls to this share of its height ...
 _FALLS_TO = 1e-2
@@ -25,15 +22,8 @@ _FLOOR = 0.05
 _LOWEST = 1e-4
 
 
-class Sine(nn.Module):
-    """sin(freq x), with a frequency for each channel.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.models.dna.hyena import Sine
-        >>> Sine(2, freq=0.0)(torch.ones(2)).tolist()
-        [[0.0, 0.0]]
-    """
+class _Sine(nn.Module):
+    """sin(freq x), with a frequency for each channel."""
 
     def __init__(self, width: int, freq: float) -> None:
         super().__init__()
@@ -44,14 +34,8 @@ class Sine(nn.Module):
         return torch.sin(self.freq * x)
 
 
-class Positions(nn.Module):
-    """Features of the positions: time from 0 to 1, and waves of rising frequency.
-
-    Example:
-        >>> from captum_ssm.models.dna.hyena import Positions
-        >>> tuple(Positions(5, l_max=10).z.shape)
-        (1, 10, 5)
-    """
+class _Positions(nn.Module):
+    """Features of the positions: time from 0 to 1, and waves of rising frequency."""
 
     t: Tensor
 
@@ -65,15 +49,8 @@ class Positions(nn.Module):
         self.register_buffer("t", t)
 
 
-class Window(nn.Module):
-    """A window that falls off with time, exp(-t |delta|) + floor, faster from channel to channel.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.models.dna.hyena import Window
-        >>> Window(3)(torch.zeros(1, 1, 1)).flatten()  # at the first base nothing has faded
-        tensor([1.0500, 1.0500, 1.0500])
-    """
+class _Window(nn.Module):
+    """A window that falls with time, exp(-t |delta|) + floor, faster from channel to channel."""
 
     deltas: Tensor
 
@@ -115,13 +92,13 @@ class HyenaFilter(nn.Module):
     ) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(width))
-        self.pos_emb = Positions(features, l_max)
-        sine = Sine(filter_order, freq)  # one for all layers
+        self.pos_emb = _Positions(features, l_max)
+        sine = _Sine(filter_order, freq)  # one for all layers
         layers: list[nn.Module] = [nn.Linear(features, filter_order), sine]
         for _ in range(inner):
             layers += [nn.Linear(filter_order, filter_order), sine]
         self.implicit_filter = nn.Sequential(*layers, nn.Linear(filter_order, width, bias=False))
-        self.modulation = Window(width)
+        self.modulation = _Window(width)
 
     def kernel(self, tokens: int) -> Tensor:
         """Return the filter (width, tokens); entry k is the weight of the token k steps back."""
@@ -232,25 +209,6 @@ class HyenaBlock(nn.Module):
         return out
 
 
-class HyenaBackbone(nn.Module):
-    """Embeddings, blocks and the last norm, by their published names."""
-
-    def __init__(
-        self, word_embeddings: nn.Module, layers: list[nn.Module], ln_f: nn.Module
-    ) -> None:
-        super().__init__()
-        self.embeddings = nn.ModuleDict({"word_embeddings": word_embeddings})
-        self.layers = nn.ModuleList(layers)
-        self.ln_f = ln_f
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the head's input, (B, L, E) to (B, L, E)."""
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.ln_f(x)
-        return out
-
-
 class HyenaDNA(DNAModel):
     """HyenaDNA, with the parameter names of the released checkpoints.
 
@@ -292,12 +250,7 @@ class HyenaDNA(DNAModel):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        if pool not in ("last", "mean"):
-            raise OptionError(f"pool={pool!r} is not known. Use 'last' or 'mean'.")
-        for name, size in (("d_model", d_model), ("n_layer", n_layer), ("l_max", l_max)):
-            if size < 1:
-                raise OptionError(f"{name}={size}: use 1 or more.")
-        self.pool = pool
+        self._check(("last", "mean"), pool, d_model=d_model, n_layer=n_layer, l_max=l_max)
         inner = 4 * d_model if d_inner is None else d_inner
 
         def block() -> nn.Module:
@@ -306,7 +259,7 @@ class HyenaDNA(DNAModel):
 
         embeddings = nn.Embedding(vocab_size, d_model)
         layers = [block() for _ in range(n_layer)]
-        backbone = HyenaBackbone(embeddings, layers, nn.LayerNorm(d_model, eps=norm_epsilon))
+        backbone = Backbone(embeddings, layers, {"ln_f": nn.LayerNorm(d_model, eps=norm_epsilon)})
         self.hyena: Any = nn.ModuleDict({"backbone": backbone})
         self._start(n_layer)
         if num_classes is None:
@@ -326,7 +279,7 @@ class HyenaDNA(DNAModel):
         if not hasattr(self, "score"):
             logits: Tensor = self.lm_head(x)
             return logits
-        logits = self.score(x[:, -1] if self.pool == "last" else x.mean(1))
+        logits = self.score(self._pooled(x))
         return logits
 
     @torch.no_grad()
@@ -336,7 +289,7 @@ class HyenaDNA(DNAModel):
             if weight.dim() < 2 or "filter" in name:
                 continue
             adds = name.endswith(("out_proj.weight", "fc2.weight"))
-            nn.init.normal_(weight, std=_SMALL / math.sqrt(2 * n_layer) if adds else _SMALL)
+            nn.init.normal_(weight, std=SMALL / math.sqrt(2 * n_layer) if adds else SMALL)
 
 
 def long_conv(x: Tensor, kernel: Tensor) -> Tensor:

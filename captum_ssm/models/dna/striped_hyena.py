@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from .caduceus import DNAModel
+from .common import DNAModel
 from .hyena import long_conv
 
 #: Mixers of a block: short explicit, medium regularized or long implicit filters,
@@ -22,15 +22,8 @@ KINDS = ("se", "mr", "li", "attention")
 LONG = 128
 
 
-class ScaleNorm(nn.Module):
-    """x / (root mean square of x + eps), times a scale.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.models.dna.striped_hyena import ScaleNorm
-        >>> ScaleNorm(2, eps=1.0)(torch.ones(1, 2)).tolist()
-        [[0.5, 0.5]]
-    """
+class _ScaleNorm(nn.Module):
+    """x / (root mean square of x + eps), times a scale."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -114,7 +107,7 @@ class HyenaCascade(nn.Module):
         return out.mT
 
 
-class Rotary(nn.Module):
+class _Rotary(nn.Module):
     """Angles of the positions, by frequency."""
 
     inv_freq: Tensor
@@ -158,7 +151,7 @@ class StripedAttention(nn.Module):
         self.heads = heads
         self.Wqkv = nn.Linear(width, 3 * width, bias=False)
         self.out_proj = nn.Linear(width, width)
-        self.rotary_emb = Rotary(width // heads, base, scaling)
+        self.rotary_emb = _Rotary(width // heads, base, scaling)
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, (B, L, H, P) each, of (B, L, 3 E)."""
@@ -173,7 +166,7 @@ class StripedAttention(nn.Module):
         return out
 
 
-class GatedMlp(nn.Module):
+class _GatedMlp(nn.Module):
     """l3(act(l1 x) l2 x)."""
 
     def __init__(self, width: int, inner: int, bends: bool) -> None:
@@ -190,12 +183,12 @@ class GatedMlp(nn.Module):
         return out
 
 
-class StripedBlock(nn.Module):
+class _StripedBlock(nn.Module):
     """x + mixer(norm(x)), and the mlp of that added to it, by the names of the published code."""
 
     def __init__(self, mixer: nn.Module, mlp: nn.Module, width: int, eps: float) -> None:
         super().__init__()
-        self.pre_norm, self.post_norm = ScaleNorm(width, eps), ScaleNorm(width, eps)
+        self.pre_norm, self.post_norm = _ScaleNorm(width, eps), _ScaleNorm(width, eps)
         self.mlp = mlp
         self.filter: nn.Module | None = None
         if isinstance(mixer, HyenaCascade):
@@ -282,12 +275,12 @@ class StripedHyena(DNAModel):
 
         self.embedding_layer = nn.Embedding(vocab_size, hidden_size)
         self.blocks = nn.ModuleList(
-            StripedBlock(
-                mixer(kind), GatedMlp(hidden_size, inner_mlp_size, i == 0), hidden_size, eps
+            _StripedBlock(
+                mixer(kind), _GatedMlp(hidden_size, inner_mlp_size, i == 0), hidden_size, eps
             )
             for i, kind in enumerate(layout)
         )
-        self.norm = ScaleNorm(hidden_size, eps)
+        self.norm = _ScaleNorm(hidden_size, eps)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that embeds the tokens."""

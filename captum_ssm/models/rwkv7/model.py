@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...errors import OptionError
 from ...mixers.rwkv7 import shifted
+from ..checkpoints import check_sizes
 from .mixer import RWKV7TimeMix
 
 
@@ -108,10 +109,7 @@ class RWKV7(nn.Module):
         **ranks: int,
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "width": width, "depth": depth, "head_size": head_size}
-        for name, size in sizes.items():
-            if size < 1:
-                raise OptionError(f"{name}={size} is too small. Use 1 or more.")
+        check_sizes(vocab_size=vocab_size, width=width, depth=depth, head_size=head_size)
         if width % head_size:
             raise OptionError(
                 f"width={width} is not a multiple of head_size={head_size}. Use one that is."

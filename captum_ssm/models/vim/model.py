@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
+from ..checkpoints import check_sizes
 from .mixer import BimambaType, VimMixer
 
 #: Place of the cls token: behind the first half of the patches, in front of them, behind
@@ -133,11 +133,12 @@ class VisionMamba(nn.Module):
         self.final_pool_type = final_pool_type
         stride = patch_size if stride is None else stride
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        _check_sizes(
-            {"stride": stride, "depth": depth, "embed_dim": embed_dim, "channels": channels},
-            patch_size,
-            min(height, width),
-        )
+        check_sizes(stride=stride, depth=depth, embed_dim=embed_dim, channels=channels)
+        if not 1 <= patch_size <= (side := min(height, width)):
+            raise OptionError(
+                f"patch_size={patch_size} does not fit images whose shorter side, by img_size, is "
+                f"{side}. Use patches of 1 to {side} pixels."
+            )
         self.grid = (height - patch_size) // stride + 1, (width - patch_size) // stride + 1
         self.patch_embed = PatchEmbed(channels, embed_dim, patch_size, stride)
 
@@ -244,15 +245,3 @@ class VisionMamba(nn.Module):
 def _normed(norm: Any, x: Tensor) -> Tensor:
     out: Tensor = norm(x.to(norm.weight.dtype))
     return out
-
-
-def _check_sizes(sizes: Mapping[str, int], patch: int, side: int) -> None:
-    """Raise unless there is a positive number of each, and a patch fits into the images."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise OptionError(f"{name}={size}: use 1 or more.")
-    if not 1 <= patch <= side:
-        raise OptionError(
-            f"patch_size={patch} does not fit images whose shorter side, by img_size, is {side}. "
-            f"Use patches of 1 to {side} pixels."
-        )
