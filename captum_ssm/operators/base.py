@@ -271,10 +271,6 @@ class Operator:
         """
         return self
 
-    def taps(self) -> dict[int, Tensor] | None:
-        """Return each lag's weights (H, P) of a convolution common to all tokens, or None."""
-        return None
-
     def after_band(self, band: Band) -> Band | None:
         """Return the band self . band, or None if this operator is not banded (a few lags).
 

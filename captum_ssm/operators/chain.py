@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from .base import Mixing, Operator
-from .combine import Composite, Sum
+from .combine import Composite
 from .diagonal import Diagonal
-from .generic import all_streams, channel_mean, channel_sums
+from .generic import all_streams, channel_mean
 from .heads import HeadCentering, HeadOperator
-from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, shift_tokens
 from .kernels.portions import Stream, at_a_time
 from .kernels.rows import Positions, Strip, clipped, sum_of_lags, sum_strips
-from .reorder import Permute, permutes_outside
+from .reorder import Permute
 
 #: Elements of one factor over all tokens (4 MiB in float32).
 _FACTOR_ELEMENTS = 2**20
@@ -118,51 +116,13 @@ class Chain(Composite):
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
         """Return the mean over channels of the product, or of its adjoint, times ``x`` (B, L).
 
-        Reorderings act on the vector, not on the channels, so that the core can be a stream.
+        Channels of a head share a matrix: one of them is mapped wherever all are alike.
         """
-        if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
-            # channels of a head share a matrix: one of them is mapped wherever all are alike
-            if _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None:
-                return self._mean_in_turn(x, transposed)
-            return _mean_at_once(self.parts, x, transposed)
-        if not any(isinstance(leaf, Permute) for leaf in self.leaves()):
-            return self._mean_in_turn(x, transposed)
-        summands = self._summands()
-        if len(summands) > 1:
-            return sum_tensors(summand._mean(x, transposed) for summand in summands)
-        outer, core, inner = permutes_outside(self.parts)
-        first, last = (outer, inner) if transposed else (inner[::-1], outer[::-1])
-        x = _reorder(first, x, transposed)
-        x = Chain(*core)._mean_in_turn(x, transposed) if core else x
-        return _reorder(last, x, transposed)
-
-    def _mean_in_turn(self, x: Tensor, transposed: bool) -> Tensor:
-        """As :meth:`_mean`, a few tokens at a time.
-
-        If a convolution acts last, it acts on sums over channels, one for each tap: one number in
-        place of all channels.  On a GPU that takes more launches than it saves work.
-        """
-        *others, last = self.parts if transposed else self.parts[::-1]
-        taps = last.taps()
-        if taps is None or not others or x.is_cuda:
+        if not any(isinstance(leaf, HeadOperator) for leaf in self.leaves()) or (
+            _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None
+        ):
             return channel_mean(self, x, transposed)
-        rest = Chain(*(others if transposed else others[::-1]))
-        weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)
-        sums = channel_sums(rest, x, transposed, weights / weights.shape[1])
-        shifts = (-lag if transposed else lag for lag in taps)
-        return sum_tensors(
-            shift_tokens(of_tap[..., None, None], shift)[..., 0, 0]
-            for shift, of_tap in zip(shifts, sums.unbind(-1), strict=True)
-        )
-
-    def _summands(self) -> list[Chain]:
-        """Return a product of one sum and diagonals as a sum of products; others as they are."""
-        others = [i for i, part in enumerate(self.parts) if not isinstance(part, Diagonal)]
-        only = self.parts[others[0]] if len(others) == 1 else None
-        if not isinstance(only, Sum):
-            return [self]
-        outer, inner = self.parts[: others[0]], self.parts[others[0] + 1 :]
-        return [Chain(*outer, summand, *inner) for summand in only.parts]
+        return _mean_at_once(self.parts, x, transposed)
 
     def offset(self) -> Tensor | None:
         total: Tensor | None = None
@@ -310,14 +270,6 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
         x = part.transpose(x) if transposed else part.apply(x)
         x = x.mean(-1, keepdim=True) if apart and i == apart[-1] else x
     return x.mean((-1, -2))
-
-
-def _reorder(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """Apply permutations to vectors (B, L), the first of the sequence first, or their adjoints."""
-    x = x[..., None, None]
-    for permute in permutes:
-        x = permute.transpose(x) if transposed else permute.apply(x)
-    return x[..., 0, 0]
 
 
 def _alike(part: Operator) -> bool:

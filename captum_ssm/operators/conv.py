@@ -123,8 +123,8 @@ class ShortConv(Operator):
         return (..., *earlier, *channels), (..., *later, *channels)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        taps = self.taps()
-        return None if taps is None or min(taps) < 0 else _Stream(self, taps, transposed)
+        taps = self.by_lag()
+        return None if self.width or min(taps) < 0 else _Stream(self, taps, transposed)
 
     def offset(self) -> Tensor | None:
         return None if self.bias is None else self.bias.expand(self.shape)
@@ -145,9 +145,6 @@ class ShortConv(Operator):
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         return Chain(self).entries(left, band, rows, by_head)
-
-    def taps(self) -> dict[int, Tensor] | None:
-        return self.by_lag() if self.width is None else None
 
     def by_lag(self) -> dict[int, Tensor]:
         """Weights by how many tokens back they read, (H, P), or in a map (L, H, P).

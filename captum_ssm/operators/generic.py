@@ -7,7 +7,7 @@ versions with them, in float64.  Shapes are as in :mod:`.base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,18 +144,6 @@ def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
     With a stream, a few tokens of all channels are mapped at a time, in the processor's cache;
     without one, all tokens are mapped at once.
     """
-    return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
-
-
-def channel_sums(operator: Operator, x: Tensor, transposed: bool, weights: Tensor) -> Tensor:
-    """As :func:`channel_mean`, but K sums over channels with weights (K, C), as (B, L, K)."""
-    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype).T)
-
-
-def _reduced(
-    operator: Operator, x: Tensor, transposed: bool, reduce: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Concatenate ``reduce`` of the outputs (B, T, H, P) for ``x`` (B, L) over all tokens."""
     batch, tokens, heads, per_head = operator.shape
     elements, most, multiple = operator.portion
     size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
@@ -163,11 +151,11 @@ def _reduced(
     stream = operator.stream(transposed, size)
     if stream is None:
         mapped = operator.transpose if transposed else operator.apply
-        return reduce(mapped(x[..., None, None].expand(operator.shape)))
+        return mapped(x[..., None, None].expand(operator.shape)).mean((-1, -2))
     found = []
     for part in parts(tokens, size, transposed):
         every_channel = x[:, part, None, None].expand(-1, -1, heads, per_head)
-        found.append(reduce(stream(every_channel, part)))
+        found.append(stream(every_channel, part).mean((-1, -2)))
     return torch.cat(found[::-1] if transposed else found, 1)
 
 

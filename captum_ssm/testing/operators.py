@@ -323,9 +323,6 @@ def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
     lags = f"with lags {[*q.band]}"
     if (band := o.after_band(q.band)) is not None:
         yield f"after_band {lags}", _of_band(o, band), lambda m, q: m.times_band(q).matrices
-    if (taps := o.taps()) is not None:
-        band = {lag: weight[None, None] for lag, weight in taps.items()}
-        yield "taps", _of_band(o, band), lambda m, q: m.matrices
 
 
 def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:

@@ -36,7 +36,7 @@ WRONG: list[tuple[Kind, str, str]] = [
     *((elementwise, name, name) for name in ("dense", "at")),
     (elementwise, "unit_rows", "rows"), (elementwise, "entries", "dense"),
     (CONV, "affine", "affine"), (CONV, "rows", "rows"), (CONV, "offset", "affine|offset"),
-    (CONV, "entries", "dense"), (CONV, "after_band", "dense"), (CONV, "taps", "stream|taps"),
+    (CONV, "entries", "dense"), (CONV, "after_band", "dense"),
     (HEADS, "backward", "backward"), (HEADS, "vjp", "vjp"), (HEADS, "entries", "dense"),
     (diagonal(), "stream", "stream"), (diagonal(), "entries", "dense"),
 ]  # fmt: skip
