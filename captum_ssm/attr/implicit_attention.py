@@ -223,7 +223,7 @@ class ImplicitAttention(ImplicitMethod):
             simplified: replace softplus by relu (eqs. 18-20). Default: False, exact (eq. 17).
 
         Returns:
-            One :class:`~captum_ssm.operators.readings.selection.Factors` per layer, states as in
+            One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, states as in
             :meth:`states`.
         """
         chosen, make = each_factor(channels, simplified, verify)

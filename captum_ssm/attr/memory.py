@@ -13,11 +13,11 @@ from ..errors import OptionError, QueryError
 from ..mixers.base import LinearMixer
 from ..operators import Operator
 from ..operators.kernels.arithmetic import underflow_flushed
-from ..operators.readings.cache import Cache
-from ..operators.readings.memory import Memory, alike, memories_of
 from ..tracing.projection import projection_of
 from .call import checks
+from .engine.cache import Cache
 from .engine.fold import verify_layer
+from .engine.memories import Memory, alike, memories_of
 from .engine.method import Explainer
 
 #: Elements of a recurrence's written vectors kept at a time (64 MiB in float32).

@@ -24,9 +24,9 @@ from ..errors import InputError, OptionError
 from ..mixers.base import Call, LinearMixer, joined_end_to_end
 from ..mixers.parts.heard import forget
 from ..operators import Chain, Diagonal, Operator, Sum
+from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import all_finite
-from ..operators.readings.coefficients import follow_mask, live_coefficients
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable

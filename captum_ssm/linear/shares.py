@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.kernels.arithmetic import full_precision
-from ..operators.readings.coefficients import (
+from ..operators.coefficients import (
     Back,
     Gradients,
     Moved,
@@ -28,6 +27,7 @@ from ..operators.readings.coefficients import (
     live_coefficients,
     vjp,
 )
+from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
+from ..operators.coefficients import live_coefficients
 from ..operators.kernels.truths import all_finite, are_noted, finite_together
-from ..operators.readings.coefficients import live_coefficients
 from .parts.token_map import TokenMap
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .base import Mixing, Operator, Shape
-from .diagonal import Diagonal
 from .kernels.bands import Band
 from .kernels.rows import Positions, Strip, by_query, sum_of_lags
 
@@ -126,41 +125,6 @@ def flip(shape: Shape, device: torch.device, component: str | None = None) -> Pe
     """Return the reordering that reverses the tokens."""
     order = torch.arange(shape.tokens - 1, -1, -1, device="cpu")
     return Permute(order, shape, component, device=device)
-
-
-def permutes_outside(
-    parts: Sequence[Operator],
-) -> tuple[list[Permute], list[Operator], list[Permute]]:
-    """Move the reorderings at either end of a product past diagonals to the very end.
-
-    Returns:
-        The outer reorderings, the factors between, and the inner reorderings.
-    """
-    outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
-    inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
-    return outer, core[::-1], inner[::-1]
-
-
-def _split_off_permutes(
-    parts: Sequence[Operator], order: Callable[[Permute], Tensor]
-) -> tuple[list[Permute], list[Operator]]:
-    """Return the reorderings among the leading diagonals, and all other parts.
-
-    Args:
-        parts: the parts, from one end of a product.
-        order: the order that diagonals take as a reordering is moved past them.
-    """
-    moved: list[Permute] = []
-    diagonals: list[Diagonal] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, Permute):
-            moved.append(part)
-            diagonals = [diagonal.reordered(order(part)) for diagonal in diagonals]
-        elif isinstance(part, Diagonal):
-            diagonals.append(part)
-        else:
-            return moved, [*diagonals, *parts[i:]]
-    return moved, [*diagonals]
 
 
 def _as_range(positions: Tensor) -> range | None:

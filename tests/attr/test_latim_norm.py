@@ -18,10 +18,9 @@ from zoo.mamba import padded_batch, randomise, transformers_model
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimNorm, trace
-from captum_ssm.attr.vectors import contributions
+from captum_ssm.attr.vectors import contributions, scan_tiles
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
-from captum_ssm.operators.readings import scan_tiles
 from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from zoo.architectures import ZOO
 from zoo.small import mamba_lm
 
 from captum_ssm import StateMemory, trace
+from captum_ssm.attr.engine.memories import memories_of
 from captum_ssm.errors import OptionError, QueryError
-from captum_ssm.operators.readings.memory import memories_of
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Linearising, Network, Step, along_all_paths, contribution, outside
 from ...operators.base import Role
+from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
 from ...operators.kernels.truths import holds
-from ...operators.readings.coefficients import ROLES
 from ..call.layout import of_given
 from .result import NamedTokens, Names
 

@@ -1,7 +1,7 @@
 """Factors of a mixer's implicit attention: matrices per state; queries, keys and histories.
 
-The computation is in :mod:`~captum_ssm.operators.readings.states` and
-:mod:`~captum_ssm.operators.readings.selection`; here the user's choices meet a layer.
+The computation is in :mod:`~captum_ssm.attr.engine.states` and
+:mod:`~captum_ssm.attr.engine.selection`; here the user's choices meet a layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...operators import Diagonal, Operator
-from ...operators.readings.selection import Factors, selection_factors
-from ...operators.readings.states import Term, products_of, state_matrices, terms_of
 from ...tracing import Layer
 from ..call import checks
 from .fold import Options
 from .method import options
 from .run import Run
+from .selection import Factors, selection_factors
+from .states import Term, products_of, state_matrices, terms_of
 
 __all__ = ["Factors", "each_factor", "each_state"]
 

@@ -25,11 +25,11 @@ from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows, at_a_time
 from ...operators.kernels.rows import at_positions
 from ...operators.kernels.truths import are_noted, looks_ahead, reached
-from ...operators.readings.scan_tiles import tiles as scan_tiles
-from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
 from ...tracing.way import AffineStep, Way, along
+from ..engine.states import products_of
+from .scan_tiles import tiles as scan_tiles
 from .scanned import scanned
 from .taps import TapPath, TapShares, paths_of, silenced
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ...operators import Diagonal, Operator, SelectiveScan, ShortConv, Sum
+from ...operators import Diagonal, Operator, Permute, SelectiveScan, ShortConv, Sum
 from ...operators.kernels.bands import Band, shift_tokens
-from ...operators.readings.scan_tiles import ScanRows
-from ...operators.reorder import permutes_outside
+from .scan_tiles import ScanRows
 from .taps import TapPath, TapShares, products
 
 
@@ -53,7 +53,9 @@ class _Turned(NamedTuple):
 
 def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
     """Take out reorderings that reverse the tokens and restore them; None if there are others."""
-    outer, core, inner = permutes_outside(parts)
+    outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
+    inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
+    core, inner = core[::-1], inner[::-1]
     orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
     if not orders:
@@ -66,6 +68,28 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
     if any(lag for lag, _ in path.shares):
         return None
     return _Turned(True, core, [(0, inner[0].apply(phi)) for _, phi in path.shares])
+
+
+def _split_off_permutes(
+    parts: Sequence[Operator], order: Callable[[Permute], Tensor]
+) -> tuple[list[Permute], list[Operator]]:
+    """Move reorderings past the leading diagonals; return them, and all other parts.
+
+    Args:
+        parts: the parts, from one end of a product.
+        order: the order that diagonals take as a reordering is moved past them.
+    """
+    moved: list[Permute] = []
+    diagonals: list[Diagonal] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, Permute):
+            moved.append(part)
+            diagonals = [diagonal.reordered(order(part)) for diagonal in diagonals]
+        elif isinstance(part, Diagonal):
+            diagonals.append(part)
+        else:
+            return moved, [*diagonals, *parts[i:]]
+    return moved, [*diagonals]
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:

@@ -11,6 +11,8 @@ from oracles import kernels as naive
 from oracles import relative_error, scan_matrices, times
 from torch import Tensor
 
+from captum_ssm.attr.engine.selection import selection_factors
+from captum_ssm.attr.engine.states import terms_of
 from captum_ssm.operators import WKV, SelectiveScan, Shape
 from captum_ssm.operators.kernels import pivot_tree
 from captum_ssm.operators.kernels.arithmetic import (
@@ -22,8 +24,6 @@ from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
-from captum_ssm.operators.readings.selection import selection_factors
-from captum_ssm.operators.readings.states import terms_of
 from captum_ssm.operators.recurrences import selective_scan
 
 # for any draw, of sums over up to 1024 tokens; typical is 3e-7

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm.attr import StateMemory
+from captum_ssm.attr.engine.memories import Memory, memories_of
 from captum_ssm.attr.memory import LayerMemory
-from captum_ssm.operators.readings.memory import Memory, memories_of
 
 from ...harness.experiment import Cell, Column, Subject
 from ...harness.records import Numbers, Rows

@@ -14,11 +14,11 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from ..base import Operator, Pull, Role
-from ..chain import Chain
-from ..combine import Composite, DirectSum, Sum
-from ..kernels.arithmetic import sum_tensors
-from ..reorder import Permute, Windowed
+from .base import Operator, Pull, Role
+from .chain import Chain
+from .combine import Composite, DirectSum, Sum
+from .kernels.arithmetic import sum_tensors
+from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
@@ -35,7 +35,7 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
     Example:
         >>> import torch
         >>> from captum_ssm.operators import Chain, Diagonal, Shape
-        >>> from captum_ssm.operators.readings.coefficients import live_coefficients
+        >>> from captum_ssm.operators.coefficients import live_coefficients
         >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
         >>> gate = Diagonal(torch.ones(1, 3, 1, 1, requires_grad=True), shape, "gate")
         >>> skip = Diagonal(torch.ones(1, 1, 1, 1), shape, "skip")

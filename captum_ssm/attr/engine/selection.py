@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Operator
-from ..conv import ShortConv
-from ..kernels.arithmetic import Map, doubled, exponential_
-from ..kernels.portions import vectors_of_heads
-from ..recurrences.scalar_decay import ScalarDecayHeads
-from ..recurrences.selective_scan import SelectiveScan
-from ..reorder import Permute
+from ...operators.base import Operator
+from ...operators.conv import ShortConv
+from ...operators.kernels.arithmetic import Map, doubled, exponential_
+from ...operators.kernels.portions import vectors_of_heads
+from ...operators.recurrences.scalar_decay import ScalarDecayHeads
+from ...operators.recurrences.selective_scan import SelectiveScan
+from ...operators.reorder import Permute
 from .states import Term
 
 

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Operator
-from ..chain import Chain
-from ..combine import DirectSum, Sum
-from ..conv import ShortConv
-from ..diagonal import Diagonal
-from ..recurrences.scalar_decay import ScalarDecayHeads
-from ..recurrences.selective_scan import SelectiveScan
-from ..recurrences.vector_decay import VectorDecayHeads
-from ..reorder import Permute
+from ...operators.base import Operator
+from ...operators.chain import Chain
+from ...operators.combine import DirectSum, Sum
+from ...operators.conv import ShortConv
+from ...operators.diagonal import Diagonal
+from ...operators.recurrences.scalar_decay import ScalarDecayHeads
+from ...operators.recurrences.selective_scan import SelectiveScan
+from ...operators.recurrences.vector_decay import VectorDecayHeads
+from ...operators.reorder import Permute
 
 #: Recurrences whose states do not mix.
 Scan = SelectiveScan | ScalarDecayHeads | VectorDecayHeads

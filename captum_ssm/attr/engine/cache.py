@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads import DenseHeads
+from ...operators.heads import DenseHeads
 
 #: Rows that are checked together.
 _ROWS = 256

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.arithmetic import BINARY, doubled, sum_tensors
-from ..kernels.portions import as_memory_allows, at_a_time, parts
-from ..recurrences.selective_scan import SelectiveScan
+from ...operators.kernels.arithmetic import BINARY, doubled, sum_tensors
+from ...operators.kernels.portions import as_memory_allows, at_a_time, parts
+from ...operators.recurrences.selective_scan import SelectiveScan
 
 #: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
 _SOURCES = 32

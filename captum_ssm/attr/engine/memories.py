@@ -18,18 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Operator
-from ..chain import Chain
-from ..combine import Composite, DirectSum
-from ..heads import DenseHeads
-from ..kernels.portions import vectors_of_heads
-from ..recurrences.delta_rule import DeltaRule
-from ..recurrences.elementwise import ElementwiseRecurrence
-from ..recurrences.feedback import FeedbackRecurrence
-from ..recurrences.scalar_decay import ScalarDecayHeads
-from ..recurrences.selective_scan import SelectiveScan
-from ..recurrences.vector_decay import VectorDecayHeads
-from ..reorder import Permute
+from ...operators.base import Operator
+from ...operators.chain import Chain
+from ...operators.combine import Composite, DirectSum
+from ...operators.heads import DenseHeads
+from ...operators.kernels.portions import vectors_of_heads
+from ...operators.recurrences.delta_rule import DeltaRule
+from ...operators.recurrences.elementwise import ElementwiseRecurrence
+from ...operators.recurrences.feedback import FeedbackRecurrence
+from ...operators.recurrences.scalar_decay import ScalarDecayHeads
+from ...operators.recurrences.selective_scan import SelectiveScan
+from ...operators.recurrences.vector_decay import VectorDecayHeads
+from ...operators.reorder import Permute
 from .cache import Cache, is_causal
 from .states import products_of
 

@@ -9,10 +9,10 @@ import torch
 from operators.kinds import KINDS, PER_CHANNEL, STATES, Case, conv, diagonal, randn
 from torch import Tensor
 
+from captum_ssm.attr.engine import cache as caches
+from captum_ssm.attr.engine.cache import Cache
+from captum_ssm.attr.engine.memories import memories_of
 from captum_ssm.operators import Chain, DenseHeads, Permute, ScalarDecayHeads, Shape, Sum
-from captum_ssm.operators.readings import cache as caches
-from captum_ssm.operators.readings.cache import Cache
-from captum_ssm.operators.readings.memory import memories_of
 
 B, L, H, P = 2, 7, 3, 2
 #: Kinds with states, and what reads these.

@@ -1,1 +1,0 @@
-"""Readings of operators: gradients of coefficients, states and their factors, tiles of rows."""
