@@ -8,7 +8,8 @@ Where states fade independently of each other, rows come from trees of pivots
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,51 @@ from ..kernels.chunk_tree import (
 )
 from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, run, run_all
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
-from ..kernels.portions import LARGE, Portion, Stream
+from ..kernels.portions import LARGE, Portion, Stream, some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class Recurrent(Operator):
+
+class Coefficients(Operator):
+    """Base of operators whose coefficients are arguments and attributes of the same name.
+
+    Those with roles have heads in their third dimension, those of :attr:`fixed` in their first.
+    """
+
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def per_head(self) -> int:
+        return self.shape.per_head
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = ((name, getattr(self, name)) for name in (*self.roles, *self.fixed))
+        return {name: x for name, x in named if x is not None}
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> Self:
+        return self._with(**coefficients)
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return self._selected(heads)
+
+    def _selected(self, heads: Sequence[int], **others: Any) -> Self:
+        """:meth:`select`, with some arguments given."""
+        for name, x in self.tensors().items():
+            if name not in others:
+                others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
+        return self._with(**others)
+
+    def _with(self, **changed: Any) -> Self:
+        """Return the same operator with some arguments changed."""
+        code = type(self).__init__.__code__
+        names = code.co_varnames[1 : code.co_argcount]
+        kept = {name: getattr(self, name) for name in names if name not in changed}
+        return type(self)(**kept, **changed)
+
+
+class Recurrent(Coefficients):
     """Base of operators whose map and adjoint are loops: each is the other's derivative."""
 
     def apply(self, v: Tensor) -> Tensor:

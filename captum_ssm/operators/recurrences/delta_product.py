@@ -18,10 +18,11 @@ from ..base import Operator, Role, Shape
 from ..kernels.arithmetic import with_graphs
 from ..kernels.bands import Band
 from ..kernels.rows import Strip, sum_of_lags
+from .base import Coefficients
 from .delta_rule import DeltaRule
 
 
-class DeltaProduct(Operator):
+class DeltaProduct(Coefficients):
     """A delta rule that corrects its state M times at every token, and reads it after the last.
 
     The state S of a head first decays.  Then each step m corrects it along a separate key,
@@ -48,7 +49,12 @@ class DeltaProduct(Operator):
         True
     """
 
-    roles: Mapping[str, Role] = DeltaRule.roles
+    roles: Mapping[str, Role] = {
+        "query": "query",
+        "key": "key",
+        "beta": "step",
+        "log_decay": "step",
+    }
 
     def __init__(
         self,
@@ -69,26 +75,10 @@ class DeltaProduct(Operator):
         batch, tokens, heads, _ = query.shape
         self.shape = Shape(batch, tokens, heads, per_head)
 
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"query": self.query, "key": self.key, "beta": self.beta}
-        return named if self.log_decay is None else {**named, "log_decay": self.log_decay}
-
     def select(self, heads: Sequence[int]) -> Operator:
         chosen = list(heads)
-        return DeltaProduct(
-            self.query[:, :, chosen],
-            self.key[..., chosen, :],
-            self.beta[..., chosen],
-            None if self.log_decay is None else self.log_decay[:, :, chosen],
-            [self.writes[head] for head in chosen],
-            self.shape.per_head,
-            self.component,
-        )
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> DeltaProduct:
-        named = {**self.tensors(), **coefficients}
-        rows = named["query"], named["key"], named["beta"], named.get("log_decay")
-        return DeltaProduct(*rows, self.writes, self.shape.per_head, self.component)
+        key, beta = self.key[..., chosen, :], self.beta[..., chosen]
+        return self._selected(heads, key=key, beta=beta, writes=[self.writes[h] for h in chosen])
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_values, found = self._unrolled.backward(self._written(values), self._at_last(gradient))

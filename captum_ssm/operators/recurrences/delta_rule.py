@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import Operator, Role, Shape
+from ..base import Role, Shape
 from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
 from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
@@ -106,24 +106,6 @@ class DeltaRule(ChunkedHeads):
         coefficients = query, key, beta, log_decay, erase, erase_step
         self.live = with_graphs(dict(zip(self.roles, coefficients, strict=True)))
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = ((name, getattr(self, name)) for name in self.roles)
-        return {name: x for name, x in named if x is not None}
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        chosen = list(heads)
-        return self._of({name: x[:, :, chosen] for name, x in self.tensors().items()})
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> DeltaRule:
-        return self._of({**self.tensors(), **coefficients})
-
-    def _of(self, named: Mapping[str, Tensor]) -> DeltaRule:
-        """Return the same kind of rule with other coefficients, named as in :attr:`roles`."""
-        query, key, beta, *others = (named.get(name) for name in self.roles)
-        assert query is not None and key is not None and beta is not None
-        log_decay, *erasing = others
-        return DeltaRule(query, key, beta, log_decay, self.shape.per_head, self.component, *erasing)
 
     def corrections(self, part: slice = slice(None), decays: Tensor | None = None) -> Correction:
         """Return the keys k, e and f of some tokens.

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -34,7 +34,7 @@ from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import Heads, Stream, at_a_time, parts, some_heads
+from ..kernels.portions import Heads, Stream, at_a_time, parts
 from ..kernels.rows import Strip, sum_of_lags
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
@@ -68,22 +68,13 @@ class ElementwiseRecurrence(FadingRecurrence):
         self.component = component
         self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"decay": self.decay}
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> ElementwiseRecurrence:
-        return ElementwiseRecurrence(coefficients["decay"], self.component)
-
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_values, states = self.transpose(gradient), self.apply(values)
         before = shift_tokens(states, 1)
         return of_values, {"decay": (of_values * before).squeeze(-1)}
 
     def cut(self, tokens: slice) -> ElementwiseRecurrence:
-        return ElementwiseRecurrence(self.decay[:, tokens], self.component)
+        return self._with(decay=self.decay[:, tokens])
 
     # --- reads, writes, carry --------------------------------------------------------------
 

@@ -8,7 +8,7 @@ so that token j reaches token i through a P x P matrix for each head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from ..base import Operator, Role, Shape
 from ..kernels.arithmetic import full_precision, with_graphs
 from ..kernels.bands import shift_tokens
-from ..kernels.portions import some_heads
 from .base import Recurrent
 from .own_shares import OwnShares
 
@@ -47,6 +46,7 @@ class FeedbackRecurrence(Recurrent):
     """
 
     roles: Mapping[str, Role] = {"decay": "step", "write": "step", "gate": "gate"}
+    fixed = ("feedback",)
     at_rest: float
 
     def __init__(
@@ -64,25 +64,6 @@ class FeedbackRecurrence(Recurrent):
         self.at_rest = at_rest
         self.component = component
         self.shape = Shape(*decay.shape)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"decay": self.decay, "write": self.write, "gate": self.gate}
-        return {**named, "feedback": self.feedback}
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        return FeedbackRecurrence(
-            some_heads(self.decay, heads),
-            some_heads(self.write, heads),
-            some_heads(self.gate, heads),
-            self.feedback[list(heads)],
-            self.at_rest,
-            self.component,
-        )
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> FeedbackRecurrence:
-        named = {**self.tensors(), **coefficients}
-        factors = named["decay"], named["write"], named["gate"], named["feedback"]
-        return FeedbackRecurrence(*factors, self.at_rest, self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad(), full_precision(values.device):

@@ -62,6 +62,7 @@ class ScalarDecayHeads(ChunkedHeads):
         "log_decay": "step",
         "scale": "step",
     }
+    fixed = ("rate",)
 
     def __init__(
         self,
@@ -82,30 +83,11 @@ class ScalarDecayHeads(ChunkedHeads):
         batch, tokens, heads = log_decay.shape
         self.shape = Shape(batch, tokens, heads, per_head)
 
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
-        return named if self.scale is None else {**named, "scale": self.scale}
-
     def select(self, heads: Sequence[int]) -> Operator:
-        chosen = list(heads)
-        scale = None if self.scale is None else self.scale[:, :, chosen]
-        groups = [head // self._each for head in chosen]
+        groups = [head // self._each for head in heads]
         if len(set(groups)) == 1:  # one group serves all chosen heads
             groups = groups[:1]
-        return ScalarDecayHeads(
-            self.query[:, :, groups],
-            self.key[:, :, groups],
-            self.log_decay[:, :, chosen],
-            scale,
-            self.shape.per_head,
-            self.component,
-            None if self.rate is None else self.rate[chosen],
-        )
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> ScalarDecayHeads:
-        named = {**self.tensors(), **coefficients}
-        rows = named["query"], named["key"], named["log_decay"], named.get("scale")
-        return ScalarDecayHeads(*rows, self.shape.per_head, self.component, self.rate)
+        return self._selected(heads, query=self.query[:, :, groups], key=self.key[:, :, groups])
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         written = values if self.scale is None else self.scale[..., None] * values
@@ -217,9 +199,8 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def _of_tokens(self, part: slice) -> ScalarDecayHeads:
         """Restrict the operator to neighboring tokens."""
-        rows = self.query[:, part], self.key[:, part], self.log_decay[:, part]
-        scale = None if self.scale is None else self.scale[:, part]
-        return ScalarDecayHeads(*rows, scale, self.shape.per_head, self.component, self.rate)
+        names = (name for name in self.roles if getattr(self, name) is not None)
+        return self._with(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
         """For each group, the sum of decays with factors times the products of q and k."""

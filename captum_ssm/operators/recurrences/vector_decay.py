@@ -7,13 +7,13 @@ The N channels of keys fade independently of each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Operator, Role, Shape
+from ..base import Role, Shape
 from ..chain import Chain
 from ..conv import ShortConv
 from ..diagonal import Diagonal
@@ -56,6 +56,7 @@ class VectorDecayHeads(ChunkedHeads):
     """
 
     roles: Mapping[str, Role] = {"query": "query", "key": "key", "log_decay": "step"}
+    fixed = ("bonus",)
 
     def __init__(
         self,
@@ -72,26 +73,6 @@ class VectorDecayHeads(ChunkedHeads):
         self.live = with_graphs({"query": query, "key": key, "log_decay": log_decay})
         batch, tokens, heads, _ = log_decay.shape
         self.shape = Shape(batch, tokens, heads, per_head)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
-        return named if self.bonus is None else {**named, "bonus": self.bonus}
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        chosen = list(heads)
-        return VectorDecayHeads(
-            self.query[:, :, chosen],
-            self.key[:, :, chosen],
-            self.log_decay[:, :, chosen],
-            self.shape.per_head,
-            None if self.bonus is None else self.bonus[chosen],
-            self.component,
-        )
-
-    def at(self, coefficients: Mapping[str, Tensor]) -> VectorDecayHeads:
-        named = {**self.tensors(), **coefficients}
-        rows = named["query"], named["key"], named["log_decay"]
-        return VectorDecayHeads(*rows, self.shape.per_head, self.bonus, self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         rows = [self.query], [self.key], self.log_decay
