@@ -136,7 +136,7 @@ class LayerEffects:
                 yield (
                     some,
                     sum_tensors(
-                        core.entries(left, {0: values}, some).whole(tokens)
+                        core.entries(left, {0: values}, some).full(tokens)
                         for left, core in self._factors
                     ),
                 )

@@ -214,7 +214,7 @@ class DirectSum(Composite):
             strips = (part.entries(x, {0: y}, rows, by_head) for part, x, y in shares)
             if not by_head:
                 return sum_strips(strips, rows)
-            return Strip(torch.cat([x.whole(tokens) for x in strips], 1), rows, range(tokens))
+            return Strip(torch.cat([x.full(tokens) for x in strips], 1), rows, range(tokens))
 
         return sum_of_lags(one, band, rows, tokens)
 

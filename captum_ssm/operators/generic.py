@@ -124,7 +124,7 @@ def dense(
     one = operator._ones(1, 1, 1, 1)
     if reduce == "mean":
         mean = one / (count * per_head)
-        return operator.entries(mean, {0: one}, range(tokens)).whole(tokens)
+        return operator.entries(mean, {0: one}, range(tokens)).full(tokens)
     if reduce == "heads":
         return by_head(operator)
     if goes_by_channel(operator, reduce):

@@ -144,7 +144,7 @@ def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
 def sums_by_head(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
     """Sum left[i, c] alpha_c[i, j] right[j, c] over the channels of each head, (B, H, L, L)."""
     tokens = operator.shape.tokens
-    return operator.entries(left, {0: right}, range(tokens), by_head=True).whole(tokens)
+    return operator.entries(left, {0: right}, range(tokens), by_head=True).full(tokens)
 
 
 def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:

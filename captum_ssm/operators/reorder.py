@@ -116,7 +116,7 @@ class Permute(Operator):
         columns = _as_range(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
             tokens = self.shape.tokens
-            return Strip(self.columns_of(strip.whole(tokens)), strip.rows, range(tokens))
+            return Strip(self.columns_of(strip.full(tokens)), strip.rows, range(tokens))
         wanted = self.inverse[columns.start : columns.stop] - strip.columns.start
         return Strip(strip.entries.index_select(-1, wanted), strip.rows, columns)
 
@@ -279,7 +279,7 @@ class Windowed(Operator):
 
         def one(right: Tensor) -> Strip:
             column = self.windows.cut(right.expand(self.shape))
-            blocks = self.within.entries(row, {0: column}, range(size), by_head).whole(size)
+            blocks = self.within.entries(row, {0: column}, range(size), by_head).full(size)
             if by_head:  # (B W, H, T, T) to (B H W, T, T)
                 blocks = torch.unflatten(blocks, 0, (self.shape.batch, -1))
                 blocks = blocks.transpose(1, 2).flatten(0, 2)

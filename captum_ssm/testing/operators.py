@@ -595,7 +595,7 @@ def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
     by_head = [shape.heads] if strip.entries.dim() == 4 else []
     size = (shape.batch, *by_head, len(rows), len(strip.columns))
     assert strip.entries.shape == size, f"its entries are {tuple(strip.entries.shape)}"
-    return strip.whole(shape.tokens)
+    return strip.full(shape.tokens)
 
 
 def _of_band(operator: Operator, band: Band) -> Tensor:

@@ -19,7 +19,7 @@ from captum_ssm.operators.kernels.truths import (
     finite_together,
     holds,
     is_doubted,
-    reached,
+    nonzero_range,
     read_together,
 )
 
@@ -110,8 +110,8 @@ def test_tokens_that_are_reached(
 ) -> None:
     rows = [weights(*some) for some in tokens]
     device.counts = Counts()
-    found = read_together(lambda: [reached(row) for row in rows])
+    found = read_together(lambda: [nonzero_range(row) for row in rows])
     assert found == [range(*ends) for ends in wanted]
     assert questions in (None, device.counts.questions)
     if questions is None:  # a processor is asked each time
-        assert [reached(row.cpu()) for row in rows] == found
+        assert [nonzero_range(row.cpu()) for row in rows] == found

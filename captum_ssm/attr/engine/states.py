@@ -107,7 +107,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
         left = unit[within].view(1, 1, 1, per_head)  # the sum over channels is of this one alone
         one_each = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
         for state, operator in enumerate(one_each):
-            matrices[:, state] = operator.entries(left, {0: one}, range(tokens)).whole(tokens)
+            matrices[:, state] = operator.entries(left, {0: one}, range(tokens)).full(tokens)
     return out
 
 

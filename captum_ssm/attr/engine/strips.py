@@ -14,7 +14,7 @@ from ...operators import Operator, Reduce
 from ...operators.kernels.arithmetic import matmul
 from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
-from ...operators.kernels.truths import reached
+from ...operators.kernels.truths import nonzero_range
 from ...operators.reduction import goes_by_channel
 from ...tracing.record import free_memory
 from .fold import LayerMatrix
@@ -74,7 +74,7 @@ def in_strips(
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(reached(row)):
+        for strip, entries in strips(nonzero_range(row)):
             _add(out, strip, _times(_of_rows(row, strip), entries))
         return out
 
@@ -87,7 +87,7 @@ def in_strips(
 
     def normalized(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(reached(row)):
+        for strip, entries in strips(nonzero_range(row)):
             share = _of_rows(row, strip) / (1 + entries.sum(-1))
             _of_rows(out, strip).add_(share)
             _add(out, strip, _times(share, entries))

@@ -24,7 +24,7 @@ from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows, at_a_time
 from ...operators.kernels.rows import at_positions
-from ...operators.kernels.truths import are_noted, looks_ahead, reached
+from ...operators.kernels.truths import are_noted, looks_ahead, nonzero_range
 from ...tracing import Layer
 from ...tracing.projection import projection_of
 from ...tracing.way import AffineStep, Way, along
@@ -117,7 +117,7 @@ class Contributions:
         size = direction.shape[:-1]
         before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
         if are_noted(direction):
-            some = reached(direction.ne(0).any(-1)) if within is None else within
+            some = nonzero_range(direction.ne(0).any(-1)) if within is None else within
             part = slice(some.start, some.stop)
             before[..., part, :] = direction[..., part, :] @ self.weight.T
         else:

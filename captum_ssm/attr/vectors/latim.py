@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import OptionError, QueryError
 from ...operators.kernels.portions import at_a_time
 from ...operators.kernels.rows import Positions
-from ...operators.kernels.truths import are_noted, reached
+from ...operators.kernels.truths import are_noted, nonzero_range
 from ...tracing import Layer
 from ..engine.fold import Options
 from ..engine.method import SSMAttribution, options
@@ -124,7 +124,7 @@ def weighted_rows(
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
     if are_noted(weights):  # no device is waited for
-        some = reached(weights) if within is None else within
+        some = nonzero_range(weights) if within is None else within
         queries = torch.tensor(some, dtype=torch.long, device="cpu")
     else:
         queries = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...linear import Local
-from ...operators.kernels.truths import are_noted, may_hold_any, reached
+from ...operators.kernels.truths import are_noted, may_hold_any, nonzero_range
 from ...tracing import Layer
 from ..call.progress import shown
 from ..engine.decompose import account
@@ -155,7 +155,7 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
         for direct in passes
         for layer, toward in zip(layers, direct.toward, strict=True)
     ]
-    return reached(torch.stack([x.to(some[0].device) for x in some]))
+    return nonzero_range(torch.stack([x.to(some[0].device) for x in some]))
 
 
 def _of_layer(

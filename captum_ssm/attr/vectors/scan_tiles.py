@@ -81,7 +81,7 @@ class ScanRows:
         """Where the coefficients are."""
         return self._scan.device
 
-    def sent(self, sources: slice) -> Sent:
+    def columns(self, sources: slice) -> Columns:
         """Return the columns of some sources; the next call overwrites them."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         if self._outputs is None:
@@ -89,7 +89,7 @@ class ScanRows:
         else:
             states = self._run(sources, end, self._outputs)
             near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
-        return Sent(self, sources.start, end, near, states)
+        return Columns(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
         """Entries (B, rows, S, H) of rows after ``pivot``, given the states (B, H, N, S) there."""
@@ -139,7 +139,7 @@ class ScanRows:
             return outer.new_zeros(*outer.shape[:2], width, outer.shape[2])
         band = {lag: share[..., None] for lag, share in shares.items()}
         cut = self._scan.cut(some).entries(outer[..., None], band, range(tokens), by_head=True)
-        matrix = cut.whole(tokens)  # (B, H, T, T)
+        matrix = cut.full(tokens)  # (B, H, T, T)
         for lag, share in shares.items():
             skipped = (outer * skip * share)[:, lag:].transpose(1, 2)
             matrix.diagonal(-lag, 2, 3).add_(skipped)
@@ -162,7 +162,7 @@ class ScanRows:
         return states.permute(0, 3, 2, 1)
 
 
-class Sent(NamedTuple):
+class Columns(NamedTuple):
     """The columns of S sources, from the first of them on: near rows, and states for later ones.
 
     Attributes:
@@ -203,10 +203,10 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
         # cuts between rows far before the sources, near before, their own, near after, far after
         cuts, sent, returned = [first, later], None, None
         if first < len(rows):
-            sent = ahead.sent(sources)
+            sent = ahead.columns(sources)
             cuts += [max(later, int((rows < sent.end).sum())), len(rows)]
         if back is not None and later > 0:
-            returned = back.sent(slice(tokens - sources.stop, tokens - sources.start))
+            returned = back.columns(slice(tokens - sources.stop, tokens - sources.start))
             cuts = [0, min(first, int((rows < tokens - returned.end).sum())), *cuts]
         tile = partial(_tile, rows, sources, sent, returned)
         for start, stop in pairwise(cuts):
@@ -214,7 +214,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
 
 
 def _tile(
-    positions: Tensor, sources: slice, sent: Sent | None, returned: Sent | None, some: range
+    positions: Tensor, sources: slice, sent: Columns | None, returned: Columns | None, some: range
 ) -> ScanTile:
     """Return the tile of some of the rows, all between two of the cuts of :func:`tiles`."""
     rows, until, found = positions[some.start : some.stop], sources.stop, []

@@ -110,17 +110,17 @@ def at_a_time(cached: int, device: torch.device, launched: int = LAUNCHED) -> in
 T = TypeVar("T")
 
 
-def as_memory_allows(whole: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
+def as_memory_allows(numbers: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
     """Yield ``form`` of each part of a range; halve the parts once memory runs out.
 
     Args:
-        whole: the range.
+        numbers: the range.
         size: the length of a part, as long as memory allows it.
         form: called with each part.
     """
-    start = whole.start
-    while start < whole.stop:
-        part = range(start, min(start + size, whole.stop))
+    start = numbers.start
+    while start < numbers.stop:
+        part = range(start, min(start + size, numbers.stop))
         try:
             yield form(part)
             start = part.stop

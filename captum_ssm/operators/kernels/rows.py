@@ -45,7 +45,7 @@ class Strip(NamedTuple):
         kept = self.entries[..., top : top + len(rows), first : first + len(columns)]
         return Strip(kept, rows, columns)
 
-    def whole(self, tokens: int) -> Tensor:
+    def full(self, tokens: int) -> Tensor:
         """Return the rows with all columns, (B, R, L) or (B, H, R, L)."""
         if len(self.columns) == tokens:
             return self.entries

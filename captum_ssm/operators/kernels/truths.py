@@ -107,7 +107,7 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
     return found
 
 
-def reached(weights: Tensor) -> range:
+def nonzero_range(weights: Tensor) -> range:
     """Return the range from the first to the last nonzero weight (..., L), or a wider one.
 
     From a device the tokens are read twice for a query, the second time after mixers have mixed
@@ -153,7 +153,7 @@ def looks_ahead(is_read: Tensor, until: int) -> bool:
 
 
 def ask_anew(tokens: int, asked: range | None) -> None:
-    """Make :func:`reached` read tokens again, for another query of the same call.
+    """Make :func:`nonzero_range` read tokens again, for another query of the same call.
 
     Args:
         tokens: how many there are, L.

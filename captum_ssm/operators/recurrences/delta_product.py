@@ -150,7 +150,7 @@ class DeltaProduct(Coefficients):
         def one(right: Tensor) -> Strip:
             written = {0: self._written(right.expand(self.shape))}
             found = self._unrolled.entries(left, written, steps, by_head)
-            entries = self._by_tokens(found.whole(tokens * self.steps), len(rows))
+            entries = self._by_tokens(found.full(tokens * self.steps), len(rows))
             return Strip(entries, rows, range(tokens))
 
         return sum_of_lags(one, band, rows, tokens)

@@ -169,9 +169,9 @@ class VectorDecayHeads(ChunkedHeads):
         column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
-            return states.entries(row, {0: column}, rows).whole(rows.stop)
+            return states.entries(row, {0: column}, rows).full(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
         late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
         found = late.entries(row, {0: column}, rows)
-        return own.added_to(found, left[..., None], {0: right[..., None]}).whole(rows.stop)
+        return own.added_to(found, left[..., None], {0: right[..., None]}).full(rows.stop)

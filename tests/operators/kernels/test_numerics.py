@@ -118,7 +118,7 @@ def strip_of(
         (decay[:, until].clone(), u[:, some].clone(), [v[:, until].clone() for v in columns])
         for decay, u, columns in factors
     )
-    return semiseparable_strip(copies, batch, tokens, rows, first_lag).whole(tokens)
+    return semiseparable_strip(copies, batch, tokens, rows, first_lag).full(tokens)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
