@@ -29,12 +29,13 @@ from helpers.browser import Page, chromium, program
 #: Pixels, at the greater of the widths.
 LONGEST = 15_000
 VIEWS, HEIGHT = ((1280, "light"), (390, "dark")), 800
-MAIN = ("index", "quickstart", "methods/index", "results", "gallery", "speed", "api/mixers")
+MAIN = ("index", "quickstart", "methods/index", "results", "gallery", "speed", "api/extend")
 #: What is asked of the search, and the page that it is to find first.
 ASKED = {
     "which method to trust": "docs/methods/index.html",
     "which method should I use": "docs/faq.html",
     "how to install": "docs/index.html",
+    "supported versions": "docs/install.html",
     "explain my own model": "docs/faq.html",
     "my model was refused": "docs/howto/refused.html",
     "falcon-h1": "docs/architectures.html",

@@ -8,7 +8,8 @@ low is good there. ``pivot`` makes a table of models and lines, ``picture`` draw
 how. ``frontier`` does so of lines by their passes. ``whole`` names columns of whole numbers.
 
 The role of the same name inserts one number into a sentence: ``TABLE; MODEL; LINE; COLUMN``, with a
-table of ``docs/results`` without its ending, and as fifth part a format other than ``.2f``.
+table of ``docs/results`` without its ending. A fifth part is a format other than ``.2f``, or
+``interval`` for the number with its interval.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def number(text: str) -> str:
     table, model, line, column, *spec = (" ".join(part.split()) for part in text.split(";"))
     with (RESULTS / f"{table}.csv").open(encoding="utf-8", newline="") as file:
         (row,) = (r for r in csv.DictReader(file) if (r["model"], label(r)) == (model, line))
+    if spec == ["interval"]:
+        return entry(row, column)
     return format(float(row[column]), *(spec or [".2f"])).replace("%", " %")
 
 

@@ -17,7 +17,7 @@ PACKAGES = {
     "operators": ("captum_ssm.operators", {"discard_smallest"}),
     "metrics": ("captum_ssm.metrics", set()),
     "models": ("captum_ssm.models", set()),
-    "tasks": ("captum_ssm_bench.tasks", set()),
+    "bench": ("captum_ssm_bench.tasks", set()),
 }
 
 
