@@ -159,7 +159,7 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded_by(options: argparse.Namespace) -> Loaded:
-    """Return the model that a command names."""
+    """Return the model that the command's arguments name, with its tokenizer."""
     from ..explain.loading import Source, load
 
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
@@ -238,14 +238,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _name_of(model: str) -> str:
-    """Return a model's name for files, which may be shared: no path."""
+    """Return a model's name without its folder, because written files may be shared."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _files(
     options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
 ) -> list[Path]:
-    """Return the files to write, of pictures also those by role."""
+    """Return the files to write; for pictures also one by role."""
     from ..viz.html.parts import tells_roles
     from ..viz.html.writing import picture_files
 
@@ -360,7 +360,7 @@ def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
 
 
 def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
-    """Raise for options that only a report follows."""
+    """Raise an error if an option that applies only to reports is given for another format."""
     for name in ("maps", "layers", "cuts"):
         if not is_page and getattr(options, name) is not None:
             raise OptionError(
@@ -370,7 +370,7 @@ def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
 
 
 def _read(option: str, file: Path) -> str:
-    """Return the text in a file that was named by an option."""
+    """Return the text of the file that an option names."""
     try:
         return file.read_text("utf-8")
     except OSError as error:

@@ -20,14 +20,14 @@ def set_options(
     model: nn.Module,
     inputs: Tensor,
 ) -> None:
-    """Give each method its typed options, and else the defaults for its inputs.
+    """Add typed options to each method's options, and defaults that depend on the inputs.
 
     Args:
         methods: the methods by name.
-        options: options of each, to which they are added.
+        options: options by method; typed options are added here.
         given: typed options, such as ``"n_steps=50"``.
         model: the explained model.
-        inputs: of an example.
+        inputs: inputs of one example.
 
     Raises:
         OptionError: for another form than NAME=VALUE, an unknown name or value, or a method that
@@ -67,7 +67,7 @@ def set_options(
 
 
 def _read(text: str) -> Any:
-    """Return a number, true, false or null as such, and all else as it is typed."""
+    """Return the value of a typed number, true, false or null; any other text unchanged."""
     try:
         return json.loads(text)
     except ValueError:

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 def told(result: SSMLLMAttributionResult) -> str:
-    """Return an answer's spans in a line each, with their strongest sources."""
+    """Return one line per span of an answer: the span and its strongest sources."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]

@@ -35,10 +35,10 @@ class Cut(NamedTuple):
     """The effect of cutting edges on one example.
 
     Attributes:
-        answers: the likeliest before and without, and the explained one; none for a model that
-            returns one number.
+        answers: the likeliest answers before the cut and without the edges, and the explained
+            answer; empty for a model that returns one number.
         before: the explained number of the whole model.
-        without: the same without the edges.
+        without: the explained number without the edges.
         estimated: the estimated loss; None with ``selection`` or a replacement.
     """
 
@@ -125,17 +125,17 @@ def read_tokens(
     """Return the tokens that a user named by positions, words, or one slice.
 
     Args:
-        option: that named them.
+        option: the option that named the tokens, for errors.
         given: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
-        names: of the text's tokens.
+        names: the names of the text's tokens.
         text: the text.
 
     Returns:
         A slice, or positions.
 
     Raises:
-        OptionError: when a word is not in the text, or there several times, or a slice is not
-            alone.
+        OptionError: when a word is not in the text or occurs several times, or a slice is
+            combined with other tokens.
 
     Example:
         >>> from captum_ssm.explain.knockout import read_tokens

@@ -43,8 +43,8 @@ class Source:
     Attributes:
         name: the bundled model, a folder of transformers or ``captum-ssm-bench train``, a file of
             Vision Mamba's or VMamba's weights, or with ``hub`` a name on the hub.
-        tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's.
-        hub: whether it may be fetched. Default: False.
+        tokenizer: the folder of a tokenizer, or with ``hub`` a name. Default: None, the model's.
+        hub: whether the model may be downloaded. Default: False.
         trust_remote_code: whether Python files beside the weights may be run. Default: False.
 
     Example:
@@ -70,11 +70,11 @@ class Loaded:
 
     Attributes:
         model: the model.
-        tokenizer: for texts, or None. Default: None.
-        prepare: for images, or None. Default: None.
-        is_language: whether it predicts the next token. Default: False.
-        is_dense: whether it predicts every pixel. Default: False.
-        labels: the names of its classes, if its configuration lacks them. Default: None.
+        tokenizer: the tokenizer of a model of texts. Default: None.
+        prepare: converts image files for a model of images. Default: None.
+        is_language: whether the model predicts the next token. Default: False.
+        is_dense: whether the model predicts every pixel. Default: False.
+        labels: class names, if the model's configuration lacks them. Default: None.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -122,8 +122,8 @@ def load(source: Source) -> Loaded:
         DataNotFoundError: when there is no such model, folder or file.
         OptionError: when the folder holds neither a language model, a classifier nor a model that
             segments images.
-        CheckpointError: when its configuration and weights do not fit, or weights are missing,
-            which transformers would fill at random.
+        CheckpointError: when configuration and weights do not fit, or weights are missing:
+            transformers would fill these at random.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load

@@ -24,7 +24,7 @@ def method_classes(names: list[str] | None) -> list[type[Attribution]]:
         The classes, each once, in the order of their names.
 
     Raises:
-        OptionError: when there is no method of a name.
+        OptionError: when a name belongs to no method.
 
     Example:
         >>> from captum_ssm.explain.methods import method_classes
@@ -45,7 +45,7 @@ def under_rules(
 
     Args:
         methods: the classes.
-        rules: the rules of LatimFlow; None for its own.
+        rules: the rules of LatimFlow; None for its default rule.
         baselines: for methods that take baselines, ``"mean"`` or a number as text; None for
             nothing.
 
@@ -90,7 +90,7 @@ def with_option(
     value: Any,
     asked: str,
 ) -> None:
-    """Give an option to those of the methods that take it.
+    """Add an option to each method that accepts the option.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow

@@ -32,7 +32,7 @@ def over_pixels(
 
     Args:
         loaded: the model.
-        inputs: its inputs.
+        inputs: the model's inputs.
         mask: image file whose light pixels count, scaled to the model's output. Default: None,
             ``pixel`` counts.
         pixel: row and column of the only pixel that counts. Default: None, the pixels that the

@@ -64,13 +64,13 @@ def words_of_tokens(
     Args:
         maps: (..., T', S') over tokens.
         target_words: the word, from 0, that each target token is a part of; -1 for none.
-        source_words: the same for source tokens.
+        source_words: the word of each source token, from 0; -1 for none.
 
     Returns:
         (..., T, S); words without a token are rows or columns of 0.
 
     Raises:
-        InputError: when the words are not as many as the tokens, or not integers from -1.
+        InputError: when there is not one word per token, or a word is not an integer from -1.
 
     Example:
         >>> import torch
@@ -112,14 +112,14 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
     Args:
         predicted: links (B, T, S) of booleans, as of :func:`best_links`.
         sure: sure gold links, (B, T, S).
-        possible: possible gold links, (B, T, S); sure ones are possible whether they are marked
-            here or not. Default: None, the sure ones alone.
+        possible: possible gold links, (B, T, S); sure links are possible even if not marked.
+            Default: None, the sure links alone.
 
     Returns:
         :class:`LinkCounts`, (B,) each.
 
     Raises:
-        InputError: when the shapes differ, or something is neither 0 nor 1.
+        InputError: when the shapes differ, or an entry is neither 0 nor 1.
 
     Example:
         >>> import torch
@@ -188,7 +188,7 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
         mask: pairs of real words, (B, T, S). Default: None, all.
 
     Returns:
-        (B,); words without a gold link do not count, and a sentence of none but these is NaN.
+        (B,); words without a gold link do not count; NaN for a sentence without a gold link.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0 and 1.
@@ -232,7 +232,7 @@ class AlignmentScores:
         self._sample.update(torch.stack(link_counts(predicted, sure, possible), -1))
 
     def merge(self, other: AlignmentScores) -> None:
-        """Add the sentences of another one."""
+        """Add the sentences of another :class:`AlignmentScores`."""
         self._sample.merge(other._sample)
 
     def compute(self) -> Alignment:
@@ -247,7 +247,7 @@ class AlignmentScores:
 
 
 def best_layer(rates: Sequence[float]) -> int:
-    """Return the layer of the lowest error rate, the first of equals.
+    """Return the index of the layer with the lowest error rate, the first of equal layers.
 
     The paper's table takes the best layer on the test data; choose it on other data to claim more.
 
@@ -272,19 +272,19 @@ def best_layer(rates: Sequence[float]) -> int:
 
 
 def _rates(counts: Tensor) -> Tensor:
-    """Return AER, precision and recall of counts (..., 4)."""
+    """Return alignment error rate, precision and recall (..., 3) of counts (..., 4)."""
     predicted, sure, hit_sure, hit_possible = counts.unbind(-1)
     error = 1 - (hit_sure + hit_possible) / (predicted + sure)
     return torch.stack([error, hit_possible / predicted, hit_sure / sure], -1)
 
 
 def _sample_rates(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the rates of summed counts; every sentence has all of them."""
+    """Return the three rates of counts that are summed over sentences."""
     return _rates(sums)
 
 
 def _membership(words: Sequence[int], name: str) -> Tensor:
-    """Return each token's word as (tokens, words) of 0 and 1."""
+    """Return a matrix (tokens, words), 1 at the word of each token and else 0."""
     index = torch.as_tensor(words)
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < -1:
         raise InputError(f"{name}={list(words)!r}: pass a word from 0, or -1, for each token.")

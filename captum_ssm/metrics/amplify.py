@@ -84,8 +84,8 @@ def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int)
     """Return the examples of the highest :func:`misclassification_confidence`, (count,).
 
     Args:
-        logits, labels: as there.
-        count: how many; equals keep their order.
+        logits, labels: as in :func:`misclassification_confidence`.
+        count: the number of examples; equally confident ones keep their order.
 
     Returns:
         Indices of examples, (count,).
@@ -111,9 +111,9 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
     """Return the most relevant words, each once, the most relevant first.
 
     Args:
-        words: of a text.
-        relevance: of each word, (n,).
-        count: how many; all distinct ones if there are fewer. Default: 5.
+        words: the words of a text.
+        relevance: one number per word, (n,).
+        count: the number of words; all distinct words if there are fewer. Default: 5.
 
     Returns:
         The words.

@@ -138,8 +138,8 @@ def token_sensitivity(
 ) -> Tensor:
     """Return the largest relative change of relevance under small changes of the input, (B,).
 
-    Embeddings are shaken by uniform noise (Yeh et al. 2019; Captum's sensitivity_max).  Of token
-    ids, some are replaced by others::
+    Uniform noise is added to embeddings (Yeh et al. 2019; Captum's sensitivity_max).  A share of
+    token ids is replaced by random ids::
 
         max over draws x' of ||r(x') - r(x)|| / ||r(x)||
 
@@ -231,7 +231,7 @@ def _replacing(
 
 
 def _scores_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Return a function that Captum can select targets from."""
+    """Return a function of inputs whose output is the model's logits, as finite numbers."""
 
     def scores(inputs: Tensor, *additional: Any) -> Tensor:
         output = logits_of(call_model(forward_func, inputs, as_tuple(additional)))
@@ -251,7 +251,7 @@ def _sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
 
 
 def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Return tokens that may be changed, (B, L)."""
+    """Return True for tokens that may be changed, (B, L)."""
     allowed = as_mask(mask, tensor if tensor.dim() == 2 else tensor[..., 0])
     if not bool(allowed.any(-1).all()):
         raise InputError("mask leaves an example without any token that may be changed.")

@@ -12,7 +12,7 @@ from ..operators.kernels.arithmetic import where_double_is
 
 
 def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
-    """Return ``scores`` in a precision that can be sorted and summed: half precision in float32.
+    """Return ``scores``, half precision converted to float32 and integers to float64.
 
     Args:
         scores: finite numbers of any real dtype.
@@ -25,12 +25,12 @@ def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
 def masked_scores(
     scores: Any, mask: Tensor | None, name: str, dims: int | None = None, *, features: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return scores as :func:`as_scores`, 0 if they do not count, and booleans of those that do.
+    """Return scores as :func:`as_scores`, 0 where the mask is False, and the mask as booleans.
 
     Scores that do not count, such as padding, may be NaN or infinite.
 
     Args:
-        scores, name, dims: as there.
+        scores, name, dims: as in :func:`as_scores`.
         mask: True for scores that count. Default: None, all.
         features: whether the mask lacks the scores' last dimension. Default: False.
     """
@@ -58,7 +58,7 @@ def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
 
 
 def _finite(x: Tensor, name: str) -> Tensor:
-    """Return ``x``; raise if a number is NaN or infinite, and so has no place in an order."""
+    """Return ``x``; raise if a number is NaN or infinite, because such a number has no rank."""
     bad = int((~x.isfinite()).sum())
     if bad:
         raise NonFiniteError(
@@ -83,7 +83,7 @@ def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
 
 
 def as_mask(mask: Tensor | None, like: Tensor, name: str = "mask") -> Tensor:
-    """Return ``mask`` as booleans; without one, everything counts."""
+    """Return ``mask`` as booleans; without a mask, True everywhere."""
     if mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     return as_flags(mask, like, name)

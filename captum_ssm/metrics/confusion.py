@@ -20,7 +20,7 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
 
     Args:
         predicted: classes 0 to K - 1, (B, ...) of integers or booleans.
-        gold: the same shape; pixels of class ``ignored`` do not count.
+        gold: true classes, of the shape of ``predicted``; pixels of class ``ignored`` do not count.
         classes: K.
         ignored: a label whose pixels do not count. Default: None, every pixel counts.
 
@@ -153,7 +153,7 @@ def _diagonal(counts: Tensor) -> Tensor:
 
 
 def _labels(labels: Tensor, counts: Tensor, classes: int, name: str) -> Tensor:
-    """Return labels as integers, 0 where they do not count."""
+    """Return labels as integers, 0 at pixels that do not count."""
     if labels.is_floating_point():
         raise InputError(f"{name} is of dtype {labels.dtype}; classes are integers or booleans.")
     labels = labels.long().where(counts, 0)

@@ -63,10 +63,10 @@ class Curve:
                 nine shares from 10 % to 90 % give at most 0.8. Default: True.
 
         Returns:
-            (B,); its mean is the score of all examples.
+            The areas (B,); the mean of the areas is the score of all examples.
 
         Raises:
-            OptionError: when there is one share alone.
+            OptionError: when the curve has only one share.
         """
         if len(self.fractions) < 2:
             raise OptionError(
@@ -89,7 +89,7 @@ def change_order(
     Args:
         relevance: (B, N).
         most_first: the most relevant units first, or the least relevant.
-        mask: units that may be changed, (B, N); the others come last. Default: None, all.
+        mask: units that may be changed, (B, N); all other units come last. Default: None, all.
         generator: breaks ties at random, on the CPU; constant relevance is then a random order.
             Default: None, the unit further left comes first.
 

@@ -45,7 +45,7 @@ def token_faithfulness(
         maps: relevance of sources for targets, (B, T, S).
         gold: the true pairs, (B, T, S) of booleans or of 0 and 1.
         mask: the pairs that count, (B, T, S). Default: None, all.
-        k: of the recall. Default: None, as many as are true, in the matrix or in each row.
+        k: K of the recall. Default: None, the number of true pairs in the matrix or row.
         per_row: rank the sources of each target separately, and average over the targets with both
             true and other sources. Default: False, all pairs of a matrix in one ranking.
 

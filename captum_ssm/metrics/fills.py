@@ -27,7 +27,7 @@ def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
         (C,), float64; a ``fill`` of :func:`~captum_ssm.metrics.image_perturbation`.
 
     Raises:
-        OptionError: when they are not one number per channel each, or std is not above 0.
+        OptionError: when mean or std is not one number per channel, or std is not above 0.
 
     Example:
         >>> from captum_ssm.metrics import black

@@ -34,7 +34,7 @@ def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
 
     Raises:
         InputError: when relevance is neither (B, C, H, W) nor (B, h, w).
-        NonFiniteError: when it holds NaN or infinity.
+        NonFiniteError: when relevance holds NaN or infinity.
 
     Example:
         >>> import torch

@@ -26,7 +26,8 @@ def answers_found(
         predictions: the model's texts, one per example.
         answers: the references of each example, one or more.
         mode: ``"all"``, the share of references that occur, RULER's score for needles, keys and
-            frequent words. ``"any"``, 1 if one does, its score for questions. Default: ``"all"``.
+            frequent words. ``"any"``, 1 if a reference occurs, RULER's score for questions.
+            Default: ``"all"``.
 
     Returns:
         (n,), float64, from 0 to 1.

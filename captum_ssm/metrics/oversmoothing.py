@@ -50,7 +50,7 @@ def token_similarity(
 
 
 def _at(query: int | Tensor, like: Tensor) -> Tensor:
-    """Return True for the query among the tokens (B, L)."""
+    """Return a mask (B, L) that is True at the query of each example."""
     batch, tokens = like.shape
     at = torch.as_tensor(query, device=like.device)
     if at.is_floating_point() or at.shape not in ((), (batch,)):

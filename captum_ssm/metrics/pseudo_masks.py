@@ -19,7 +19,7 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
     """Return a class for each pixel, 0 for background and k + 1 for the k-th map, (B, H, W).
 
     Each present class's map is cut at 0 and divided by its maximum. A pixel takes the class of the
-    highest map, the first of equal ones, or background if none is above its score.
+    highest map, the first of equal maps, or background if no map is above ``background``.
 
     Args:
         maps: relevance for each class, (B, K, H, W).
@@ -81,13 +81,13 @@ class PseudoMaskScores:
 
         Args:
             masks: a class for each pixel, (B, H, W), as of :func:`pseudo_masks`.
-            gold: the true ones, (B, H, W).
+            gold: the true classes, (B, H, W).
         """
         counts = confusion(masks, gold, self.classes, self.ignored)
         self._sample.update(counts.flatten(1).double())
 
     def merge(self, other: PseudoMaskScores) -> None:
-        """Add the images of another one with the same options."""
+        """Add the images of another :class:`PseudoMaskScores` with the same options."""
         if (self.classes, self.ignored) != (other.classes, other.ignored):
             raise InputError("other has other classes or ignores another label; they cannot merge.")
         self._sample.merge(other._sample)
@@ -107,7 +107,7 @@ class PseudoMaskScores:
 
 
 def _ious(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the IoUs and their mean, of summed K x K counts."""
+    """Return the K IoUs and the mean IoU of counts (..., K * K) summed over images."""
     size = round(sums.shape[-1] ** 0.5)
     found = iou(sums.reshape(*sums.shape[:-1], size, size))
     return torch.cat([found, found.nanmean(-1, keepdim=True)], -1)

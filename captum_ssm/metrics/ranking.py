@@ -146,7 +146,7 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
 
     Args:
         scores: (B, N).
-        others: of the same units, (B, N).
+        others: other scores of the same units, (B, N).
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
@@ -261,14 +261,14 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
 
 
 def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, the true units and the others."""
+    """Return scores (B, N), and masks of the true and of all other units that count."""
     scores, counts = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
     return scores.contiguous(), true & counts, ~true & counts
 
 
 def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two scores of the same units in float64, and which units count."""
+    """Return both scores in float64, and a mask of the units that count, (B, N) each."""
     first, counts = masked_scores(scores, mask, "scores", dims=2)
     second, _ = masked_scores(others, mask, "others", dims=2)
     if first.shape != second.shape:
@@ -286,7 +286,7 @@ def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
 
 
 def _centered(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
+    """Return scores less their mean; 0 at units that do not count, and if all scores are equal."""
     # a mean of equal numbers is rounded, and the remainders would have a correlation
     scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
     scores = scores.where(counts, 0)
@@ -294,7 +294,7 @@ def _centered(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return twice the rank of each counting unit, equal ones sharing the mean, (B, N)."""
+    """Return twice the rank of each unit that counts, equal scores sharing the mean, (B, N)."""
     rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
@@ -310,7 +310,7 @@ def _at_least(scores: Tensor, among: Tensor) -> Tensor:
 def _hits(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected true units among the best K, K, and all true units, (B,) each."""
+    """Return the expected number of true units among the best K, K, and all true units, (B,)."""
     if k is not None:
         check_positive(k, "k")
     scores, true, false = _checked(scores, gold, mask)

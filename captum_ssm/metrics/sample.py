@@ -1,8 +1,8 @@
-"""Numbers gathered over batches of examples: their mean, or a ratio of their sums, and its spread.
+"""Numbers gathered over batches of examples: their mean or a ratio of sums, with an interval.
 
-Every metric of this package returns numbers per example. A :class:`Sample` keeps them: batches can
-be added one by one, results of two processes merged, and confidence intervals drawn by resampling
-examples.
+Every metric of this package returns numbers per example. A :class:`Sample` keeps the
+numbers: batches can be added one by one, results of two processes merged, and confidence intervals
+drawn by resampling examples.
 """
 
 from __future__ import annotations

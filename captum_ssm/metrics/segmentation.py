@@ -199,7 +199,7 @@ class SegmentationScores:
         self._sample.update(torch.cat(rows, 1))
 
     def merge(self, other: SegmentationScores) -> None:
-        """Add the images of another one with the same options."""
+        """Add the images of another :class:`SegmentationScores` with the same options."""
         if self._options() != other._options():
             raise InputError(
                 "other has another threshold, ignored label or ranking; the two cannot merge."
@@ -221,14 +221,14 @@ class SegmentationScores:
 
 
 def _scores(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the four scores of sums over images of four counts, an average precision and an F1."""
+    """Return the four scores (..., 4) of sums (..., 6): four counts, average precision and F1."""
     pixels = sums[..., :4].reshape(*sums.shape[:-1], 2, 2)
     means = sums[..., 4:] / counts[..., 4:]
     return torch.cat([torch.stack([pixel_accuracy(pixels), mean_iou(pixels)], -1), means], -1)
 
 
 def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Return masks of the pixels that count and of the object's, (B, N)."""
+    """Return masks (B, N) of the pixels that count, and of the object's pixels."""
     if maps.shape != gold.shape or gold.dim() < 2:
         raise InputError(
             f"maps has shape {tuple(maps.shape)}, gold {tuple(gold.shape)}: one label per pixel is "

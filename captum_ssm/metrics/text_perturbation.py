@@ -47,7 +47,7 @@ class Texts:
 
     Raises:
         InputError: when the shapes of inputs, fill and masks do not fit, or a text has no token.
-        OptionError: when ids are to be filled with something else than an id.
+        OptionError: when inputs are ids and ``fill`` is not an id.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ class Texts:
 
     @property
     def _tokens(self) -> Tensor:
-        """Anything of shape (B, L)."""
+        """Return a tensor of shape (B, L), one entry per token."""
         return self.inputs if self.inputs.dim() == 2 else self.inputs[..., 0]
 
     def logits(self, altered: Tensor, how: str = "mask") -> Tensor:
@@ -255,7 +255,7 @@ def _first(
     most_first: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return the tokens that relevance puts first, at each share, (B, F, L)."""
+    """Return True for the first tokens in the order of relevance, at each share, (B, F, L)."""
     real = texts.real
     scores = (
         relevance.sum(-1) if isinstance(relevance, Tensor) and relevance.dim() == 3 else relevance
@@ -273,7 +273,7 @@ def _first(
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield indices (R,) into the two dimensions of ``lengths``, at most ``size`` of one length."""
+    """Yield pairs of indices (R,) into ``lengths``: at most ``size`` texts of one length."""
     for length in torch.unique(lengths):
         for places in (lengths == length).nonzero().split(size):
             example, step = places.unbind(-1)

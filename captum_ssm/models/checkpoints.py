@@ -40,8 +40,8 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
     """Return the settings, unless they ask for more modules than any model has.
 
     Args:
-        settings: of a configuration; dicts within are looked through too.
-        where: names them in errors.
+        settings: a configuration's settings; nested dicts are checked too.
+        where: name of the configuration in errors.
 
     Returns:
         The same settings.
@@ -114,7 +114,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return names that are not stored, each with the stored one that shares its parameter."""
+    """Return names of weights that are not stored, each with the stored name of its parameter."""
     own = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(own[name]): name for name in weights if name in own}
     return {
@@ -227,7 +227,7 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
 
 
 def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
-    """Return names and shapes of weights; of transformers 4 only the names."""
+    """Return names and shapes of weights with a wrong shape; in transformers 4 only names."""
     named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
     own = model.state_dict()
     return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]

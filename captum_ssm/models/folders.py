@@ -86,7 +86,7 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
 
 
 def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """Return the model with its weights, made once they are known to be its."""
+    """Return the model with its weights, after checking that the weights fit the model."""
     weights = read_safetensors(folder / WEIGHTS, "A bundled model")
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()

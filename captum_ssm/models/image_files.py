@@ -20,10 +20,10 @@ _MOST_PIXELS = 2**28
 
 
 def check_pixels(name: str, size: Sequence[int]) -> None:
-    """Raise if an image is too large to be one, before memory is taken for it.
+    """Raise if an image has too many pixels, before memory is allocated for the image.
 
     Args:
-        name: of the image, for the error.
+        name: name of the image in errors.
         size: width and height, in any order, as its file declares them.
     """
     if math.prod(size) > _MOST_PIXELS:

@@ -44,7 +44,7 @@ def recall_vocabulary() -> WordVocabulary:
     """Return the task's vocabulary: marks, *owns*, *the*, names, objects, adjectives, fillers.
 
     Returns:
-        The same one at every call, of 55 words.
+        The vocabulary of 55 words, the same object at every call.
 
     Example:
         >>> from captum_ssm.models.recall import recall_vocabulary
@@ -238,7 +238,7 @@ def _draw(rng: random.Random, n_facts: int | None) -> Example:
 
 
 def with_value(example: Example, fact: int, value: str) -> Example:
-    """Return the same prompt with the object of one fact replaced; the gold answer follows.
+    """Return the prompt with the object of one fact replaced, and the gold answer updated.
 
     Args:
         example: the prompt to change.

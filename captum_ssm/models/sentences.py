@@ -50,7 +50,7 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
     """Return the words of texts, after the special ones: padding, unknown, mark, classes.
 
     Args:
-        texts: the words of each.
+        texts: the words of each text.
         least: how often a word must occur; rarer ones are unknown. Default: 1.
 
     Returns:
@@ -104,7 +104,7 @@ class TextReader:
         """Return the ids of texts with the mark, padded on the right, (B, L), int64.
 
         Args:
-            texts: the words of each, at least one text.
+            texts: the words of each text, at least one text.
             device: the tensor's device. Default: ``"cpu"``.
 
         Raises:

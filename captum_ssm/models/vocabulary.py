@@ -16,7 +16,7 @@ PAD, UNKNOWN = "<pad>", "<unk>"
 class WordVocabulary:
     """A map from whitespace-separated words to ids and back.
 
-    A word outside the vocabulary is an error, or ``<unk>`` if that is among the words.
+    A word outside the vocabulary is an error, or ``<unk>`` if ``<unk>`` is among the words.
 
     Args:
         words: all words, each once; the position of a word is its id. Id 0 is the padding word.

@@ -1,6 +1,6 @@
 """Checks of a custom operator, adapter or method.
 
-Each raises an ``AssertionError`` that names the broken promise.
+Each check raises an ``AssertionError`` that names the broken promise.
 """
 
 from .adapters import check_adapter

@@ -79,8 +79,8 @@ def check_adapter(
         The names of the clauses that were checked.
 
     Raises:
-        AssertionError: when a clause does not hold; its name begins the message.
-        ImportError: when a clause was asked for by its name and its package is missing.
+        AssertionError: when a clause does not hold; the message begins with the clause's name.
+        ImportError: when ``clauses`` names a clause whose package is missing.
 
     Example:
         >>> import torch
@@ -152,7 +152,7 @@ class _Subject:
         return self._at_layers[name, at_input]
 
     def is_padded(self, side: str) -> bool:
-        """Return True if the mixers take a batch that is padded on this side."""
+        """Return True if the mixers accept a batch that is padded on this side."""
         takes = self.inputs.dim() < 4 and _takes_mask(self.model)
         return takes and f"{side} padding" not in self.refuses
 
@@ -190,7 +190,7 @@ def _reproduces(dtype: torch.dtype) -> Callable[[_Subject], None]:
 
 
 def _is_the_module(layer: Layer) -> None:
-    """Compare the operator with the module, or with the bfloat16 module's weights in float32."""
+    """Check the operator against the module's output, of a bfloat16 module its float32 output."""
     linear, wanted = layer.linear, layer.in_order(layer.output)
     working = torch.float64 if wanted.dtype == torch.float64 else torch.float32
     rebuilt = linear.output()
@@ -292,7 +292,7 @@ def _padding(side: str) -> Callable[[_Subject], None]:
 
 
 def _padded(subject: _Subject, side: str) -> tuple[list[Layer], Tensor, Tensor]:
-    """Run three examples, one of all tokens, one of about half of them and one of two."""
+    """Run a padded batch of three examples: of all tokens, of about half of them, and of two."""
     assert _takes_mask(subject.model), "the model's forward takes no attention_mask"
     inputs = subject.wide[[0, 1, 0]]
     tokens = inputs.shape[1]
@@ -307,7 +307,7 @@ def _pairs(subject: _Subject, inputs: Tensor, layers: list[Layer]) -> Iterator[t
 
 
 def _is_same(own: Layer, among: Layer, rows: Any = _ALL, tokens: Any = _ALL) -> None:
-    """Compare a layer's results with its results for the same tokens among others."""
+    """Check that a layer gives the same for tokens alone and for these tokens in a larger batch."""
     found, every = _dense(own), _dense(among)
     mine, all_ = own.linear, among.linear
     wanted = every[rows][:, :, tokens][..., tokens]
@@ -394,7 +394,7 @@ def _at_heads(subject: _Subject) -> None:
 
 
 def _knock_out(subject: _Subject) -> None:
-    """Cut edges, in a padded batch where the mixers take one."""
+    """Check cut edges against matrices with zeros, in a padded batch if the mixers accept one."""
     layers, mask, inputs = subject.layers, None, subject.wide
     if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")

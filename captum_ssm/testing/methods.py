@@ -57,7 +57,7 @@ def check_method(
         seed: of the models and inputs. Default: 0.
 
     Raises:
-        AssertionError: when a clause does not hold; it names every clause and option that fails.
+        AssertionError: when a clause does not hold; the message names failed clauses and options.
 
     Example:
         >>> from captum_ssm import LatimNorm
@@ -128,11 +128,11 @@ class _Case(NamedTuple):
         return tokens.bool()
 
     def value(self, value: Any) -> Any:
-        """Return an option's value for this kind of inputs."""
+        """Return an option's value for the case's kind of inputs."""
         return getattr(value, self.kind) if isinstance(value, ByKind) else value
 
     def halved(self) -> _Case:
-        """Return the case in bfloat16, which holds its weights and inputs exactly."""
+        """Return the case with weights and inputs in bfloat16, which represents them exactly."""
         x, model = self.inputs, copy.deepcopy(self.model).bfloat16()
         return self._replace(model=model, inputs=x.bfloat16() if x.is_floating_point() else x)
 
@@ -166,7 +166,7 @@ class _Checker:
         }
 
     def run(self, clause: str) -> None:
-        """Check one clause, and note all its failures."""
+        """Check one clause, and note all failures of the clause."""
         if clause not in CLAUSES:
             raise ValueError(f"clauses names {clause!r}. Known are {', '.join(CLAUSES)}.")
         check = getattr(self, clause)
@@ -319,7 +319,7 @@ class _Checker:
                     _close(found, plain, "does not say the same as the default")
 
     def _differs(self, case: _Case, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether two choices of options have different relevance."""
+        """Return True if two choices of options give different relevance."""
         found, wanted = (
             self.whole(case, {name: case.value(value) for name, value in given.items()})
             for given in (one, other)
@@ -419,7 +419,7 @@ _BY_OPTION = ("padding", "parts", "precision")
 
 
 def _of(value: Any, example: int) -> Any:
-    """Return the value for one example alone, from a value for the batch or a mapping of such."""
+    """Return the value for one example, from a value or a mapping of values for the batch."""
     if isinstance(value, dict):
         return {name: _of(each, example) for name, each in value.items()}
     one_each = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 2

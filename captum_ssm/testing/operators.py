@@ -116,7 +116,7 @@ class _Plain:
         matrices: of channels, heads or mixing channels.
         offset: the constant term, None for none.
         shape: the sizes.
-        is_size: whether they are bounds on the size of other matrices' entries.
+        is_size: whether the matrices are bounds on the size of other matrices' entries.
     """
 
     def __init__(self, matrices: Tensor, offset: Tensor | None, shape: Shape, is_size: bool):
@@ -191,7 +191,7 @@ class _Plain:
 def _plain(
     shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
 ) -> tuple[_Plain, _Plain]:
-    """Return the matrices' answers, and their size if nothing canceled."""
+    """Return the matrices' answers, and bounds on the size of terms that may cancel."""
     size = matrices.abs() if bound is None else bound
     constant = None if offset is None else offset.double()
     of_size = None if constant is None else constant.abs()
@@ -425,7 +425,7 @@ class _Check:
             raise AssertionError(f"{self._about(clause)} does not hold.")
 
     def raises(self, clause: str, error: type[Exception], ask: Callable[[], Any]) -> None:
-        """Raise unless a question is refused by an error of one class."""
+        """Raise unless a question raises an error of the given class."""
         try:
             ask()
         except error:
@@ -558,7 +558,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _largest(channels: Tensor) -> Tensor:
-    """Return a reduction that is a function."""
+    """Return the largest absolute value of the channels: a reduction that is a function."""
     return channels.abs().amax(-1)
 
 
@@ -572,7 +572,7 @@ def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor
 
 
 def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """Return an answer to values that require gradients, with gradients off in two ways."""
+    """Return a function's value; check that no graph is recorded while gradients are off."""
     with torch.no_grad():
         out = function(v.clone().requires_grad_())
     assert not out.requires_grad, "its graph is recorded"
@@ -582,7 +582,7 @@ def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
 
 
 def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """Return all tokens through a stream, a few at a time."""
+    """Return the outputs of all tokens, fed to a stream a few at a time."""
     tokens = v.shape[1]
     parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
     found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]

@@ -94,9 +94,9 @@ def plot_edges(
 ) -> tuple[Figure, Any]:
     """Draw edges as arcs over the words of a text, from sources to targets.
 
-    An arc's width shows its effect, purple if the message increases the output and brown if it
-    decreases it. The strongest show their numbers, with ≈ if norms are of first order. Words far
-    from all edges are left out of a text that is too long for one row.
+    An arc's width shows the effect of its edge. Purple edges increase the output, brown edges
+    decrease the output. The strongest show their numbers, with ≈ if norms are of first order. Words
+    far from all edges are left out of a text that is too long for one row.
 
     Args:
         tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
@@ -148,14 +148,14 @@ def plot_edges(
 
 
 class WordRow(NamedTuple):
-    """The words of a row.
+    """The words of one row of a picture of edges.
 
     Attributes:
         middles: the middle of each shown token.
-        halves: half of the room that it has for the ends of arcs.
-        ticks: the middles of all labels, those for words left out among them.
+        halves: half the width that each shown token has for the ends of arcs.
+        ticks: the middles of all labels, including labels for words that are left out.
         labels: the labels.
-        turned: whether they are upright.
+        turned: whether labels are upright.
         length: of the row, in cells.
     """
 
@@ -193,7 +193,7 @@ class WordRow(NamedTuple):
 
 
 def _near(ends: set[int], count: int, most: int) -> list[int]:
-    """Return all ends, and of the other tokens those nearest to them, up to so many in all."""
+    """Return the ends of edges and the tokens nearest to them, at most ``most`` tokens."""
     distance = [min(abs(token - end) for end in ends) for token in range(count)]
     nearest = sorted(range(count), key=lambda token: (distance[token], token))
     return sorted(nearest[: max(most, len(ends))])
@@ -282,7 +282,7 @@ def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
 
 
 def explain(figure: Figure, effects: Tensor, positive: str, negative: str) -> None:
-    """Add a legend for the colors that occur."""
+    """Add a legend for the colors of edges that occur in the figure."""
     from matplotlib.lines import Line2D
 
     said = []

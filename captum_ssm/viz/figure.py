@@ -27,7 +27,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """Return a figure outside of pyplot's global state, so plotting leaks none."""
+    """Return a figure outside of pyplot's global state, so no figure stays open."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -64,7 +64,7 @@ def strongest(values: Tensor) -> float:
 
 
 def by_name(values: Any, what: str) -> dict[str, Any]:
-    """Return several things by name; one without a name is called nothing."""
+    """Return values by name; a single value without a name gets the name ``""``."""
     named = dict(values) if isinstance(values, Mapping) else {"": values}
     if not named:
         raise InputError(f"{what} is an empty mapping; name at least one.")

@@ -146,21 +146,21 @@ def _check_by(graph: Graph, by: str) -> None:
 
 
 def _relevance(graph: Graph, edges: Tensor) -> Tensor:
-    """Return each node's contribution to the target, or to followed nodes if it was not (n,)."""
+    """Return each node's contribution (n,) to the target, or to the nodes that were followed."""
     own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
     whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
     return torch.where(whole, own, edges.sum(0)).abs()
 
 
 def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
-    """Return source, target, relevance and size of each link but thin ones."""
+    """Return source, target, relevance and size of each link that is not too thin to draw."""
     found = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
     least = _LEAST * max((abs(weight) for *_, weight in found), default=0.0)
     return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]
 
 
 def _column(graph: Graph, i: int) -> int:
-    """Return the token over which a node is drawn; the last without a token, or for images."""
+    """Return the token over which a node is drawn; the last token if a node has none."""
     position = graph.nodes[i].position
     return len(graph.tokens) - 1 if position is None else position
 
@@ -177,7 +177,7 @@ def _row_name(graph: Graph, depth: int, last: int) -> str:
 def _places(
     graph: Graph, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Return each node's position; several of one word in a row are drawn one above the other."""
+    """Return each node's position; nodes of one word in one row are stacked."""
     together = defaultdict[tuple[int, int], list[int]](list)
     for i in chosen:
         together[_column(graph, i), graph.nodes[i].depth].append(i)

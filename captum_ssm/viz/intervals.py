@@ -79,7 +79,7 @@ def plot_intervals(
 
 
 def _dots(axis: Any, start: int, intervals: Sequence[Interval], color: str) -> None:
-    """Draw a dot and a bar for each interval, from line ``start`` down; NaN has neither."""
+    """Draw a dot and a bar for each interval, from line ``start`` down; nothing for NaN."""
     known = [(line, each) for line, each in enumerate(intervals, start) if not math.isnan(each[1])]
     lines = [line for line, _ in known]
     for line in lines:

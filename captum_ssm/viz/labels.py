@@ -43,8 +43,8 @@ class Words(NamedTuple):
     """Labels and layout of a text's tokens.
 
     Attributes:
-        labels: the spelled text of each, without spaces around it; ``₂`` for a character's second
-            token, and so on; the name of a special token.
+        labels: the text of each token, without outer spaces; ``₂`` for the second token of a
+            character, and so on; the name of a special token.
         joined: the tokens that follow the one before without a gap.
         breaks: the tokens after which a line ends.
         marks: the special tokens.
@@ -57,10 +57,10 @@ class Words(NamedTuple):
 
 
 def as_words(tokens: Sequence[str]) -> Words:
-    """Return the tokens as words of their text.
+    """Return labels and layout of a text's tokens.
 
     Args:
-        tokens: their names; without :class:`~captum_ssm.viz.Tokens` all are drawn apart.
+        tokens: names of the tokens; only :class:`~captum_ssm.viz.Tokens` are joined to words.
 
     Example:
         >>> from captum_ssm.viz import Tokens
@@ -99,7 +99,7 @@ def as_words(tokens: Sequence[str]) -> Words:
 
 
 def shards(words: Words) -> list[int]:
-    """Return the tokens that continue the word of the token before.
+    """Return the indices of tokens that continue the word of the previous token.
 
     In scripts without spaces between words, each token is a word.
 
@@ -163,7 +163,7 @@ def width(token: str) -> int:
 
 
 def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
-    """Return the cells of each label; labels of one word are as close as letters."""
+    """Return the cells of each label; labels of one word have no space between them."""
 
     def of_several(i: int) -> bool:
         return i in joined or i + 1 in joined
@@ -172,7 +172,7 @@ def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
 
 
 def cut(token: str, longest: int = _LONGEST) -> str:
-    """Return the token, or its beginning and an ellipsis if it is too long for a label."""
+    """Return the token, or its beginning and an ellipsis if the token is too long."""
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
 

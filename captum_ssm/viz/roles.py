@@ -114,7 +114,7 @@ def plot_roles(
 
 
 def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
-    """Set an axis' ticks to words."""
+    """Set the ticks of an axis to words."""
     axis.set_xlim(PAD - 1, LINE + PAD)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)
@@ -128,7 +128,7 @@ def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
 def _stack(
     axis: Any, role: str, middles: Sequence[float], stacked: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw one role's bars, from their starts and heights."""
+    """Draw the bars of one role on top of the bars below."""
     color, hatch = _LOOKS.get(role, _OTHER)
     starts, parts = zip(*stacked, strict=True)
     looks = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}

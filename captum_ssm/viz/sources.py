@@ -42,7 +42,7 @@ def plot_contributions(
         xlabel: the label of columns. Default: ``"source"``.
         ylabel: the label of rows. Default: ``"explained"``.
         title: a heading. Default: None.
-        values: write the numbers into the cells. Default: None, if there are at most 300 of them.
+        values: write the numbers into the cells. Default: None, if there are at most 300 numbers.
 
     Returns:
         The matplotlib figure and its axes.
@@ -81,7 +81,7 @@ def plot_contributions(
 
 
 def _write(axis: Any, found: Tensor, largest: float) -> None:
-    """Write the numbers, in white on dark cells."""
+    """Write the numbers into the cells, in white on dark cells."""
     for row, line in enumerate(found.tolist()):
         for column, value in enumerate(line):
             color = "white" if abs(value) > 0.6 * largest else "black"

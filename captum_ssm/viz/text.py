@@ -49,13 +49,13 @@ def plot_text(
     Args:
         tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
         relevance: one number per token (L,), or several such by name, drawn one below another.
-            It may also come first, as in other tools.
+            Relevance may also come first, as in other tools.
         marked: positions to frame, for example the known evidence. Default: none.
         one_scale: one color scale for all, for relevances of one unit, such as roles of a
             decomposition. Default: False, each has its own.
         title: a heading. Default: None.
-        asking: the position that asks, usually -1. Of methods whose own entry of that token is the
-            identity, it is not colored. Default: None, all tokens are.
+        asking: the position that asks, usually -1. The token there is not colored for methods whose
+            entry is the identity. Default: None, all tokens are colored.
 
     Returns:
         The matplotlib figure and its axes, one per relevance.
@@ -155,10 +155,10 @@ def _is_dark(color: Sequence[float]) -> bool:
 
 
 def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
-    """Return line and column of every label's begin, and the number of lines.
+    """Return line and column of the beginning of every label, and the number of lines.
 
     Args:
-        cells: of each label.
+        cells: the cells of each label.
         words: the tokens; tokens of one word share a line if there is room, and lines of the text
             begin new lines.
     """
@@ -179,6 +179,6 @@ def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]],
 
 
 def _runs(count: int, joined: Collection[int]) -> list[range]:
-    """Return the words, as ranges of their tokens."""
+    """Return the words as ranges of token positions."""
     begins = [i for i in range(count) if i == 0 or i not in joined]
     return [range(*ends) for ends in pairwise([*begins, count])]

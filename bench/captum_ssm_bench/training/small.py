@@ -63,8 +63,8 @@ def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int 
     learn (after Trockman et al. 2024).
 
     Args:
-        size: its architecture and size.
-        vocabulary: the words it reads and writes.
+        size: architecture and size of the model.
+        vocabulary: the words of the model.
         lasting_from: the first of the lasting layers, negative to count from the end. Earlier
             layers, and decays without ``A_log`` and a step size, start as in transformers. Default:
             0, all are lasting.

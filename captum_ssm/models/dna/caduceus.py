@@ -26,7 +26,7 @@ POOLS = ("mean", "max", "first", "last")
 class BiMamba(nn.Module):
     """Two Mambas that read the tokens from either end and share the projections in and out.
 
-    It returns fwd(h) + flip(rev(flip h)).
+    The output is fwd(h) + flip(rev(flip h)).
 
     Args:
         d_model: width E of the tokens.
@@ -54,7 +54,7 @@ class BiMamba(nn.Module):
 
 
 class StrandsMixer(nn.Module):
-    """A mixer on both strands: on the first half of the channels, and on the other reversed.
+    """A mixer on both strands: on one half of the channels, and on the other half reversed.
 
     The second half of the channels holds the reverse complement, tokens and channels flipped.
 
@@ -135,7 +135,7 @@ class StrandsEmbedding(nn.Module):
 
 
 class StrandsHead(nn.Module):
-    """Logits of tokens from both strands: a token's is added to that of its complement there.
+    """Logits of tokens, summed over both strands: on the other strand the complement's logit.
 
     Args:
         d_model: width E of one strand.
@@ -168,7 +168,7 @@ class CaduceusBlock(nn.Module):
     """x + mixer(norm(x)); the fused form exchanges the strands in x before.
 
     Args:
-        norm: of one strand, or a :class:`StrandsNorm`.
+        norm: the norm of one strand, or a :class:`StrandsNorm`.
         mixer: mixes the tokens.
         exchange: whether the halves of the channels change places, as in the published code with
             fused norm and sum and both strands. Default: False.
@@ -215,7 +215,7 @@ class Caduceus(DNAModel):
         fused: whether the model was trained with norm and sum fused, as the released ones were; the
             published code exchanges the strands then. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
-        norm_epsilon: their epsilon. Default: 1e-5.
+        norm_epsilon: epsilon of the norms. Default: 1e-5.
         complements: by id, the token on the other strand. Default: :data:`COMPLEMENTS`.
         **mixer_options: further arguments of :class:`BiMamba`.
 

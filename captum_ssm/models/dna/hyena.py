@@ -68,12 +68,12 @@ class HyenaFilter(nn.Module):
     """The long filters: features of the positions, a network of sines, a window; and the bias.
 
     Args:
-        width: filters.
-        l_max: their length.
-        features: of the positions, an odd number from 3 on. Default: 5.
+        width: number of filters.
+        l_max: length of the filters.
+        features: number of features of a position, odd and at least 3. Default: 5.
         filter_order: width of the network. Default: 64.
-        inner: its layers between the first and the last. Default: 2.
-        freq: of its sines at first. Default: 10.
+        inner: layers of the network between the first and the last. Default: 2.
+        freq: initial frequency of the sines. Default: 10.
 
     Example:
         >>> from captum_ssm.models.dna.hyena import HyenaFilter
@@ -119,7 +119,7 @@ class HyenaOperator(nn.Module):
     Args:
         d_model: width E of the tokens.
         l_max: tokens of the longest sequence.
-        order: gates, 2 or more. Default: 2.
+        order: number of gates, 2 or more. Default: 2.
         short_filter_order: taps of the short convolution. Default: 3.
         **filter_options: further arguments of :class:`HyenaFilter`.
 

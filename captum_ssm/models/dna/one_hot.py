@@ -16,7 +16,7 @@ BASE_IDS = (7, 8, 9, 10)
 class OneHot(nn.Module):
     """A model that reads one-hot DNA: the mixture of the bases' embeddings at each position.
 
-    It is linear up to the model, so each base of each position has relevance:
+    The input is mapped linearly to embeddings, so each base of each position has relevance:
     ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x. A position may have no
     base, with zeros.
 
@@ -28,7 +28,7 @@ class OneHot(nn.Module):
         bases_first: whether inputs are (B, 4, L), as tangermeme has them, or (B, L, 4).
             Default: True.
         before: tokens in front of the sequence. Default: none.
-        after: tokens behind it, such as the ``[SEP]`` that the tokenizers add. Default: none.
+        after: tokens behind the sequence, such as the tokenizers' ``[SEP]``. Default: none.
 
     Raises:
         OptionError: when the model has no such layer, or there are not four bases.
@@ -96,7 +96,7 @@ class OneHot(nn.Module):
         return vectors.expand(len(like), *vectors.shape)
 
     def _embedded(self, ids: Sequence[int], device: torch.device) -> Tensor:
-        """Return the vectors of tokens, each looked up as a sequence by itself, (n, E)."""
+        """Return the embeddings (n, E) of tokens, each looked up as a sequence of one token."""
         layer = self.model.get_input_embeddings()  # type: ignore[operator]
         vectors: Tensor = layer(torch.tensor(ids, device=device)[:, None])
         return vectors[:, 0]

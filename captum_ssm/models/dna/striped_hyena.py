@@ -135,9 +135,9 @@ class StripedAttention(nn.Module):
 
     Args:
         width: channels E of the stream.
-        heads: their number.
+        heads: number of heads.
         base: of the rotary frequencies. Default: 1e4.
-        scaling: positions are divided by it. Default: 1.
+        scaling: divisor of positions. Default: 1.
 
     Example:
         >>> import torch
@@ -222,11 +222,11 @@ class StripedHyena(DNAModel):
         se_length: taps of a short filter. Default: 7.
         mr_length: taps of a medium filter. Default: 128.
         se_groups: short filters of a block. Default: 256.
-        mr_groups: medium ones. Default: 256.
+        mr_groups: medium filters of a block. Default: 256.
         state_size: exponentials of a long filter. Default: 16.
         short_filter_length: taps of the convolution behind the projection. Default: 3.
         rotary_base: of attention's frequencies. Default: 1e4.
-        rotary_scaling: positions are divided by it there. Default: 1.
+        rotary_scaling: divisor of positions in attention. Default: 1.
         eps: of the norms. Default: 1e-6.
 
     Raises:

@@ -77,8 +77,8 @@ class RWKV7Block(nn.Module):
 class RWKV7(nn.Module):
     """A language model, with the parameter names of the published ``RWKV-x070`` checkpoints.
 
-    It computes in the dtype of its weights, and states in float32 at least. It takes no padding:
-    explain texts of different lengths one by one.
+    The model computes in the dtype of its weights, and states in float32 at least. Padding is not
+    accepted: explain texts of different lengths one by one.
 
     Args:
         vocab_size: number of tokens. Default: 65536.

@@ -89,7 +89,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return image size and stride of so many patches, which overlap by half or not at all."""
+    """Return image size and stride for a number of patches that overlap by half or not at all."""
     side = math.isqrt(patches)
     strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
     image = options.get("img_size", _RELEASED)

@@ -84,7 +84,7 @@ class VisionMamba(nn.Module):
             Default: ``"none"``.
         pos_embed: whether there are position embeddings. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
-        norm_epsilon: their epsilon. Default: 1e-5.
+        norm_epsilon: epsilon of the norms. Default: 1e-5.
         bimamba_type: see :class:`~captum_ssm.models.vim.VimMixer`. Default: ``"v2"``.
         if_divide_out: whether the sum of both directions is halved (v2 only). Default: True.
         **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.

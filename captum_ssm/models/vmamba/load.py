@@ -115,7 +115,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forward_type(weights: Weights, gated: bool, options: Mapping[str, Any]) -> str:
-    """Return the form of the mixers; the user's must have a gate if the weights have one."""
+    """Return the forward type; raise if the user's type and the weights differ in having a gate."""
     normed = "layers.0.blocks.0.op.out_norm.weight" in weights
     found: str = options.get(
         "forward_type", "v05" + "_noz" * (not gated) + "_onnone" * (not normed)

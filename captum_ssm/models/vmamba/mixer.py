@@ -1,4 +1,4 @@
-"""VMamba's mixer: a convolution over a map of tokens, and scans of it in several orders."""
+"""VMamba's mixer: a convolution over a map of tokens, and scans in several orders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Form(NamedTuple):
         gate: whether the output is multiplied with a gate z.
         gate_act: whether z passes the activation first.
         out_norm: whether the sum of the scans passes a LayerNorm.
-        out_act: whether it passes a GELU afterwards.
+        out_act: whether the sum then passes a GELU.
     """
 
     orders: str
@@ -83,7 +83,7 @@ class SS2D(nn.Module):
         dt_rank: rank of the projections to dt. Default: None, E / 16 rounded up.
         act: ``"silu"``, ``"gelu"`` or ``"relu"``. Default: ``"silu"``.
         d_conv: height and width of the convolution; below 2 there is none. Default: 3.
-        conv_bias: whether it has a bias. Default: True.
+        conv_bias: whether the convolution has a bias. Default: True.
         forward_type: the published name of the form; see :func:`form_of`. Default: ``"v05_noz"``.
 
     Raises:
