@@ -15,6 +15,10 @@ from .surroundings import quiet_libraries
 #: Errors that speak for themselves; of others, their kind is told, and how to see where.
 _EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
 _UNEXPECTED = " ({0}; {1} --debug ... shows where)"
+_TORCHVISION = (
+    " torchvision does not fit torch {0} ({1}). Install the torchvision of this release and build, "
+    "or uninstall it: pip uninstall torchvision."
+)
 #: Exit codes of shells for a closed pipe, and for an interrupt.
 _NOT_READ, _INTERRUPTED = 141, 130
 
@@ -54,9 +58,20 @@ def _run(program: str, options: argparse.Namespace) -> int:
             raise
         kind = type(error).__name__
         hint = "" if isinstance(error, _EXPECTED) else _UNEXPECTED.format(kind, program)
-        print(f"{program}: {error}{hint}", file=sys.stderr)
+        print(f"{program}: {error}{hint}{_misfit(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def _misfit(error: BaseException | None) -> str:
+    """Return advice if an error's cause is a torchvision that does not fit torch, else ``""``."""
+    while error is not None:
+        if "torchvision::" in str(error):
+            import torch
+
+            return _TORCHVISION.format(torch.__version__, error)
+        error = error.__cause__ or error.__context__
+    return ""

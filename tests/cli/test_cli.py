@@ -61,10 +61,13 @@ def test_errors(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="unknown word"):
         main(["--debug", "demo", "--prompt", "who owns what"])
     asked = ["explain", "recall-mamba", "--text", "anna"]
+    misfit = ModuleNotFoundError("Could not import.")
+    misfit.__cause__ = RuntimeError("operator torchvision::nms does not exist")
     with pytest.raises(OptionError):
         main(["--debug", *asked, "--method", "Magic"])
     for error, code, said in (
         (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
+        (misfit, 1, "import. torchvision does not fit torch"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ):
         monkeypatch.setattr(explain, "run", Mock(side_effect=error))
