@@ -141,7 +141,7 @@ def plot_edges(
         _number(axis, numbered, named=len(layers) > 1 and not by_layer)
         if by_layer:
             axis.set_title(f"layer {here[0]}", size=9, loc="left")
-    explain(figure, effects, "speaks for the output", "speaks against it")
+    explain(figure, effects, "increases the output", "decreases it")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]

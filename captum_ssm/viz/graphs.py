@@ -112,7 +112,7 @@ def plot_graph(
         size = _SMALLEST + (_LARGEST - _SMALLEST) * min(share, 1.0)
         axis.scatter(*places[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
     _label(axis, graph, places, chosen)
-    explain(figure, torch.tensor([weight for *_, weight, _ in drawn] or [1.0]), "adds", "takes off")
+    explain(figure, torch.tensor([weight for *_, weight, _ in drawn] or [1.0]), "adds", "subtracts")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axis

@@ -50,7 +50,7 @@ def test_an_arc_goes_from_its_source_to_its_target_and_shows_size_and_sign() -> 
     np.testing.assert_allclose(heads, [stop for _, stop in arcs(axis)])
     (legend,) = figure.legends
     said = [text.get_text() for text in legend.get_texts()]
-    assert said == ["speaks for the output", "speaks against it"]
+    assert said == ["increases the output", "decreases it"]
 
 
 def test_a_row_for_each_layer() -> None:
@@ -191,7 +191,7 @@ def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
     assert thing.get_linewidth() > name.get_linewidth() > error.get_linewidth()
     assert thing.get_color() == error.get_color() != name.get_color()
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["adds", "takes off"]
+    assert [text.get_text() for text in legend.get_texts()] == ["adds", "subtracts"]
 
 
 @pytest.mark.slow

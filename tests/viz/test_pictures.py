@@ -158,10 +158,10 @@ def test_contributions_have_a_row_for_each_target() -> None:
 
 
 def test_colours_of_a_text_are_explained() -> None:
-    """By the colours themselves: purple adds, and brown takes off."""
+    """By the colors themselves: purple adds, and brown subtracts."""
     before = plt.get_fignums()
     for rows, said in (
-        ({"a": [1.0, -2.0], "b": [1.0, 2.0]}, {"adds": "PuOr", "takes off": "PuOr"}),
+        ({"a": [1.0, -2.0], "b": [1.0, 2.0]}, {"adds": "PuOr", "subtracts": "PuOr"}),
         ({"a": [1.0, 2.0]}, {"more": "Purples"}),
     ):
         figure, _ = plot_text(["one", "two"], {k: torch.tensor(v) for k, v in rows.items()})
@@ -169,7 +169,7 @@ def test_colours_of_a_text_are_explained() -> None:
         for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True):
             colours = plt.colormaps[said[text.get_text()]](np.linspace(0, 1, 256))
             red, _, blue, _ = patch.get_facecolor()
-            assert (red > blue) == (text.get_text() == "takes off")
+            assert (red > blue) == (text.get_text() == "subtracts")
             assert np.abs(colours - patch.get_facecolor()).sum(-1).min() < 0.02
         assert {text.get_text() for text in legend.get_texts()} == set(said)
     assert plt.get_fignums() == before  # figures belong to nobody
