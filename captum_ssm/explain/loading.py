@@ -91,7 +91,7 @@ class Loaded:
     labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
-        """Move the model to a device and a precision; return itself.
+        """Move the model to a device and a precision; return this :class:`Loaded`.
 
         Args:
             device: name of the device, such as ``"cuda:0"``.

@@ -139,7 +139,7 @@ class _Subject:
 
     @functools.cached_property
     def decomposition(self) -> Any:
-        """The decomposition of the plain model's output."""
+        """Return LatimFlow's decomposition of the plain model's output."""
         flow = LatimFlow(self.model)
         return flow.decompose(self.wide, self.target, rule="frozen", features=True)
 

@@ -271,7 +271,7 @@ Clause = tuple[str, Tensor, Callable[[_Plain, _Inputs], Tensor]]
 
 
 def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
-    """Clauses about the map, which may mix the channels of a head."""
+    """Yield the clauses about the map, which may mix the channels of a head."""
     for name in ("v", "strided", "stack"):
         yield from _of_values(o, q, name)
     yield "affine", o.affine(q.v), lambda m, q: m.affine(q.v)
@@ -309,7 +309,7 @@ def _of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
 
 
 def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
-    """Clauses about the matrices of channels."""
+    """Yield the clauses about the matrices of channels."""
     yield "mean_matvec", o.mean_matvec(q.x), lambda m, q: m.mean(q.x)
     yield "mean_rmatvec", o.mean_rmatvec(q.x), lambda m, q: m.mT.mean(q.x)
     forth, back = (_gradient(f, q.x, q.x) for f in (o.mean_matvec, o.mean_rmatvec))

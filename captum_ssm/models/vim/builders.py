@@ -13,7 +13,7 @@ _OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def vim_tiny(**options: Any) -> VisionMamba:
-    """Vim-Ti: E = 192, 24 blocks, 7 million parameters, random weights.
+    """Build Vim-Ti: E = 192, 24 blocks, 7 million parameters, random weights.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
@@ -31,7 +31,7 @@ def vim_tiny(**options: Any) -> VisionMamba:
 
 
 def vim_small(**options: Any) -> VisionMamba:
-    """Vim-S: E = 384, 24 blocks, 26 million parameters, random weights.
+    """Build Vim-S: E = 384, 24 blocks, 26 million parameters, random weights.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
@@ -58,7 +58,7 @@ def _published(make: Callable[..., VisionMamba], name: str) -> Callable[..., Vis
 
     variant = "patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
     published.__name__ = published.__qualname__ = f"{make.__name__}_{variant}"
-    published.__doc__ = f"""{name} by its published name and keywords.
+    published.__doc__ = f"""Build {name} by its published name and keywords.
 
     Args:
         pretrained: must be False, since nothing is downloaded. Default: False.

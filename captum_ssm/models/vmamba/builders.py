@@ -8,7 +8,7 @@ from .model import VMamba
 
 
 def vmamba_tiny(**options: Any) -> VMamba:
-    """VMamba-T (s1l8): widths from 96 to 768, 14 blocks, 30 million parameters, random weights.
+    """Build VMamba-T (s1l8): widths 96 to 768, 14 blocks, 30 million parameters, random weights.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`; ``ssm_ratio=2.0`` and
@@ -29,7 +29,7 @@ def vmamba_tiny(**options: Any) -> VMamba:
 
 
 def vmamba_small(**options: Any) -> VMamba:
-    """VMamba-S (s2l15): widths from 96 to 768, 21 blocks, 50 million parameters, random weights.
+    """Build VMamba-S (s2l15): widths 96 to 768, 21 blocks, 50 million parameters, random weights.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.
@@ -49,7 +49,7 @@ def vmamba_small(**options: Any) -> VMamba:
 
 
 def vmamba_base(**options: Any) -> VMamba:
-    """VMamba-B (s2l15): widths from 128 to 1024, 21 blocks, 89 million parameters, random weights.
+    """Build VMamba-B (s2l15): widths 128 to 1024, 21 blocks, 89 million parameters, random weights.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.
