@@ -330,8 +330,8 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Build what is published, check it, and run the demo of the wheel alone."""
-    install(session, "-e", ".[demo]", "build", "check-wheel-contents", "twine")
+    """Build the distributions, check them, and run the wheel's demo and README's example."""
+    install(session, "-e", ".[demo]", "build", "check-wheel-contents", "pytest", "twine")
     folder = folder_of(session)
     session.run("rm", "-rf", str(folder / "dist"), external=True)
     build = ("python", "-m", "build", "--outdir", str(folder / "dist"))
@@ -350,3 +350,11 @@ def release(session: nox.Session) -> None:
     if f"{folder}/alone" not in str(where):
         session.error(f"the demo would not be the wheel's: {where}")
     session.run("python", "-m", "captum_ssm", "demo", env=env)
+    # By a random model in place of the checkpoint, as tests do.
+    example = (
+        "from pathlib import Path; from helpers.documents import run; "
+        "from project.test_documents import CHECKPOINT, save_checkpoint; "
+        "run('README.md', {CHECKPOINT: save_checkpoint(Path('checkpoint'))})"
+    )
+    env = {"PYTHONPATH": f"{folder}/alone:{ROOT}/tests"}
+    session.run("python", "-c", example, env=env)
