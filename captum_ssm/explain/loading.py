@@ -248,7 +248,7 @@ def _of_transformers(source: Source) -> Loaded:
 
 
 def _tokenizer(transformers: Any, source: Source) -> Any:
-    """Return the tokenizer; for models of captum-ssm-bench train a list of words."""
+    """Return a model's tokenizer; for models of captum-ssm-bench train their vocabulary."""
     where = source.name if source.tokenizer is None else source.tokenizer
     folder = Path(where)
     words = folder / VOCABULARY

@@ -51,7 +51,7 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
 
 def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
-    """Return the difference between relevance and the number that it should sum to, (B,).
+    """Return the relative error of the sum of relevance, (B,).
 
     ::
 

@@ -33,7 +33,7 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN if no unit is true, or every one.
+        (B,); NaN if no unit is true, or every unit is.
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0 and 1.
@@ -67,7 +67,7 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
         mask: which units count, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN if no unit is true, 1 if every one is.
+        (B,); NaN if no unit is true, 1 if every unit is.
 
     Raises:
         InputError, NonFiniteError: as :func:`roc_auc`.

@@ -68,10 +68,10 @@ def load_dictionary(
     Args:
         name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
         folder: a folder of ``captum-ssm-bench train recall-mamba-dictionary``. Default: None, the
-            one that ships with the package.
+            folder in the package.
 
     Returns:
-        The dictionary on the CPU; its ``layer`` names the module whose output it is for.
+        The dictionary on the CPU; ``layer`` names the module whose output is encoded.
 
     Raises:
         OptionError: when no dictionary ships for the model.

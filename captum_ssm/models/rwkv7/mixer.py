@@ -101,7 +101,7 @@ class RWKV7TimeMix(nn.Module):
 
 
 def _precise(x: Tensor) -> Tensor:
-    """Convert to float32 at least, the precision of states."""
+    """Return ``x`` in float32 at least, the precision of states."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -66,8 +66,8 @@ class VSSBlock(nn.Module):
     """x + op(norm(x)) on the tokens of a map (B, h, w, E), and then x + mlp(norm2(x)).
 
     Args:
-        width: E.
-        mlp_hidden: of the perceptron; 0 for none. Default: 0.
+        width: width E of the tokens.
+        mlp_hidden: hidden units of the perceptron; 0 for none. Default: 0.
         **mixer_options: arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
 
     Example:
