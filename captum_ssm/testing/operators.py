@@ -470,7 +470,7 @@ class _Check:
         size: _Plain,
         q: _Inputs,
     ) -> None:
-        """Check that coefficients are frozen, and ``backward``, ``at`` and ``vjp`` against matrices."""
+        """Check that coefficients are frozen; compare ``backward``, ``at`` and ``vjp``."""
         o, names = self.operator, [name for name in given if name in self.operator.roles]
         usual = size.apply(q.v.double().cpu().abs()).max()
 
