@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.pages import read_page
 from helpers.pictures import draw
 from zoo.language import byte_tokenizer, piece_tokenizer, word_piece_tokenizer, word_tokenizer
 from zoo.small import mamba_lm
@@ -39,13 +38,6 @@ TEXTS: dict[str, tuple[Any, str, list[str], list[int]]] = {
 }
 
 
-def facts_of(page: str | Path) -> Any:
-    text = page if isinstance(page, str) else page.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="facts">(.*?)</script>', text, re.S)
-    assert found is not None
-    return json.loads(found[1])
-
-
 @pytest.mark.parametrize("kind", TEXTS)
 def test_pages_join_what_the_report_joins(kind: str, tmp_path: Path) -> None:
     make, text, labels, joined = TEXTS[kind]
@@ -54,14 +46,14 @@ def test_pages_join_what_the_report_joins(kind: str, tmp_path: Path) -> None:
     model = mamba_lm(vocab_size=256)
 
     path = report(model, ids, tokenizer=tokenizer, matrices=False, path=tmp_path / "report.html")
-    shown = facts_of(path)["examples"][0]
+    shown = read_page(path).facts["examples"][0]
     assert (shown["tokens"], shown["joined"]) == (labels, joined)
     tokens = Tokens.of(tokenizer, ids[0])
     named = report(model, ids, tokens=tokens, matrices=False, path=tmp_path / "named.html")
-    assert facts_of(named)["examples"][0]["joined"] == joined
+    assert read_page(named).facts["examples"][0]["joined"] == joined
 
     compared = Comparison({"one": torch.rand(ids.shape)}).named(tokens)
-    words = facts_of(compared.to_html(tmp_path / "compared.html"))["examples"][0]["words"]
+    words = read_page(compared.to_html(tmp_path / "compared.html")).facts["examples"][0]["words"]
     assert (words["labels"], words["joined"]) == (labels, joined)
     loaded = load(compared.save(tmp_path / "compared.json"))
     assert loaded.names == compared.names == (tokens,)
@@ -70,7 +62,7 @@ def test_pages_join_what_the_report_joins(kind: str, tmp_path: Path) -> None:
     classes = [str(i) for i in range(256)]
     visualizer = AttributionVisualizer(model, classes, feature, [Batch(ids, None)])
     visualizer.config = FilterConfig("MambaAttribution")
-    kept = facts_of(visualizer.snapshot())
+    kept = read_page(visualizer.snapshot()).facts
     (output,) = kept["examples"]["examples"][0]["models"]
     base = output["feature_outputs"][0]["base"]
     assert (base["labels"], base["joined"]) == (labels, joined)

@@ -97,6 +97,7 @@ class Page:
         self.requests.clear()
         self.errors.clear()
         self._tab.goto(address.resolve().as_uri() if isinstance(address, Path) else address)
+        self.wait_for("!document.querySelector('main[aria-busy]')")  # of reports: data unpacked
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; of a promise, once it is kept."""

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,9 +28,12 @@ class ReadPage:
         (text,) = [text for _, attributes, text in self.elements if attributes.get("id") == name]
         return text
 
+    def block(self, name: str) -> bytes:
+        return zlib.decompress(base64.b64decode(self.by_id(name), validate=True))
+
     @property
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.by_id("facts"))
+        found: dict[str, Any] = json.loads(self.block("facts"))
         return found
 
     @property
@@ -44,7 +48,7 @@ class ReadPage:
     def matrix(self, layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """A layer's map (L, L) and which entries of it are kept; the others are zero."""
         size = layer["size"]
-        data = base64.b64decode(self.by_id(layer["block"]))
+        data = self.block(layer["block"])
         scales, columns, values, _ = unpacked(data, size, layer["kept"], layer["side"])
         matrix, known = np.zeros((size, size)), np.zeros((size, size), bool)
         np.put_along_axis(matrix, columns, values / 127 * scales[:, None], 1)
@@ -70,7 +74,7 @@ def unpacked(data: bytes, size: int, kept: int, side: int) -> tuple[np.ndarray, 
 
 def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
     """What enters each layer, as the page's script reads it."""
-    data = base64.b64decode(page.by_id(block))
+    data = page.block(block)
     layers = len(data) // (4 + 2 * tokens)
     scales = np.frombuffer(data, "<f4", layers)
     steps = np.frombuffer(data, "<i2", layers * tokens, 4 * layers).reshape(layers, tokens)
@@ -97,10 +101,10 @@ class _Reader(HTMLParser):
             self.elements[self._open[-1]] = (tag, attributes, text + data)
 
 
-def read_page(path: Path) -> ReadPage:
-    """A report, as a parser of HTML sees it."""
+def read_page(page: str | Path) -> ReadPage:
+    """A report, or the file of one, as a parser of HTML sees it."""
     reader = _Reader()
-    reader.feed(path.read_text(encoding="utf-8"))
+    reader.feed(page if isinstance(page, str) else page.read_text(encoding="utf-8"))
     reader.close()
     return ReadPage(reader.elements)
 

@@ -3,7 +3,7 @@
 The folder ``assets`` holds the parts of this page and the page of Insights, which share
 ``common.css`` and ``common.js``.
 
-Texts from a model or user are in data blocks, as JSON without a ``<`` or as base64, and are only
+Texts from a model or user are in data blocks, which are compressed and in base64, and are only
 shown as text. The policy in the page's head allows only this script, and no requests.
 """
 
@@ -15,6 +15,7 @@ import html
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
@@ -69,9 +70,10 @@ def whole_page(
         title, facts, blocks: as in :func:`page`. Default of blocks: none.
     """
     style, script = (_bare("\n".join(map(asset, names))) for names in (styles, scripts))
-    data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
-    for name, content in blocks.items():
-        encoded = base64.b64encode(content).decode("ascii")
+    plain = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
+    data = []
+    for name, content in {"facts": plain, **blocks}.items():
+        encoded = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
         block = html.escape(name, quote=True)
         data.append(f'<script type="application/octet-stream" id="{block}">{encoded}</script>')
     parts = {
@@ -123,8 +125,3 @@ def _policy(style: str, script: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
-
-
-def _json(facts: Mapping[str, Any]) -> str:
-    """Encode JSON that can neither end its element nor begin a comment in it."""
-    return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

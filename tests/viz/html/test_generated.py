@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 import sys
@@ -35,7 +34,7 @@ PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 def rows(page: ReadPage, block: str, words: int) -> np.ndarray:
     """The rows of a block, (words, features + words)."""
-    data = base64.b64decode(page.by_id(block))
+    data = page.block(block)
     largest = np.frombuffer(data, "<f4", words)
     steps = np.frombuffer(data, "<i2", offset=4 * words).reshape(words, -1)
     return steps / 32767 * largest[:, None]

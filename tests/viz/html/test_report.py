@@ -358,6 +358,17 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_deep_model_and_a_prompt_take_at_most_300_kb(path: Path) -> None:
+    model = mamba_lm(num_hidden_layers=24, hidden_size=48, vocab_size=3000)
+    ids = torch.randint(0, 3000, (1, 60), generator=torch.Generator().manual_seed(5))
+    report(model, ids, tokens=[f"word{i}" for i in range(60)], path=path)
+    facts = read_page(path).facts
+    (example,) = facts["examples"]
+    assert len(example["maps"][0]["layers"]) == 24 and len(example["cuts"]["rows"]) == 20
+    assert path.stat().st_size < 300_000
+
+
 def test_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent.parent)
     model, ids = mamba_lm(), token_ids(2, 5)

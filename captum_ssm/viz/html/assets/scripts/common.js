@@ -7,6 +7,25 @@ const LONG = 100;
 
 const byId = (id) => document.getElementById(id);
 
+/** Bytes of the page's blocks of data, by their ids, and one of these, its facts. */
+const BLOCKS = {};
+let FACTS = null;
+
+/** Unpack the data, which page.py packed, and begin. */
+async function unpack(begin) {
+  const unpacked = async ({ id, textContent }) => {
+    const text = atob(textContent);
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
+    BLOCKS[id] = new Uint8Array(await new Response(plain).arrayBuffer());
+  };
+  await Promise.all([...document.querySelectorAll('[type="application/octet-stream"]')].map(unpacked));
+  if (BLOCKS.facts) FACTS = JSON.parse(new TextDecoder().decode(BLOCKS.facts));
+  document.querySelector('main').removeAttribute('aria-busy');
+  begin();
+}
+
 /** An element with properties, and texts or elements in it; never markup. */
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);

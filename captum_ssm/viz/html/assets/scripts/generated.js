@@ -2,8 +2,6 @@
 
 /* Answers, and what their words and sentences are due to; generated.py says how rows lie. */
 
-const FACTS = JSON.parse(byId('facts').textContent);
-
 /** Values of a row are whole numbers of this share of its largest. */
 const ROW_STEPS = 32767;
 /** How many of the strongest words are listed. */
@@ -29,7 +27,7 @@ class Answer {
 
   rows(hops) {
     if (!this.read[hops]) {
-      const { buffer } = bytesOf(this.blocks[hops]);
+      const { buffer } = BLOCKS[this.blocks[hops]];
       const largest = new Float32Array(buffer, 0, this.words);
       this.read[hops] = { largest, steps: new Int16Array(buffer, 4 * this.words) };
     }
@@ -280,4 +278,4 @@ function begin() {
   themeButton(byId('theme'));
 }
 
-begin();
+unpack(begin);

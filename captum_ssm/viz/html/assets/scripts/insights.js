@@ -4,14 +4,13 @@
 
 const token = new URLSearchParams(location.search).get('token') ?? '';
 
-/** What a page that was made to be kept holds in place of a server; null where there is one. */
-const KEPT = byId('facts') && JSON.parse(byId('facts').textContent);
+// a page that was made to be kept has facts in place of a server
 
 /** By what the page keeps what is said of a class. */
 const placeOf = ({ id, model, method, target }) => [id, model, method, target].join();
 
 async function ask(question, request) {
-  if (KEPT) return question === 'relevance' ? KEPT.relevance[placeOf(request)] : KEPT[question];
+  if (FACTS) return question === 'relevance' ? FACTS.relevance[placeOf(request)] : FACTS[question];
   const sent = request && {
     method: 'POST',
     headers: { 'Content-Type': 'application/json' },
@@ -51,7 +50,7 @@ function alone(action) {
 function summary({ examples, searched, ended, labelled }) {
   if (searched === 0) return 'The dataset is empty.';
   const one = (count, what) => `${count} ${what}${count === 1 ? '' : 's'}`;
-  const end = ended && !KEPT ? ' The end of the dataset is reached; behind it comes its start.' : '';
+  const end = ended && !FACTS ? ' The end of the dataset is reached; behind it comes its start.' : '';
   const few = examples.length ? '' : ' None passes the filter.';
   const none = labelled ? '' : ' No labels were given, so that no prediction is correct or incorrect.';
   return `${one(examples.length, 'example')} of ${searched} searched.${few}${none}${end}`;
@@ -94,7 +93,7 @@ function showExamples(answer, models, filter) {
         say(found.error === undefined ? 'Followed.' : 'It cannot be followed.');
         return found;
       }),
-    known: (request) => !KEPT || placeOf({ ...request, method: 0 }) in KEPT.relevance,
+    known: (request) => !FACTS || placeOf({ ...request, method: 0 }) in FACTS.relevance,
     drawn: layOverImages,
   };
   byId('examples').replaceChildren(...answer.examples.map((each) => drawExample(each, models, page)));
@@ -110,27 +109,30 @@ function fetchExamples(config, filter, again) {
   });
 }
 
-themeButton(byId('theme'));
 const overImages = new OverImages(byId('over-image'), layOverImages);
 
-listenToWords(byId('examples'));
-byId('choosing').hidden = byId('next').hidden = Boolean(KEPT);
-byId('kept').hidden = !KEPT;
-
-alone(() => ask('config')).then((config) => {
-  if (config === undefined) return;
-  if (KEPT) {
-    fetchExamples(config, config.filter, true);
-    return;
-  }
-  const controls = new Controls(config);
-  byId('choices').addEventListener('submit', (event) => {
-    event.preventDefault();
+function begin() {
+  themeButton(byId('theme'));
+  listenToWords(byId('examples'));
+  byId('choosing').hidden = byId('next').hidden = Boolean(FACTS);
+  byId('kept').hidden = !FACTS;
+  alone(() => ask('config')).then((config) => {
+    if (config === undefined) return;
+    if (FACTS) {
+      fetchExamples(config, config.filter, true);
+      return;
+    }
+    const controls = new Controls(config);
+    byId('choices').addEventListener('submit', (event) => {
+      event.preventDefault();
+      fetchExamples(config, controls.read(), true);
+    });
+    byId('next').addEventListener('click', () => {
+      byId('choosing').open ||= !byId('choices').checkValidity();
+      if (byId('choices').reportValidity()) fetchExamples(config, controls.read(), false);
+    });
     fetchExamples(config, controls.read(), true);
   });
-  byId('next').addEventListener('click', () => {
-    byId('choosing').open ||= !byId('choices').checkValidity();
-    if (byId('choices').reportValidity()) fetchExamples(config, controls.read(), false);
-  });
-  fetchExamples(config, controls.read(), true);
-});
+}
+
+unpack(begin);

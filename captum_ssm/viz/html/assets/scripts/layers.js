@@ -10,7 +10,7 @@ const COLUMNS = 640;
 /** Relevance of what enters each layer, the last layer first; answers.py says how its bytes lie. */
 class Entering {
   constructor(block, size) {
-    const bytes = bytesOf(block);
+    const bytes = BLOCKS[block];
     this.size = size;
     this.layers = bytes.length / (4 + 2 * size);
     const scales = new Float32Array(bytes.buffer.slice(0, 4 * this.layers));

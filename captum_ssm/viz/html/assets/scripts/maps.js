@@ -5,14 +5,6 @@
 /** Values are whole numbers of this share of the largest. */
 const STEPS = 127;
 
-/** The bytes of a data block of the page. */
-function bytesOf(id) {
-  const text = atob(byId(id).textContent);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  return bytes;
-}
-
 /** One layer's map; its bytes are read when it is first looked at. */
 class LayerMap {
   constructor(facts) {
@@ -25,7 +17,7 @@ class LayerMap {
 
   read() {
     if (this.parts) return this.parts;
-    const bytes = bytesOf(this.facts.block);
+    const bytes = BLOCKS[this.facts.block];
     const { size, kept } = this;
     const cells = this.whole && this.facts.cell === 1 ? 0 : this.facts.side ** 2;
     let at = 0;

@@ -2,8 +2,6 @@
 
 /* The page: what is chosen, and what is shown of it. */
 
-const FACTS = JSON.parse(byId('facts').textContent);
-
 /** What is chosen: an example; an answer, and rather than which; a method, a map and its layer; the
  * token pointed at, and kept.
  */
@@ -437,4 +435,4 @@ function begin() {
   });
 }
 
-begin();
+unpack(begin);

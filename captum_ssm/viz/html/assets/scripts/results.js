@@ -2,8 +2,6 @@
 
 /* What methods returned: rows of colored tokens, maps, and what they add up to. */
 
-const FACTS = JSON.parse(byId('facts').textContent);
-
 /** What is chosen: an example, and the token that is looked at, and whether it is kept. */
 const chosen = { example: 0, token: null, kept: false };
 let panes = [];
@@ -128,4 +126,4 @@ function begin() {
   themeButton(byId('theme'), paintPictures);
 }
 
-begin();
+unpack(begin);
