@@ -50,6 +50,13 @@ def lines(path: Path) -> object:
     return report(mamba_lm(), token_ids(1, 640), [LatimFlow], **given, graph=4, path=path)
 
 
+def many_sentences(path: Path) -> object:
+    """A report of 41 sentences and a question."""
+    text = " . ".join(f"{['bob', 'dora', 'lena'][i % 3]} owns the kite" for i in range(40))
+    asked = f"{text} . anna owns the lamp . ? anna owns the"
+    return of_recall(path, asked, methods={"it": LatimFlow}, options={"it": {"rule": "frozen"}})
+
+
 def decomposition(path: Path, method: Any = LatimFlow, **options: Any) -> object:
     model, vocabulary = load_bundled()
     texts = [PROMPT, PROMPT.replace("lamp", "drum")]
@@ -71,6 +78,7 @@ MAKE: dict[str, Callable[[Path], object]] = {
     "short": short_texts,
     "long": lambda path: report(mamba_lm(), token_ids(2, 410), METHODS, matrices=KINDS, path=path),
     "lines": lines,
+    "sentences": many_sentences,
     "image": lambda path: report(
         vision("middle", (4, 6)), torch.rand(2, 3, 16, 18), METHODS, path=path
     ),

@@ -93,13 +93,11 @@ def test_a_copied_text_has_its_spaces(wide: Page) -> None:
     assert wide.evaluate(f"({copied}, getSelection().toString().trim())") == PROMPT
 
 
-def test_of_a_long_text_the_strongest_sentence_stands_first(page: Page, tmp_path: Path) -> None:
-    path, names = tmp_path / "long.html", ["bob", "dora", "lena"]
-    text = " . ".join(f"{names[i % 3]} owns the kite" for i in range(40))
-    of_recall(path, f"{text} . anna owns the lamp . ? anna owns the", methods={"it": LatimFlow},
-              options={"it": {"rule": "frozen"}})  # fmt: skip
+def test_of_a_long_text_the_strongest_sentence_is_first(
+    page: Page, view: int, written: Callable[[str], Path]
+) -> None:
+    path = written("sentences")
     (example,) = read_page(path).facts["examples"]
-    page.resize(390, 800)
     page.goto(path)
     values = np.array(example["methods"][0]["values"])
     sums = np.add.reduceat(values, example["sentences"])
@@ -117,6 +115,51 @@ def test_of_a_long_text_the_strongest_sentence_stands_first(page: Page, tmp_path
     data = f"{strip}.getContext('2d').getImageData(0, 0, {strip}.width, 1).data"
     shades = sorted(page.evaluate(f"[...{data}].filter((_, i) => i % 4 === 3)"))
     assert shades[-2] / shades[-1] == pytest.approx(share**0.5, abs=0.02)
+
+
+@pytest.mark.usefixtures("view")
+def test_a_drag_and_two_buttons_zoom_into_a_long_text(
+    page: Page, written: Callable[[str], Path]
+) -> None:
+    path = written("sentences")
+    (example,) = read_page(path).facts["examples"]
+    size, begun = len(example["tokens"]), example["sentences"][1:]
+    page.goto(path)
+    strip, layers = "#methods canvas", "#entering canvas"
+    marks = f"document.querySelector('{strip}').style.background.split('gradient').length - 1"
+    assert page.text("#zoomed") == f"all {size} tokens" and page.evaluate(marks) == len(begun)
+    before = page.evaluate("document.querySelector('#methods :checked').value")
+    kept = "document.querySelector('.token[aria-pressed=true]')"
+    for selector, half in ((strip, size / 2), (layers, size / 4)):
+        page.evaluate(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+        box = page.box(selector)
+        middle = box["top"] + box["height"] / 2
+        page.drag((box["left"] + box["width"] / 2, middle), (box["right"] - 1, middle))
+        first, last = map(int, re.findall(r"\d+", page.text("#zoomed")))
+        assert last in (size - 1, size - 2) and first == pytest.approx(size - half, abs=2)
+        assert page.evaluate(f"{kept} === null")  # it was no click
+    assert page.evaluate("document.querySelector('#methods :checked').value") == before
+    assert page.evaluate(marks) == sum(first < at <= last for at in begun)
+    canvas = f"document.querySelector('{layers}')"
+    width = page.evaluate(f"{canvas}.width")
+    assert width == last + 1 - first
+    # what is pointed at is of the tokens that are shown
+    page.evaluate(f"{canvas}.scrollIntoView({{block: 'center'}})")
+    page.move_to(box["left"] + 2, page.box(layers)["top"] + 2)
+    assert f"at token {first} “" in page.text("#tip")
+    # a word of the list that is not shown is gone to
+    page.evaluate("document.querySelector('#strongest .jump').dataset.index = 3")
+    page.click("#strongest .jump")
+    assert page.text("#zoomed").startswith("tokens 0 to ")
+    page.focus("#wider")
+    page.keys("Enter", "Enter", "Enter")
+    assert page.text("#zoomed") == f"all {size} tokens"
+    page.focus("#closer")
+    page.keys(*["Enter"] * 5)
+    assert page.text("#zoomed") == "tokens 0 to 19"  # around the one that is kept
+    names = page.texts("#entering .columns bdi", "innerText")
+    assert names == example["tokens"][:20]
+    assert page.overflow() <= 0 and page.errors == []
 
 
 def check(page: Page, relevance: np.ndarray, heading: str) -> None:

@@ -104,6 +104,8 @@ PAGES = {
         Use(TOKENS, "Escape", KEPT),
         Use(TOKENS, "PageUp", value("#layer")),
         Use("#map", "ArrowDown", DRAWN),
+        Use("#closer", "Enter", f"{text('#zoomed')} + {DRAWN}"),
+        Use("#wider", "Enter", f"{text('#zoomed')} + {DRAWN}"),
     ],
     "image": [
         *REPORT,

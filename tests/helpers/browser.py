@@ -184,6 +184,13 @@ class Page:
         """Click on a point of the window."""
         self._tab.mouse.click(x, y)
 
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the mouse at a point of the window, and let go at another."""
+        self._tab.mouse.move(*start)
+        self._tab.mouse.down()
+        self._tab.mouse.move(*end, steps=4)
+        self._tab.mouse.up()
+
     def keys(self, *names: str) -> None:
         """Press keys one after another: characters, or names such as ``"ArrowRight"``."""
         for name in names:

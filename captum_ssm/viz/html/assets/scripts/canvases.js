@@ -36,23 +36,20 @@ const STRIP = 320;
 const shadeOf = (value, largest) => Math.sign(value) * Math.sqrt(Math.abs(value) / (largest || 1));
 
 /** Fill a canvas with a row of values, the strongest of neighbours where there are many. */
-function paintStrip(canvas, values, largest) {
+function paintStrip(canvas, values, largest, roots) {
   const cell = Math.ceil(values.length / STRIP);
   const cells = [];
   for (let start = 0; start < values.length; start += cell) {
     cells.push(strongestOf(values.slice(start, start + cell)));
   }
-  if (values.length > LONG) paintCells(canvas, cells.map((value) => shadeOf(value, largest)), cells.length, 1, 1);
+  if (roots) paintCells(canvas, cells.map((value) => shadeOf(value, largest)), cells.length, 1, 1);
   else paintCells(canvas, cells, cells.length, 1, largest);
 }
 
 /** The strongest entry of a strip's values in the cell that an event is at. */
 function stripIndex(canvas, event, values) {
-  const box = canvas.getBoundingClientRect();
   const cell = Math.ceil(values.length / STRIP);
-  const cells = Math.ceil(values.length / cell);
-  const at = Math.max(0, Math.min(cells - 1, Math.floor(((event.clientX - box.left) / box.width) * cells)));
-  const start = at * cell;
+  const start = cellAt(canvas, event, 1, Math.ceil(values.length / cell))[1] * cell;
   const [best] = strongest(values.slice(start, start + cell), 1);
   return start + (best ?? 0);
 }

@@ -30,14 +30,14 @@ class Entering {
     return made;
   }
 
-  /** Cells of a picture in rows, the last layer on top: their width, and the strongest of each. */
-  cells() {
-    const cell = Math.ceil(this.size / COLUMNS);
-    const width = Math.ceil(this.size / cell);
+  /** Cells of a picture of some tokens in rows, the last layer on top: their width, and the strongest of each. */
+  cells(first, last) {
+    const cell = Math.ceil((last - first) / COLUMNS);
+    const width = Math.ceil((last - first) / cell);
     const found = [];
     for (let layer = this.layers - 1; layer >= 0; layer--) {
-      for (let start = 0; start < this.size; start += cell) {
-        const end = Math.min(start + cell, this.size);
+      for (let start = first; start < last; start += cell) {
+        const end = Math.min(start + cell, last);
         found.push(strongestOf(this.values.subarray(layer * this.size + start, layer * this.size + end)));
       }
     }
@@ -91,13 +91,14 @@ function cellAt(canvas, event, rows, columns) {
 
 /** The picture of what enters each layer. */
 function paintEntering(chart, entering, names) {
-  const { width, found } = entering.cells();
+  const { width, found } = entering.cells(...zoom);
   const canvas = chart.querySelector('canvas');
-  const largest = largestOf(found);
+  const largest = largestOf(entering.values);
   if (entering.size > LONG) paintCells(canvas, found.map((value) => shadeOf(value, largest)), width, entering.layers, 1);
   else paintCells(canvas, found, width, entering.layers, largest);
   canvas.setAttribute('aria-label', `Relevance of what enters each of ${entering.layers} layers at each of ${entering.size} tokens`);
-  nameAxes(chart, Array.from({ length: entering.layers }, (_, i) => `layer ${entering.layers - 1 - i}`), axisNames(names));
+  nameAxes(chart, Array.from({ length: entering.layers }, (_, i) => `layer ${entering.layers - 1 - i}`), axisNames(names.slice(...zoom)));
+  markSentences(canvas);
 }
 
 /** The picture of a layer's map. */

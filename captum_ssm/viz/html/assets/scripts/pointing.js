@@ -8,7 +8,7 @@ function listenToStrips(field) {
     const canvas = event.target.closest('label > canvas');
     if (!canvas) return null;
     const own = views[canvas.parentElement.control.value];
-    return { own, index: stripIndex(canvas, event, shadesOf(own)) };
+    return { own, index: zoom[0] + stripIndex(canvas, event, shadesOf(own).slice(...zoom)) };
   };
   field.addEventListener('click', (event) => {
     const at = found(event);
@@ -35,8 +35,8 @@ function mapCell(canvas, event) {
 
 /** What is said of what enters a layer at a token, and both. */
 function enteringCell(canvas, event) {
-  const [row, index] = cellAt(canvas, event, entering.layers, entering.size);
-  const layer = entering.layers - 1 - row;
+  const [row, column] = cellAt(canvas, event, entering.layers, zoom[1] - zoom[0]);
+  const [layer, index] = [entering.layers - 1 - row, zoom[0] + column];
   return { index, layer, said: `Enters layer ${layer} at token ${index} “${example().tokens[index]}”: ${short(entering.at(layer, index))}` };
 }
 
@@ -55,4 +55,80 @@ function listenToChart(chart, cell) {
     if (place >= 0) chooseLayer(place);
     if (chosen.kept !== at.index) act('jump', at.index);
   });
+}
+
+/** Tokens that strips and the picture of layers show: the first, and the one behind the last. */
+let zoom = [0, 0];
+/** Of a long text at least so many, and marks of at most so many sentences. */
+const CLOSEST = 20;
+const MARKS = 60;
+/** A pointer that moves by so many pixels drags. */
+const DRAGGED = 8;
+
+/** Show about these tokens alone. */
+function zoomTo(start, end) {
+  const { length: size } = example().tokens;
+  const count = Math.min(size, Math.max(CLOSEST, Math.round(end - start)));
+  const first = Math.max(0, Math.min(size - count, Math.round(start)));
+  zoom = [first, first + count];
+  byId('zoomed').textContent = count === size ? `all ${size} tokens` : `tokens ${first} to ${first + count - 1}`;
+}
+
+/** Halve the tokens that are shown, around the one that is kept or is strongest; or double them. */
+function zoomBy(factor) {
+  const [best] = strongest(shadesOf(view()), 1);
+  const middle = factor > 1 ? (zoom[0] + zoom[1]) / 2 : (chosen.kept ?? best ?? 0);
+  const half = ((zoom[1] - zoom[0]) * factor) / 2;
+  zoomTo(middle - half, middle + half);
+}
+
+/** Mark where sentences begin, behind a picture's columns. */
+function markSentences(canvas) {
+  const [first, end] = zoom;
+  const begun = example().sentences.filter((at) => at > first && at < end);
+  const few = begun.length <= MARKS && example().tokens.length > LONG;
+  const mark = (at) => `linear-gradient(color-mix(in srgb, var(--quiet) 55%, transparent) 0 0) ${(100 * (at - first)) / (end - first)}% 0 / 1px 100% no-repeat`;
+  canvas.style.background = few ? begun.map(mark).join() : '';
+}
+
+/** A drag across a strip, or the picture of layers, shows the tokens there alone; `changed` is told. */
+function listenToDrags(changed) {
+  let from = null; // the canvas, and where the drag began
+  let done = false;
+  const ends = (event) => [from.x, event.clientX].sort((a, b) => a - b).map((x) => {
+    const { left, width } = from.canvas.getBoundingClientRect();
+    return Math.max(0, Math.min(1, (x - left) / width));
+  });
+  const drags = (event) => Math.abs(event.clientX - from.x) >= DRAGGED;
+  addEventListener('pointerdown', (event) => {
+    done = false;
+    const canvas = event.target.closest('#methods label > canvas, #entering canvas');
+    from = canvas && !byId('zoom').hidden ? { canvas, x: event.clientX } : null;
+  });
+  addEventListener('pointermove', (event) => {
+    if (!from || !drags(event)) return;
+    const [left, right] = ends(event).map((share) => 100 * share);
+    const steps = `transparent ${left}%, color-mix(in srgb, var(--accent) 35%, transparent) ${left}% ${right}%, transparent ${right}%`;
+    from.canvas.style.background = `linear-gradient(90deg, ${steps})`;
+  });
+  addEventListener('pointerup', (event) => {
+    if (from && drags(event)) {
+      const [first, end] = zoom;
+      zoomTo(...ends(event).map((share) => first + share * (end - first)));
+      done = true;
+      changed();
+    }
+    from = null;
+  });
+  addEventListener('pointercancel', () => {
+    if (from) markSentences(from.canvas);
+    from = null;
+  });
+  // it is no click on a token, and chooses no method
+  document.addEventListener('click', (event) => {
+    if (!done) return;
+    done = false;
+    event.preventDefault();
+    event.stopPropagation();
+  }, true);
 }

@@ -42,6 +42,11 @@ function act(kind, index, about = null) {
     chosen.pointed = null;
     tokens.reach(index);
     tokens.show(index);
+    const count = zoom[1] - zoom[0];
+    if (index < zoom[0] || index >= zoom[1]) {
+      zoomTo(index - count / 2, index + count / 2);
+      showZoomed();
+    }
   }
   showTokens(about);
 }
@@ -204,7 +209,15 @@ function showLines(current, map) {
   const chart = byId('entering').querySelector('.chart');
   const layer = layers.length ? layers[chosen.layer].facts.index : null;
   placeLine(chart, 'row', layer === null ? null : entering.layers - 1 - layer, entering.layers);
-  placeLine(chart, 'column', current, size);
+  const inside = current !== null && current >= zoom[0] && current < zoom[1];
+  placeLine(chart, 'column', inside ? current - zoom[0] : null, zoom[1] - zoom[0]);
+}
+
+/** The pictures of the tokens that are zoomed to. */
+function showZoomed() {
+  paintMethods();
+  showEntering();
+  showTokens();
 }
 
 /** What enters each layer, by the method or the one that a role belongs to. */
@@ -304,17 +317,20 @@ function showMethods() {
       ...(view.astray ? [make('span', { className: 'sum' }, `It was asked for “${predictions[asked].label}” alone.`)] : []),
     );
   });
-  field.replaceChildren(legend, ...rows);
+  field.replaceChildren(legend, byId('zoom'), ...rows);
   paintMethods();
 }
 
 /** The methods' strips, in the colors of the theme. */
 function paintMethods() {
-  const { image } = example();
+  const { image, tokens: names } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
   views.forEach((view, index) => {
     if (image && image.grid) paintImage(canvases[index], view);
-    else paintStrip(canvases[index], shadesOf(view), endOf(view));
+    else {
+      paintStrip(canvases[index], shadesOf(view).slice(...zoom), endOf(view), names.length > LONG);
+      markSentences(canvases[index]);
+    }
   });
 }
 
@@ -331,6 +347,8 @@ function showExample() {
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
   byId('over-image').hidden = tokens.canvas === null;
   document.documentElement.classList.toggle('on-images', tokens.canvas !== null);
+  byId('zoom').hidden = example().tokens.length <= LONG || image !== null;
+  zoomTo(0, example().tokens.length);
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
@@ -416,6 +434,13 @@ function begin() {
     });
   }
   listenToStrips(byId('methods'));
+  listenToDrags(showZoomed);
+  for (const [id, factor] of [['closer', 0.5], ['wider', 2]]) {
+    byId(id).addEventListener('click', () => {
+      zoomBy(factor);
+      showZoomed();
+    });
+  }
   listenToChart(byId('overview'), mapCell);
   listenToChart(byId('entering').querySelector('.chart'), enteringCell);
   addEventListener('scroll', hideTip, { passive: true });
