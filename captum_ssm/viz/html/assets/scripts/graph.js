@@ -81,7 +81,7 @@ function columnsOf(tokens, columns, wide) {
 function graphNote({ rows, kind, places, how }) {
   const what = kind === 'blocks' ? 'a block of the model handed on' : 'a mixer returned';
   const some = rows.length < places ? ` Of ${places} ${kind}, ${rows.length} are rows, ${how}; the way runs through the others too.` : '';
-  return `A dot is a word, or all that ${what} at that word; a line is the relevance that it passes on: purple adds to what is explained, brown takes off, and both are the wider the more they are. Those that add most are followed down to what they are made of; hollow ones are not.${some} Choose a dot to see its parts alone; the arrow keys go from dot to dot.`;
+  return `A dot is a word, or all that ${what} at that word; a line is the relevance that it passes on: purple adds to what is explained, brown subtracts, and wider lines pass on more. Those that add most are followed down to what they are made of; hollow ones are not.${some} Choose a dot to see its parts alone; the arrow keys go from dot to dot.`;
 }
 
 /** The graph of an example: a picture, and a table of the parts of what is chosen in it. */
