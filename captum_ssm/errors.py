@@ -149,7 +149,7 @@ class WeightsError(CaptumSSMError, RuntimeError):
 
 
 class CachedStateError(CaptumSSMError, ValueError):
-    """The forward pass continued from a cache, so earlier tokens are out of sight.
+    """The forward pass continued from a cache that the method cannot take apart.
 
     Pass the whole sequence in one call, without a cache.
     """

@@ -197,7 +197,8 @@ class LatimFlow(FlowMethod):
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
                 real tokens or pixels. Several inputs take a tuple. Default: None, 0 with
-                ``"frozen"`` and ``"half"``, ``"mean"`` with other rules, and 0 for further inputs.
+                ``"frozen"`` and ``"half"``, behind a cache, and for further inputs; ``"mean"``
+                with other rules.
             zero_bias: explain the network without biases, class tokens and other constants;
                 relevance alone then sums to its output. Default: False.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w).

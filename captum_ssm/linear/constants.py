@@ -91,15 +91,16 @@ class Ledger:
                 return
         self.record(out, constant)
 
-    def record(self, out: Tensor, constant: Tensor) -> None:
+    def record(self, out: Tensor, constant: Tensor, where: str | None = None) -> None:
         """Record that ``constant`` is a summand of ``out``, whether biases are kept or not.
 
         Args:
             out, constant: as in :meth:`included`.
+            where: its name. Default: None, the name of the running module.
         """
         if not out.requires_grad:  # results under no_grad are coefficients
             return
-        where, shape = self._where(), out.shape
+        where, shape = self._where() if where is None else where, out.shape
         _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: self.write(gradient.reshape(shape), constant, where)
         )

@@ -128,7 +128,10 @@ class Core:
             return factor
         if reference == "rest":
             return factor * node
-        mean = running_mean(factor.movedim(dim, 1), self.reading.mask).movedim(1, dim)
+        mask = self.reading.mask
+        if mask is not None:  # with a cache, of keys; queries and steps are of the last tokens
+            mask = mask[:, -factor.shape[dim] :]
+        mean = running_mean(factor.movedim(dim, 1), mask).movedim(1, dim)
         return torch.lerp(mean, factor, node)
 
     def followed(self, up: Tensor) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ _SLOW = _paths(_SCANS + _IN_CHUNKS)
 #: Those that without a kernel loop over tokens.
 _LOOPING = _paths(_SCANS)
 
-#: Arguments of kernels that, unless they are none, make of it another function.
+#: Arguments that, unless they are none or an entry takes them, make of a kernel another function.
 _OTHERWISE = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -107,14 +107,18 @@ class Reading:
         mode: the rules.
         given_up: whether an adapter has to explain the call.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
+        continues: see below.
 
     Args:
         mode: the rules.
         sequence: the first floating tensor that the mixer is given: graphs are searched up to it.
+        continues: whether the run continues from a cache. Default: False.
     """
 
-    def __init__(self, mode: Linearising, sequence: Tensor | None = None) -> None:
-        self.mode = mode
+    def __init__(
+        self, mode: Linearising, sequence: Tensor | None = None, continues: bool = False
+    ) -> None:
+        self.mode, self.continues = mode, continues
         self._entered = None if sequence is None else sequence.grad_fn
         self.given_up = False
         self.mask: Tensor | None = None
@@ -148,18 +152,19 @@ class Reading:
 
         Args:
             run: calls the kernel with the factors, by their names.
-            roles: of the factors; the first one is the content.
+            roles: of the factors.
             factors: the factors.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
             return self._shared(run, roles, factors)
-        first, *others = roles
-        content, fixed = factors[first], {name: factors[name].detach() for name in others}
+        contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
-            out = run(**{first: content}, **fixed)
-        if out.grad_fn is not None and content.grad_fn is not None:
-            self._moved[out.grad_fn] = content.grad_fn
+            out = run(
+                **{name: x if name in contents else x.detach() for name, x in factors.items()}
+            )
+        if out.grad_fn is not None:
+            self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
 
     def selecting(self, x: Tensor) -> Tensor:
@@ -247,7 +252,7 @@ class Reading:
                 continue
             seen.add(node)
             if node in moved:
-                todo.append(moved[node])
+                todo += moved[node]
                 continue
             made_by = getattr(node, "_forward_cls", None)
             if made_by is not None and not made_by.__module__.startswith(_OURS):
@@ -260,17 +265,20 @@ class Reading:
 _OURS = f"{__name__.split('.', 1)[0]}."
 
 
-def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
+def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool = False) -> bool:
     """Return True if a mixer's own code is read.
 
     Args:
         module: the mixer.
         sequence: its input.
         divides: whether factors other than content and gates get a share.
+        continues: whether the run continues from a cache; adapters know none. Default: False.
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
+    if continues:
+        return True
     if sequence.device.type == "cpu":  # where operators compute half precision in float32
         wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
             sequence.device
@@ -304,6 +312,8 @@ _known_loops: dict[tuple[Any, str], bool] = {}
 def mask_of(module: nn.Module, call: Call) -> Tensor | None:
     """Return the mask of a call, True for real tokens (B, L); None if none is padding.
 
+    Of attention that continues from a cache it has the cached tokens in front.
+
     Args:
         module: the mixer, of a class that :func:`is_read`.
         call: its call.
@@ -316,7 +326,9 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
         original, mask = heeded_mask(module, call)
         return padding_mask(mask, call.hidden_states, type(module), original)
     visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs
-    return padding_mask(visible.any(-2).any(1), call.hidden_states, type(module), mask)
+    keep, hidden = visible.any(-2).any(1), call.hidden_states
+    keep = keep.expand(len(hidden), -1).to(hidden.device)
+    return padding_mask(keep, keep[..., None], type(module), mask)
 
 
 @functools.cache
@@ -397,8 +409,9 @@ def _selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
+    return_last_state: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
     rate, skip, bias = (None if x is None else x.detach() for x in (A, D, delta_bias))
     options |= {"delta_bias": bias, "delta_softplus": delta_softplus}
@@ -410,7 +423,24 @@ def _selective_scan(
         return kernel(u, delta, rate, B, C, skip, z=None, **options)
 
     y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
-    return y if z is None else y * F.silu(z)
+    y = y if z is None else y * F.silu(z)
+    return (y, _unread(u, *A.shape)) if return_last_state else y
+
+
+def _unread(like: Tensor, *size: int) -> Tensor:
+    """Return zeros (B, ...) for a last state: a run that is explained reads its cache once."""
+    with unseen():
+        return like.new_zeros(len(like), *size)
+
+
+def _with_state(
+    roles: Roles, factors: dict[str, Tensor], name: str, state: Tensor | None
+) -> tuple[Roles, dict[str, Tensor]]:
+    """Add a first state to the factors of a kernel, as content."""
+    if state is None:
+        return roles, factors
+    # a copy, as the cache is written to later
+    return {**roles, name: ("content", 1)}, {**factors, name: state.clone()}
 
 
 def _by_operator(
@@ -447,16 +477,73 @@ def _chunk_scan(
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """mamba_ssm's mamba_chunk_scan_combined and transformers' mamba2_chunk_scan."""
     A = A.detach()
     options |= {name: y.detach() for name, y in (("D", D), ("dt_bias", dt_bias)) if y is not None}
 
-    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        return kernel(x, dt, A, B, C, chunk_size, **options)
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **state: Tensor) -> Tensor:
+        return kernel(x, dt, A, B, C, chunk_size, **state, **options)
 
-    y = reading.moved(run, _CHUNKS, {"x": x, "dt": dt, "B": B, "C": C})
+    factors = {"x": x, "dt": dt, "B": B, "C": C}
+    y = reading.moved(run, *_with_state(_CHUNKS, factors, "initial_states", initial_states))
+    y = y if z is None else y * F.silu(z)
+    return (y, _unread(x, *x.shape[2:], B.shape[-1])) if return_final_states else y
+
+
+def _conv_step(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> Tensor:
+    """causal_conv1d_update: x (B, D, L) behind the inputs that a cache holds."""
+    if activation not in ("silu", "swish", None):
+        reading.given_up = True
+    x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
+    out = F.conv1d(x, weight[:, None], bias, groups=len(weight))
+    return out if activation is None else F.silu(out)
+
+
+def _scan_step(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **options: Any,
+) -> Tensor:
+    """selective_state_update: one token x (B, D) or (B, H, P); its kernel has no gradients."""
+    rate, skip, bias = (None if y is None else y.detach() for y in (A, D, dt_bias))
+
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> Tensor:
+        x, dt, B, C = (y[:, 0] for y in (x, dt, B, C))
+        assert rate is not None
+        step = dt if bias is None else dt + bias
+        step = (F.softplus(step) if dt_softplus else step)[..., None]
+        if B.dim() > 2:  # of groups of heads
+            B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (B, C))
+        moved = state * torch.exp(step * rate) + step * B[..., None, :] * x[..., None]
+        y: Tensor = (moved * C[..., None, :]).sum(-1).to(x.dtype)
+        return (y if skip is None else y + x * skip)[:, None]
+
+    # with a dimension for the token
+    factors = {"x": x[:, None], "dt": dt[:, None], "B": B[:, None], "C": C[:, None]}
+    y = reading.moved(run, *_with_state(_CHUNKS, factors, "state", state))[:, 0]
     return y if z is None else y * F.silu(z)
 
 
@@ -586,6 +673,8 @@ def _delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> Any:
@@ -593,12 +682,39 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:  # outside, where lengths are frozen
         query, key = map(_unit, (query, key))
 
-    def run(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        out: Tensor = kernel(query, key, value, g=g, beta=beta, **options)[0]
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+    ) -> Tensor:
+        if initial_state is not None and value.shape[1] == 1:  # its kernel has no gradients
+            return _delta_step(query, key, value, g, beta, initial_state)
+        how = {"initial_state": initial_state, "output_final_state": False, **options}
+        out: Tensor = kernel(query, key, value, g=g, beta=beta, **how)[0]
         return out
 
     factors = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    return reading.moved(run, _DELTA, factors), None
+    y = reading.moved(run, *_with_state(_DELTA, factors, "initial_state", initial_state))
+    size = value.shape[2], key.shape[3], value.shape[3]
+    return y, (_unread(value, *size) if output_final_state else None)
+
+
+def _delta_step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
+) -> Tensor:
+    """Compute the gated delta rule of one token (B, 1, H, P) from a state (B, H, N, P)."""
+    heads = value.shape[2]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
+    v, decay, rate = value.to(wide)[:, 0], g.to(wide)[:, 0].exp(), beta.to(wide)[:, 0, :, None]
+    state = initial_state.to(wide) * (decay[..., None, None] if g.dim() == 3 else decay[..., None])
+    new = (v - torch.einsum("bhnp,bhn->bhp", state, k)) * rate
+    state = state + k[..., None] * new[:, :, None]
+    out: Tensor = torch.einsum("bhnp,bhn->bhp", state, q) / q.shape[-1] ** 0.5
+    return out[:, None].to(value.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -631,12 +747,19 @@ ENTRIES: dict[str, Entry] = {
     "mamba_inner_fn": _mamba_inner,
     "mamba_chunk_scan_combined": _chunk_scan,
     "mamba2_chunk_scan": _chunk_scan,
+    "causal_conv1d_update": _conv_step,
+    "mamba_selective_state_update": _scan_step,
+    "mamba2_selective_state_update": _scan_step,
     "mamba_split_conv1d_scan_combined": _split_conv_scan,
     "rmsnorm_fn": _norm,
     "chunk_gated_delta_rule": _delta_rule,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
 }
+#: Those of kernels that continue from a cache.
+_STEPS = (_conv_step, _scan_step)
 
 
 # --- where they are called -----------------------------------------------------------------------
@@ -644,6 +767,7 @@ ENTRIES: dict[str, Entry] = {
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a replacement for a kernel, which sends calls that are read to an entry."""
+    known = inspect.signature(entry).parameters.keys()
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -651,8 +775,10 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             reading = _now.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            otherwise = any(name in _OTHERWISE and _is_given(kwargs[name]) for name in kwargs)
-            if reading.given_up or otherwise:
+            others = _OTHERWISE - known if reading.continues else _OTHERWISE
+            otherwise = any(name in others and _is_given(kwargs[name]) for name in kwargs)
+            stray = entry in _STEPS and not reading.continues
+            if reading.given_up or otherwise or stray:
                 return reading.give_up(kernel, *args, **kwargs)
             return entry(reading, kernel, *args, **kwargs)
 

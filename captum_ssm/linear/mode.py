@@ -234,6 +234,17 @@ class Linearising(TorchFunctionMode):
         self._leaves[leaf] = True
         return leaf
 
+    def cached(self, x: Tensor) -> Tensor:
+        """Return a live copy of a tensor of a cache, whose share counts as the constant "cache"."""
+        with unseen(), torch.enable_grad():
+            if not x.is_floating_point():
+                return x.clone()
+            leaf = self.leaf(x.clone() if x.is_inference() else x)
+            self.ledger.leaves.append(leaf)
+            start = leaf.clone()  # the model may change it in place
+            self.ledger.record(start, leaf.detach(), "cache")
+        return start
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, OptionError
-from ..mixers.base import Call, LinearMixer, joined_end_to_end
+from ..errors import CachedStateError, InputError, OptionError
+from ..mixers.base import Call, LinearMixer, joined_end_to_end, refused_cache
 from ..mixers.parts.heard import forget
 from ..operators import Chain, Diagonal, Operator, Sum
 from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import all_finite
 from ..tracing import Mixer, find_mixers, require_real_tokens
+from ..tracing.caches import cache_of, copied
 from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
 from ..tracing.hooks import hooked, name_of_running, swapped, tensors_in
@@ -91,6 +92,7 @@ class Network(Watcher):
         steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
         content_only: names of the mixers that have run and whose adapters give no factor but
             content that a rule could share relevance with, one for each call. Default: empty.
+        continues: whether the run continues from a cache. Default: False.
 
     Example:
         >>> import torch
@@ -115,6 +117,7 @@ class Network(Watcher):
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
+    continues: bool = False
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     _entered: dict[int, Tensor] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
@@ -220,14 +223,37 @@ class Network(Watcher):
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
             half = self.mode.divides and not self.mode.follows_tangents
             other = by_head or half or not self.mode.ledger.kept
-            self._is_read[module] = not other and is_read(module, sequence, self.mode.divides)
+            divides, continues = self.mode.divides, self.continues
+            self._is_read[module] = not other and is_read(module, sequence, divides, continues)
+            if half and continues:
+                raise CachedStateError(
+                    "The call continues from a cache, of which relevance by role is not known with "
+                    "rule='half'. Pass roles=False, or the whole sequence without a cache."
+                )
         return self._is_read.get(module, False)
+
+    def continued(self, name: str, cache: Any) -> Any:
+        kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())}
+        kinds = {kind for kind in kinds if "Static" in kind or "Quantized" in kind}
+        if kinds:  # with room for tokens to come, or without floating numbers
+            raise CachedStateError(
+                f"{name}={type(cache).__name__} was passed, whose layers ({', '.join(kinds)}) "
+                "cannot be split. Fill a DynamicCache, or pass the whole sequence in one call."
+            )
+        if self.mode.blocks is not None:
+            raise OptionError(
+                f"recompute=True runs blocks twice, but {name}={type(cache).__name__} was passed, "
+                "which each run of a block changes. Leave recompute out, or pass the whole "
+                "sequence without a cache."
+            )
+        self.continues = True
+        return copied(cache, self.mode.cached)
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
         if self._is_read.get(module, False):
-            self._readings.append(Reading(self.mode, sequence))
+            self._readings.append(Reading(self.mode, sequence, self.continues))
             return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
 
@@ -242,10 +268,15 @@ class Network(Watcher):
         self.mode.known(call.hidden_states)
         if self._is_read.get(mixer.module, False):
             reading = self._readings.pop()
+            if not self.continues:
+                name, cache = cache_of(mixer.module, call.args, dict(call.kwargs))
+                if cache is not None:
+                    raise refused_cache(name, cache)
             if reading.explains(call) and all_finite(real):  # else an adapter knows where it began
                 self._limit(real, mixer)
                 reading.mask = mask_of(mixer.module, call)
-                self._found(mixer, call, real, reading.mask)
+                mask = reading.mask
+                self._found(mixer, call, real, None if mask is None else mask[:, -real.shape[1] :])
                 return None
         call = replace(call, around={})  # windows stay windows, as later code expects them
         with full_precision(real.device):

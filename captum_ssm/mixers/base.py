@@ -85,11 +85,7 @@ class Call:
         """
         cache = self.argument(name, position)
         if cache is not None:
-            raise CachedStateError(
-                f"{name}={type(cache).__name__} was passed: the call continues from a cache, and "
-                "tokens read earlier cannot be attributed. Pass the whole sequence in one call, "
-                "without a cache."
-            )
+            raise refused_cache(name, cache)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +194,14 @@ class LinearMixer:
                         f"{name}). Check the input for NaN and the model's half-precision range; "
                         "a model in float32 or bfloat16 usually helps."
                     )
+
+
+def refused_cache(name: str, cache: Any) -> CachedStateError:
+    """Return the error for a call that continues from a cache, by its argument's name."""
+    return CachedStateError(
+        f"{name}={type(cache).__name__} was passed: the call continues from a cache, and tokens "
+        "read earlier cannot be attributed. Pass the whole sequence in one call, without a cache."
+    )
 
 
 #: An adapter: a module and one recorded :class:`Call` of it in, a :class:`LinearMixer` out.

@@ -1,35 +1,102 @@
-"""Runs without a cache, with the same results as runs with one."""
+"""Runs without a cache, with the same results as runs with one; and copies of given caches."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import CachedStateError
-from ..mixers.base import Call
+from ..mixers.base import refused_cache
 from .changes import Shared, Undo, lasting
 from .hooks import hooked
 
+#: Takes the name of an argument, and its cache; returns the cache to run with.
+Continued = Callable[[str, Any], Any]
+#: Arguments of a call, by position and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-def without_caches(model: nn.Module, stack: ExitStack) -> None:
-    """Let every module that offers a cache run without it, until ``stack`` is closed."""
+
+def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> None:
+    """Let every module that offers a cache run without it, until ``stack`` is closed.
+
+    A call that is given a cache continues from the one that ``continued`` returns.
+    """
     stack.enter_context(lasting(_packed.enter))
     stack.callback(_calls.clear)  # an interrupt calls no hooks
+    run = functools.partial(_without_cache, continued)
     for module in model.modules():
         if "use_cache" in _parameters(type(module).forward):
             before, after = module.register_forward_pre_hook, module.register_forward_hook
-            stack.enter_context(hooked(before, _without_cache, with_kwargs=True))
+            stack.enter_context(hooked(before, run, with_kwargs=True))
             stack.enter_context(hooked(after, _finished, always_call=True))
         if hasattr(module, "recurrent_states"):
             stack.enter_context(lasting(functools.partial(_set_aside, module)))
             stack.enter_context(hooked(module.register_forward_pre_hook, _forget))
+
+
+@contextmanager
+def sparing_caches(model: nn.Module) -> Iterator[None]:
+    """Let calls change a copy of the cache that they are given, during the ``with``."""
+    copies: dict[int, tuple[Any, Any]] = {}
+    running: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running.append(module)
+        name, cache = cache_of(module, args, kwargs)
+        if cache is None or len(running) > 1:  # which the module around it has copied, or made
+            return None
+        if id(cache) not in copies:
+            copies[id(cache)] = cache, copied(cache, lambda x: x.detach().clone())
+        return _with(module, args, kwargs, name, copies[id(cache)][1])
+
+    def leave(*_: Any) -> None:
+        if running:
+            running.pop()
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if "use_cache" in _parameters(type(module).forward):
+                before, after = module.register_forward_pre_hook, module.register_forward_hook
+                stack.enter_context(hooked(before, enter, with_kwargs=True))
+                stack.enter_context(hooked(after, leave, always_call=True))
+        yield
+
+
+def copied(cache: Any, anew: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a cache; each of its tensors becomes what ``anew`` returns.
+
+    Raises:
+        CachedStateError: if it holds something that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(cache, {id(x): anew(x) for x in _tensors_of(cache, set())})
+    except (TypeError, RuntimeError) as error:  # such as streams
+        raise CachedStateError(
+            f"The call continues from a {type(cache).__name__}, which cannot be copied: {error}. "
+            "Pass the whole sequence in one call, without a cache."
+        ) from error
+
+
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in an object, through its attributes."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_of(item, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors_of(value.__dict__, seen)
 
 
 def _set_aside(module: Any) -> Undo:
@@ -57,56 +124,94 @@ class _CacheCalls(threading.local):
     """This thread's calls of modules that offer a cache.
 
     Attributes:
-        wanted: for each call that runs, the outermost first, whether it would have used a cache.
+        wanted: for each call that runs, the outermost first, whether it would have used a cache;
+            None if it continues from one.
         dropped: modules that have returned no cache although they should have.
+        known: caches that calls were given, and their copies, by id.
     """
 
     def __init__(self) -> None:
-        self.wanted: list[bool] = []
+        self.wanted: list[bool | None] = []
         self.dropped: set[nn.Module] = set()
+        self.known: dict[int, Any] = {}
 
     def clear(self) -> None:
         """Forget all calls."""
-        self.wanted.clear()
-        self.dropped.clear()
+        for found in (self.wanted, self.dropped, self.known):
+            found.clear()
 
 
 _calls = _CacheCalls()
 
 
 def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Set ``use_cache`` to False in a call's arguments; refuse one that continues from a cache."""
-    names = _parameters(type(module).forward)
-    if "cache_params" in names:  # Mamba of transformers 4 ignores it if use_cache is False
-        Call(args, kwargs, None).refuse_cache("cache_params", names.index("cache_params") - 1)
-    position = names.index("use_cache") - 1
-    wanted = args[position] if position < len(args) else kwargs.get("use_cache")
+    continued: Continued, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """Set ``use_cache`` to False in a call's arguments, or let it continue from another cache."""
+    if _calls.wanted[:1] == [None]:  # a module inside one that does
+        _calls.wanted.append(None)
+        return None
+    name, cache = cache_of(module, args, kwargs)
+    if _calls.wanted and cache is not None:
+        raise refused_cache(name, cache)
+    if not _calls.wanted:
+        _refuse_to_continue(module, args, kwargs)
+    if cache is not None:
+        new = continued(name, cache)
+        _calls.known |= {id(x): x for x in (cache, new)}
+        _calls.wanted.append(None)
+        return _with(module, args, kwargs, name, new)
+    wanted = _given(module, args, kwargs).get("use_cache")
     if wanted is None:
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
     if not _calls.wanted:
-        _refuse_to_continue(module, args, kwargs)
         _calls.dropped.update([module] if wanted else [])
     # a module inside another gets its argument from that one, which was changed already
     _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
-    if position < len(args):
-        args = (*args[:position], False, *args[position + 1 :])
-        return args, kwargs
-    return args, {**kwargs, "use_cache": False}
+    return _with(module, args, kwargs, "use_cache", False)
+
+
+def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name."""
+    return {**dict(zip(_parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
+
+
+def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name of a call's cache, and the cache; None if it is given none.
+
+    Args:
+        module: the module that is called.
+        args, kwargs: its arguments.
+    """
+    given = _given(module, args, kwargs)
+    return next(((x, given[x]) for x in _CACHES if given.get(x) is not None), ("", None))
+
+
+def _with(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+) -> Arguments:
+    """Return a call's arguments with another value of one."""
+    names = _parameters(type(module).forward)[1:]
+    if name in names[: len(args)]:
+        place = names.index(name)
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a call continues from a cache that an earlier call would have returned."""
+    """Raise if a call continues from a cache of an earlier call of the same run."""
     names = _parameters(type(module).forward)[1:]
     # None by name is a cache that was not returned; by position it fills a gap
     by_place = {name for name, x in zip(names, args, strict=False) if x is not None}
     named = [name for name in _CACHES if name in {*by_place, *kwargs}]
-    if module in _calls.dropped and named:
+    if named and (
+        module in _calls.dropped or id(cache_of(module, args, kwargs)[1]) in _calls.known
+    ):
         raise CachedStateError(
             f"forward_func calls {type(module).__name__} again and passes {named[0]}, so that the "
-            "call continues from the cache of an earlier one. Explanations run without a cache, "
-            f"use_cache=True or not. Pass the whole sequence in one call, without {named[0]}."
+            "call continues from the cache of an earlier one. Explanations read a cache only "
+            "once, and return none, use_cache=True or not. Pass the whole sequence in one call, "
+            f"without {named[0]}."
         )
 
 

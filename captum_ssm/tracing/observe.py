@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mixers.base import Call
+from ..mixers.base import Call, refused_cache
 from ..mixers.parts.heard import Heard, telling
 from ..mixers.registry import refusal
 from .caches import without_caches
@@ -44,6 +44,14 @@ class Watcher:
 
         ``is_block`` is True if the module holds the mixer in the residual stream.
         """
+
+    def continued(self, name: str, cache: Any) -> Any:
+        """Return a copy of a cache, the argument called ``name``, from which a call continues.
+
+        Raises:
+            CachedStateError: if tokens read earlier cannot be part of the explanation.
+        """
+        raise refused_cache(name, cache)
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Return True if the mixer's own run on a sequence is enough, so no adapter is needed."""
@@ -90,7 +98,8 @@ def observe(
         without its hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
-    without_caches(model, stack)
+    # of several watchers the first records operators, and refuses
+    without_caches(model, stack, (*watchers, Watcher())[0].continued)
     for name, stranger in () if vouched else strangers(model):
         refuse = functools.partial(_refuse, name)
         stack.enter_context(hooked(stranger.register_forward_pre_hook, refuse))

@@ -321,8 +321,8 @@ LINEAR = (
     ),
     Fault(
         "a kernel's keys and steps pass gradients",
-        "fixed = factors[first], {name: factors[name].detach() for name in others}",
-        "fixed = factors[first], {name: factors[name] for name in others}",
+        "x if name in contents else x.detach()",
+        "x",
         ("linear/test_kernels.py",),
     ),
     Fault(
@@ -333,9 +333,33 @@ LINEAR = (
     ),
     Fault(
         "a kernel's mean of keys counts padding",
-        "running_mean(factor.movedim(dim, 1), self.reading.mask)",
+        "running_mean(factor.movedim(dim, 1), mask)",
         "running_mean(factor.movedim(dim, 1), None)",
-        ("linear/test_kernels.py",),
+        ("linear/test_kernels.py", "linear/test_cache.py"),
+    ),
+    Fault(
+        "the states of a cache are coefficients",
+        "            start = leaf.clone()  # the model may",
+        "            start = leaf.detach().clone()  # the model may",
+        ("linear/test_cache.py",),
+    ),
+    Fault(
+        "a call changes the caller's cache",
+        "copied(cache, lambda x: x.detach().clone())",
+        "cache",
+        ("linear/test_cache.py", "attr/test_explained_number.py"),
+    ),
+    Fault(
+        "one token behind a cache is not kept by the state",
+        "initial_state.to(wide) * (decay",
+        "initial_state.to(wide) + 0 * (decay",
+        ("linear/test_cache.py",),
+    ),
+    Fault(
+        "any kernel may be given a first state",
+        "others = _OTHERWISE - known if reading.continues else _OTHERWISE",
+        "others = _OTHERWISE - known",
+        ("linear/test_cache.py", "linear/test_kernels.py"),
     ),
     Fault(
         "a kernel with an unknown backward is trusted",

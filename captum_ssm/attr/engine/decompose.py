@@ -38,7 +38,8 @@ class Decomposition(NamedTokens):
             each, or by feature, (B, L, E). Each sums to the output with the constants that enter
             behind it.
         mixers: relevance of each token of each mixer's output, in the same shape.
-        biases: contributions of biases and other constants, (B,), by the module that adds them.
+        biases: contributions of biases and other constants, (B,), by the module that adds them;
+            of a cache that the call continues from, under ``"cache"``.
         output: the explained number (B,).
         virtual: contribution of tokens that the model adds itself, (B,), such as a class token;
             streams and mixers include it. For an explained layer, the contribution of all paths
@@ -85,6 +86,11 @@ class Decomposition(NamedTokens):
         return sum(self.biases.values(), torch.zeros_like(self.output))
 
     @property
+    def cached(self) -> Tensor:
+        """Contribution of the cache that the call continues from (B,), a part of :attr:`bias`."""
+        return self.biases.get("cache", torch.zeros_like(self.output))
+
+    @property
     def delta(self) -> Tensor:
         """output - inputs - virtual - others - biases (B,): 0, but for rounding."""
         delta = self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
@@ -96,7 +102,8 @@ class Decomposition(NamedTokens):
         if examples > 1:
             return f"Decomposition({of})"
         rest = self.virtual + (0 if self.by_others is None else self.by_others)
-        parts = {"tokens": self.tokens.sum(), "biases": self.bias, "others": rest}
+        parts = {"tokens": self.tokens.sum(), "cache": self.cached}
+        parts |= {"biases": self.bias - self.cached, "others": rest}
         shown = [f"{name} {float(part):.3g}" for name, part in parts.items() if bool(part.any())]
         sums = f"output {float(self.output):.3g} = {' + '.join(shown)}"
         return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"

@@ -271,8 +271,11 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return the baselines, one for each root, by default the rule's; empty for 0."""
-    if baselines is None and rules.rule not in ("frozen", "half"):
+    """Return the baselines, one for each root, by default the rule's; empty for 0.
+
+    The mean of few tokens behind a cache, perhaps of one, is no baseline.
+    """
+    if baselines is None and rules.rule not in ("frozen", "half") and not network.continues:
         baselines = "mean"
     return baselines_of(network, baselines)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from ...tracing import (
     runnable,
     trace,
 )
+from ...tracing.caches import sparing_caches
 from ...tracing.joins import join
 from ...tracing.repair.fused import unfused
 from ...tracing.replays import Beginning, Replays
@@ -143,7 +144,11 @@ class Request:
         """
         # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
         on_cpu = self.inputs.device.type == "cpu"
-        with torch.no_grad(), repaired_scans(), unfused() if on_cpu else nullcontext():
+        with ExitStack() as stack:
+            for context in (torch.no_grad(), repaired_scans(), sparing_caches(self.model)):
+                stack.enter_context(context)
+            if on_cpu:
+                stack.enter_context(unfused())
             return self.output(self.inputs)
 
     def one_output(self, start: Tensor) -> Tensor:
