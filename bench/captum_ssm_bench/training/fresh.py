@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from captum_ssm.errors import CheckpointError
-from captum_ssm.models.small import ModelSize
 
 from ..tasks.answers import answer_accuracy
 from ..tasks.copying import SHORT_COPIES
@@ -27,6 +26,7 @@ from ..tasks.translation import NUMBER_WORDS
 from .language_recipes import LanguageRecipe
 from .loop import one_thread, train_model
 from .recipe import HELD_OUT_SEED
+from .small import ModelSize
 
 #: Where the weights are, a file for each model.
 FOLDER = Path(__file__).resolve().parents[2] / "fresh"
