@@ -88,8 +88,8 @@ OPERATORS = (
     ),
     Fault(
         "chosen heads read the vectors of another group",
-        "groups = [head // self._each for head in chosen]",
-        "groups = [head % self.query.shape[2] for head in chosen]",
+        "groups = [head // self._each for head in heads]",
+        "groups = [head % self.query.shape[2] for head in heads]",
         ("operators/test_contract.py",),
     ),
     Fault(
@@ -594,12 +594,6 @@ METRICS = (
 )
 
 PAGES = (
-    Fault(
-        "a text may end the data of a page",
-        '.replace("<", "\\\\u003c")',
-        "",
-        ("viz/html/test_page.py", "viz/html/test_report.py"),
-    ),
     Fault(
         "a page's title is HTML",
         '"title": html.escape(title.encode(errors="backslashreplace").decode()),',
