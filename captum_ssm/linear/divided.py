@@ -14,7 +14,7 @@ from ..operators.kernels.arithmetic import unseen
 from .shares import FAMILY, by_example, nodes_of, running_mean
 
 if TYPE_CHECKING:
-    from .kernels import Reading
+    from .reading import Reading
 
 _GATE = "gate"
 

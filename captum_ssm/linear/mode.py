@@ -17,7 +17,8 @@ from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
 from ..tracing.hooks import detached, tensors_in
 from .constants import Ledger, share
-from .kernels import Reading, attention
+from .kernels import attention
+from .reading import Reading
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
@@ -259,8 +260,7 @@ class Linearising(TorchFunctionMode):
                 for view in out if isinstance(out, tuple | list) else (out,):
                     self._bent[view] = True
             return out
-        args = tuple(self._without_weights(a) for a in args)
-        kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
+        args, kwargs = self.without_weights(args), self.without_weights(kwargs or {})
         name = plain(func.__name__)
         tell = self.tell.get(name.removesuffix("_"))
         if tell is not None:
@@ -626,13 +626,15 @@ class Linearising(TorchFunctionMode):
         self.ledger.record(live, constant)
         return live
 
-    def _without_weights(self, value: Any) -> Any:
+    def without_weights(self, value: Any) -> Any:
         """Detach the parameters in ``value``: they are coefficients."""
         if isinstance(value, Tensor):
             foreign = value.requires_grad and value.is_leaf and value not in self._leaves
             return value.detach() if foreign else value
         if type(value) in (tuple, list):
-            return type(value)(self._without_weights(v) for v in value)
+            return type(value)(self.without_weights(v) for v in value)
+        if type(value) is dict:
+            return {name: self.without_weights(v) for name, v in value.items()}
         return value
 
 

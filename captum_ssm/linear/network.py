@@ -44,8 +44,9 @@ from ..tracing.verification import (
     tolerance_for,
 )
 from .blocks import Blocks, lists_of_blocks
-from .kernels import Reading, entries, is_read, mask_of
+from .kernels import entries
 from .mode import Linearising
+from .reading import Reading, is_read, mask_of
 from .shares import FAMILY, Rule, is_shared, shared
 from .sites import Met, Site, Sites
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from oracles import relative_error
 from torch import Tensor, nn
 
-from captum_ssm import trace
+from captum_ssm import LatimFlow, trace
+from captum_ssm.linear.network import Network
+from captum_ssm.linear.reading import Reading
 from captum_ssm.tracing import Layer
 
 #: Of operators in float32, for any draw; typical is 3e-7.
@@ -54,3 +57,23 @@ def widened(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(widened, value))
     return {k: widened(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def check_read(
+    model: nn.Module, ids: Tensor, rule: str, patch: pytest.MonkeyPatch, bound: float = FLOAT32
+) -> None:
+    """LatimFlow reads the model's kernels, and returns what it does by operators."""
+    read: list[bool] = []
+    own = Reading.explains
+
+    def explains(reading: Reading, call: Any) -> bool:
+        read.append(own(reading, call))
+        return read[-1]
+
+    patch.setattr(Reading, "explains", explains)
+    explain = LatimFlow(model, rule=rule)  # type: ignore[arg-type]
+    found = explain.attribute(ids, (-1, 3))
+    assert read and all(read), "an adapter was asked"
+    patch.setattr(Network, "reads", lambda *_: False)
+    error = relative_error(found, explain.attribute(ids, (-1, 3)))
+    assert error <= bound

@@ -124,6 +124,31 @@ def test_flow(fla: FLA, family: str, fused: bool) -> None:
     assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
 
 
+#: Families by the signature of their kernels, with the rules that read them.
+READ = {
+    **dict.fromkeys(("RetNet", "GLA", "LinearAttention", "HGRN2"), ("frozen", "centered")),
+    **dict.fromkeys(("GatedDeltaNet", "KDA", "Comba"), ("frozen", "centered")),
+    "ForgettingTransformer": ("frozen", "centered"),
+    **dict.fromkeys(("HGRN", "LightNet", "GSA"), ("frozen",)),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        ("GLA centered", "KDA frozen", "HGRN frozen"),
+        [f"{family} {rule}" for family, rules in READ.items() for rule in rules],
+    ),
+)
+def test_kernels_are_read_as_operators_are(
+    fla: FLA, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, at the nodes of the rule."""
+    family, rule = case.split()
+    model = made(fla, family, torch.float32)
+    interpreted.check_read(model, torch.randint(19, (1, 9)), rule, monkeypatch)
+
+
 def test_no_layer_is_forgotten(fla: FLA) -> None:
     """Whatever has an adapter is run, or has a reason."""
     run = {

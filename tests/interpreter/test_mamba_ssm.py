@@ -18,8 +18,7 @@ from zoo.mamba import randomise
 from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow, trace
-from captum_ssm.linear import kernels
-from captum_ssm.linear.network import Network
+from captum_ssm.linear import reading
 
 #: The fused path takes channels of the convolution by eights only.
 MAMBA2: dict[str, dict[str, Any]] = {
@@ -86,17 +85,5 @@ def test_kernels_are_read_as_operators_are(
     """Mamba-2's kernels, forward and backward, at the nodes of every rule."""
     options = {"layer": "Mamba2", "use_mem_eff_path": fused, "ngroups": 2}
     model: nn.Module = randomise(mamba_ssm.make_lm(8, n_layer=1, ssm_cfg=options))
-    monkeypatch.setattr(kernels, "_SLOW", frozenset())
-    read: list[bool] = []
-    own = kernels.Reading.explains
-
-    def explains(reading: kernels.Reading, call: Any) -> bool:
-        read.append(own(reading, call))
-        return read[-1]
-
-    monkeypatch.setattr(kernels.Reading, "explains", explains)
-    ids, explain = torch.randint(16, (1, 9)), LatimFlow(model, rule=rule)  # type: ignore[arg-type]
-    found = explain.attribute(ids, (-1, 3))
-    assert read == [True]
-    monkeypatch.setattr(Network, "reads", lambda *_: False)
-    assert relative_error(found, explain.attribute(ids, (-1, 3))) <= 1e-5
+    monkeypatch.setattr(reading, "_SLOW", ())
+    interpreted.check_read(model, torch.randint(16, (1, 9)), rule, monkeypatch)

@@ -12,15 +12,15 @@ from helpers.marks import slow_but
 from helpers.widened import InFloat64
 from oracles import relative_error
 from torch import Tensor
-from zoo import attention, delta, mamba2, mamba_ssm_cpu, short_conv
+from zoo import attention, delta, fla_cpu, fla_references, mamba2, mamba_ssm_cpu, short_conv
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
-from captum_ssm.linear import kernels
+from captum_ssm.linear import kernels, reading
 from captum_ssm.linear.blocks import Blocks
 from captum_ssm.linear.divided import Core
-from captum_ssm.linear.kernels import Reading
 from captum_ssm.linear.network import Network
+from captum_ssm.linear.reading import Reading
 
 Make = Callable[[pytest.MonkeyPatch], Any]
 RULES = ("frozen", "half", "equal", "centered", "balanced")
@@ -61,6 +61,14 @@ PACKAGE: dict[str, Make] = {
     "without a norm": mamba2_of_package(True, rmsnorm=False, D_has_hdim=True),
     "beside an MLP": mamba2_of_package(False, d_ssm=16),
 }
+#: Families of flash-linear-attention, by the entries of its references, and how much they round.
+FLA: dict[str, float] = {
+    **dict.fromkeys(("GLA", "HGRN2", "DeltaNet", "GatedDeltaNet", "KDA", "Comba"), 1e-12),
+    **dict.fromkeys(("LinearAttention", "ForgettingTransformer", "Transformer"), 1e-12),
+    "RetNet": 1e-7,  # whose angles are float32
+}
+#: Those whose factors' roles are other functions of a kernel's arguments.
+FOR_CONTENT = ("HGRN", "LightNet", "GSA")
 #: A mask of 2 examples, the first of which is padded.
 MASK = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
 
@@ -83,7 +91,7 @@ class Explained:
             return self.read[-1]
 
         patch.setattr(Reading, "explains", explains)
-        patch.setattr(kernels, "_SLOW", frozenset())
+        patch.setattr(reading, "_SLOW", ())
 
     def __call__(self, rule: str, mask: Tensor | None = None) -> Tensor:
         images = "pixel_values" in getattr(self._model, "main_input_name", "")
@@ -132,15 +140,38 @@ def test_read_in_mamba_ssm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(found, explained.by_operators(rule)) < 1e-12
 
 
+def of_fla(name: str, patch: pytest.MonkeyPatch) -> Any:
+    return fla_cpu.install(patch).model(name, norm_eps=0.05, **fla_references.MODELS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", slow_but(("GLA", "HGRN"), (*FLA, *FOR_CONTENT)))
+def test_read_in_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = Explained(of_fla(name, monkeypatch), monkeypatch)
+    for rule in RULES:
+        explained.read.clear()
+        found = explained(rule)
+        is_read = name not in FOR_CONTENT or rule in ("frozen", "half")
+        assert explained.read and set(explained.read) == {is_read}
+        assert relative_error(found, explained.by_operators(rule)) < FLA.get(name, 1e-12)
+
+
+def test_packed_sequences_are_left_to_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding is dropped in fla: sequences of other lengths are packed into one."""
+    explained = Explained(of_fla("GLA", monkeypatch), monkeypatch)
+    found = explained("centered", MASK)
+    assert explained.read and not any(explained.read)
+    assert relative_error(found, explained.by_operators("centered", MASK)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("name", "roles", "changed"),
     [
         ("mamba", "_SCAN", {"u": ("content", -1), "B": ("step", -1)}),
         ("mamba", "_SCAN", {"delta": ("query", -1)}),
-        ("mamba2", "_CHUNKS", {"C": ("step", 1)}),
-        ("mamba2", "_CHUNKS", {"dt": ("key", 1)}),
-        pytest.param("qwen3_next", "_DELTA", {"beta": ("key", 1)}, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", "_DELTA", {"query": ("step", 1)}, marks=pytest.mark.slow),
+        ("mamba2", "_VECTORS", {"C": ("step", 1)}),
+        ("mamba2", "_VECTORS", {"dt": ("key", 1)}),
+        pytest.param("qwen3_next", "_VECTORS", {"beta": ("key", 1)}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "_VECTORS", {"query": ("step", 1)}, marks=pytest.mark.slow),
         ("llama", "_PAIRS", {"key": ("step", 2)}),
     ],
 )
@@ -220,7 +251,7 @@ def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.M
 
 def test_roles_follow_paths_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers_model("mamba").double()
-    monkeypatch.setattr(kernels, "_SLOW", frozenset())
+    monkeypatch.setattr(reading, "_SLOW", ())
     ids = torch.randint(13, (2, 9))
     asked = {"target": (-1, 3), "rule": "centered", "roles": True}
     with InFloat64():

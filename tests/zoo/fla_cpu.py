@@ -32,6 +32,7 @@ from zoo.fla_torch import (
     elu_p1,
     l2norm,
     norm,
+    normed,
     one_by_one,
     packed_attention,
     rms_norm,
@@ -282,17 +283,16 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     def run_delta(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool, **_: Any
     ) -> tuple[Tensor, None]:
-        if use_qk_l2norm_in_kernel:
-            q, k = l2norm(q.float()), l2norm(k.float())
+        q, k = normed(q, k, is_asked=use_qk_l2norm_in_kernel)
         out = delta(*head_first(q, k, v, beta))[0]
         return out.transpose(1, 2).to(v.dtype), None
 
     def in_kernel(q: Tensor, k: Tensor, beta: Tensor, options: Any) -> tuple[Tensor, ...]:
         """Queries, keys and steps as the kernels of gated rules make them."""
-        for name in ("qk_l2norm", "gate", "beta_sigmoid"):
+        for name in ("gate", "beta_sigmoid"):
             assert options[f"use_{name}_in_kernel"]
         beta = torch.sigmoid(beta.float()) * (2 if options["allow_neg_eigval"] else 1)
-        return l2norm(q.float()), l2norm(k.float()), beta
+        return *normed(q, k, is_asked=options["use_qk_l2norm_in_kernel"]), beta
 
     def run_gated_delta(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any

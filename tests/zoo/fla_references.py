@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.fla_torch import convolution, l2norm, one_by_one
+from zoo.fla_torch import convolution, l2norm, normed, one_by_one
 
 LAYERS = {
     "GatedDeltaProduct": "gated_deltaproduct", "Comba": "comba", "MesaNet": "mesa_net",
@@ -55,27 +55,31 @@ def _naive(package: str, name: str) -> Callable[..., Any]:
 def _product(
     q: Tensor, k: Tensor, g: Tensor | None, use_qk_l2norm_in_kernel: bool, **options: Any
 ) -> Any:
-    assert use_qk_l2norm_in_kernel
     naive = _naive("gated_delta_product", "naive_recurrent_gated_delta_product")
     dtype, scale = options["v"].dtype, q.shape[-1] ** -0.5
-    out = naive(l2norm(q.float()), l2norm(k.float()), g=g, scale=scale, **options)[0]
+    q, k = normed(q, k, is_asked=use_qk_l2norm_in_kernel)
+    out = naive(q, k, g=g, scale=scale, **options)[0]
     return out.to(dtype), None
 
 
 def _delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, **_: Any
-) -> tuple[Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *,
+    use_qk_l2norm_in_kernel: bool, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     naive = _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")
     g = torch.zeros_like(beta) if g is None else g
-    return naive(l2norm(q.float()), l2norm(k.float()), v, beta, g)[0].to(v.dtype), None
+    q, k = normed(q, k, is_asked=use_qk_l2norm_in_kernel)
+    return naive(q, k, v, beta, g)[0].to(v.dtype), None
 
 
 def _comba(
-    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, **_: Any
-) -> tuple[Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, *,
+    use_qk_l2norm_in_kernel: bool, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """By the reference in chunks; that of single steps, as no kernel, decays and then erases."""
     shared = v.shape[2] // q.shape[2]
-    q, k, p = (l2norm(x.float()).repeat_interleave(shared, 2) for x in (q, k, p))
+    vectors = normed(q, k, p, is_asked=use_qk_l2norm_in_kernel)
+    q, k, p = (x.repeat_interleave(shared, 2) for x in vectors)
     out = _naive("comba", "naive_chunk_comba")(q, k, v, p, g, beta)[0]
     return out.to(v.dtype), None
 

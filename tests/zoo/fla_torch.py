@@ -159,6 +159,11 @@ def l2norm(x: Tensor) -> Tensor:
     return x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def normed(*vectors: Tensor, is_asked: bool) -> list[Tensor]:
+    """Vectors in float32, at length one if that is asked of a kernel."""
+    return [l2norm(x.float()) if is_asked else x.float() for x in vectors]
+
+
 ACTIVATIONS = {
     "sigmoid": torch.sigmoid, "silu": F.silu, "swish": F.silu, "sqrelu": square_relu,
 }  # fmt: skip

@@ -80,6 +80,12 @@ def _count_in_tensors(patch: pytest.MonkeyPatch) -> None:
     rewrite = InterpretedFunction.rewrite
 
     class Index(int):
+        def __mul__(self, other: Any) -> Any:
+            return Index(int(self) * int(other))
+
+        def __sub__(self, other: Any) -> Any:
+            return Index(int(self) - int(other))
+
         def to(self, dtype: Any) -> Any:
             return tl.full([], int(self), dtype)
 

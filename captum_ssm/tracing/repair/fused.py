@@ -1,8 +1,9 @@
 """Fused functions of packages, replaced by torch's functions during an observed run.
 
-A kernel hides its inputs and computation from torch, and its graph is not linear. Replaced are the
-functions that models call outside of mixers: mamba_ssm's norms, and flash-linear-attention's norms,
-gated MLPs, and channel mixing of RWKV-6 and RWKV-7.
+A kernel hides its inputs and computation from torch, and its graph is not linear. Replaced are
+functions of single tokens: mamba_ssm's and flash-linear-attention's norms, gated norms, activations
+and gated MLPs, and fla's rotations, token shift, and channel mixing of RWKV-6 and RWKV-7. Kernels
+that mix tokens stay; :mod:`captum_ssm.linear.kernels` reads them.
 """
 
 from __future__ import annotations
@@ -79,6 +80,82 @@ def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
     return norm
 
 
+def gated_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    z: Tensor | None,
+    eps: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = True,
+    act: Callable[[Tensor], Tensor] = F.silu,
+) -> Tensor:
+    """Return a norm in groups of channels, before or behind a gate act(z)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, gate = x.to(wide), None if z is None else act(z.to(wide))
+    if gate is not None and not norm_before_gate:
+        y = y * gate
+    groups = y.shape[-1] // (group_size or y.shape[-1])
+    y = _norm(y, weight, bias, eps=eps, is_rms_norm=is_rms_norm, num_groups=groups)
+    if gate is not None and norm_before_gate:
+        y = y * gate
+    out: Tensor = y.to(x.dtype)
+    return out
+
+
+def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute fla's gated norm by :func:`gated_norm`, but for one of a sum."""
+
+    @functools.wraps(original)
+    def norm(
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        activation: str,
+        residual: Tensor | None = None,
+        eps: float = 1e-6,
+        prenorm: bool = False,
+        *flags: bool,
+    ) -> Any:
+        if residual is not None or prenorm:
+            return original(x, z, weight, bias, activation, residual, eps, prenorm, *flags)
+        act = torch.sigmoid if activation == "sigmoid" else F.silu
+        return gated_norm(x, weight, bias, z, eps, None, True, flags[-1], act)
+
+    return norm
+
+
+def _norm_linear(
+    x: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *how: Any
+) -> Tensor:
+    return F.linear(_norm(x, weight, bias, *how), matrix, shift)
+
+
+def _gated_norm_linear(
+    x: Tensor, z: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *how: Any
+) -> Tensor:
+    _, eps, *_, is_rms_norm = how
+    return F.linear(gated_norm(x, weight, bias, z, eps, None, True, is_rms_norm), matrix, shift)
+
+
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Repair fla's rotations of halves of heads, if sequences are not packed."""
+
+    @functools.wraps(original)
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, **how: Any) -> Any:
+        begin = how.get("seqlen_offsets", 0)
+        if interleaved or how.get("cu_seqlens") is not None or not isinstance(begin, int):
+            return original(x, cos, sin, interleaved=interleaved, **how)
+        cos, sin = (y[begin : begin + x.shape[1], None].to(x.dtype) for y in (cos, sin))
+        half = cos.shape[-1]
+        one, other, rest = x.tensor_split((half, 2 * half), -1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
+
+    return rotate
+
+
 def _swiglu(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
@@ -119,13 +196,29 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x.to(wide)).square().to(x.dtype)
 
 
+def _elu_and_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+#: fla's activations by the class or function that computes them.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SquaredReLUFunction": _squared_relu,
+    "SwishFunction": F.silu,
+    "SigmoidFunction": torch.sigmoid,
+    "elu_p1": _elu_and_one,
+}
+#: Names that modules give activations.
+_HELD = ("act_fn", "gate_fn", "feature_map_q", "feature_map_k")
+
+
 def _with_torchs_activation(original: Callable[..., Any]) -> Callable[..., Any]:
     """Repair ``__getattribute__`` of a module that holds the fused activation itself."""
 
     def read(self: Any, name: str) -> Any:
         found = original(self, name)
-        owner = getattr(found, "__self__", None) if name == "act_fn" else None
-        return _squared_relu if getattr(owner, "__name__", "") == "SquaredReLUFunction" else found
+        if name not in _HELD:
+            return found
+        return _ACTIVATIONS.get(getattr(getattr(found, "__self__", found), "__name__", ""), found)
 
     return read
 
@@ -140,15 +233,31 @@ _FUSED: tuple[Repair, ...] = (
     ("fla.modules.activations.ops", "SwiGLULinearFunction.apply", _by(_swiglu_linear)),
     ("fla.modules.mlp", "swiglu", _by(_swiglu)),
     ("fla.modules.token_shift", "TokenShift.apply", _where_cache_is_empty),
+    ("fla.modules.norm.layernorm", "LayerNormLinearFunction.apply", _by(_norm_linear)),
+    ("fla.modules.norm.fused_norm_gate", "LayerNormGatedFunction.apply", _gated_norm_of_fla),
     (
-        "fla.models.rwkv6.modeling_rwkv6",
-        "RWKV6FeedForward.__getattribute__",
-        _with_torchs_activation,
+        "fla.modules.norm.fused_norm_gate",
+        "LayerNormGatedLinearFunction.apply",
+        _by(_gated_norm_linear),
     ),
-    (
-        "fla.models.rwkv7.modeling_rwkv7",
-        "RWKV7FeedForward.__getattribute__",
-        _with_torchs_activation,
+    ("fla.modules.norm.layernorm_gated", "LayerNormFn.apply", _by(gated_norm)),
+    ("mamba_ssm.ops.triton.layernorm_gated", "LayerNormFn.apply", _by(gated_norm)),
+    ("fla.modules.rotary.ops", "rotary_embedding", _rotation),
+    ("fla.modules.feature_map", "swish", _by(F.silu)),
+    ("fla.layers.hgrn", "swiglu", _by(_swiglu)),
+    ("fla.layers.hgrn2", "swish", _by(F.silu)),
+    ("fla.layers.delta_net", "elu_p1", _by(_elu_and_one)),
+    *(
+        (module, f"{name}.__getattribute__", _with_torchs_activation)
+        for module, name in (
+            ("fla.models.rwkv6.modeling_rwkv6", "RWKV6FeedForward"),
+            ("fla.models.rwkv7.modeling_rwkv7", "RWKV7FeedForward"),
+            ("fla.layers.multiscale_retention", "MultiScaleRetention"),
+            ("fla.layers.gla", "GatedLinearAttention"),
+            ("fla.layers.linear_attn", "LinearAttention"),
+            ("fla.layers.simple_gla", "SimpleGatedLinearAttention"),
+            ("fla.layers.rwkv6", "RWKV6Attention"),
+        )
     ),
 )
 _changes = Shared(lambda: replacing(_FUSED))

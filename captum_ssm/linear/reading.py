@@ -1,0 +1,284 @@
+"""Mixers read as they run: a kernel is a function whose arguments have roles.
+
+A mixer's code runs once, under the rules for torch's functions.  Of a kernel's arguments one is the
+content; others are keys, queries and steps, as :mod:`.kernels` has it.  With the rules ``"frozen"``
+and ``"half"`` all but the content are detached, and the kernel's own backward is linear.  With the
+other rules a kernel, and a gate that multiplies its result, share relevance as in :mod:`.shares`.
+The derivatives at the nodes are the kernel's own.  Nothing runs twice for the first rules, and no
+adapter is asked.
+
+A :class:`Reading` watches one call of a mixer.  It leaves the call to the mixer's adapter where
+roles do not describe the code: a kernel without an entry, options that change the meaning of a
+kernel's arguments, or a product of several factors other than a gate's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mixers.base import Call
+from ..mixers.parts.common import heeded_mask, padding_mask
+from ..mixers.registry import class_path, is_own
+from ..mixers.table import BUILT_IN
+from ..operators.base import Role
+from ..operators.kernels.arithmetic import autocast_dtype, unseen
+from ..tracing.hooks import tensors_in
+from ..tracing.split import is_split
+from .divided import Core, divided
+
+if TYPE_CHECKING:
+    from .mode import Linearising
+
+#: The role of each of a kernel's factors, and the dimension of its tokens.
+Roles = Mapping[str, tuple[Role, int]]
+
+#: Adapters of mixers whose own code is read, by their module; of images end to end, none.
+_READ = """
+attention mamba mamba2 delta fla.attention fla.delta fla.gsa fla.hgrn fla.lightnet fla.linear
+"""
+#: Those whose operators' gradients on a processor take less time, where rules divide.
+_SLOW = ("mamba", "mamba2", "delta")
+#: The modules of adapters, by the paths of the classes that they serve.  Where gradients are
+#: recorded, PaTH refuses its cache, and Gated DeltaProduct float32.
+READ = {
+    line.class_path: kind
+    for line in BUILT_IN
+    if (kind := line.adapter.partition(":")[0]) in _READ.split()
+    and line.adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
+}
+
+now: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)
+
+
+class Reading:
+    """One call of a mixer whose own code runs under the rules.
+
+    Attributes:
+        mode: the rules.
+        given_up: whether an adapter has to explain the call.
+        mask: True for real tokens (B, L), once the call has ended; None if none is padding.
+
+    Args:
+        mode: the rules.
+        sequence: the first floating tensor that the mixer is given: graphs are searched up to it.
+    """
+
+    def __init__(self, mode: Linearising, sequence: Tensor | None = None) -> None:
+        self.mode = mode
+        self._entered = None if sequence is None else sequence.grad_fn
+        self.given_up = False
+        self.mask: Tensor | None = None
+        self._mixes = False
+        #: Where kernels are in the graph, and where their contents are.
+        self._moved: dict[Any, Any] = {}
+        #: The kernels that share relevance, by their place in the graph, with their results.
+        self._cores: dict[Any, tuple[Core, Tensor]] = {}
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Read the code that runs inside the ``with``."""
+        before, self.mode.reading = self.mode.reading, self
+        token = now.set(self)
+        try:
+            yield
+        finally:
+            now.reset(token)
+            self.mode.reading = before
+
+    def give_up(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Leave the call to an adapter, and return a kernel's result."""
+        self.given_up = True
+        with torch.no_grad(), unseen():
+            return kernel(*args, **kwargs)
+
+    def moved(
+        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return a kernel's result for its factors.
+
+        Args:
+            run: calls the kernel with the factors, by their names.
+            roles: of the factors; the first one is the content.
+            factors: the factors.
+        """
+        self._mixes |= len(roles) > 1
+        if self.mode.divides and len(roles) > 1:
+            return self._shared(run, roles, factors)
+        first, *others = roles
+        content, fixed = factors[first], {name: factors[name].detach() for name in others}
+        with unseen():
+            out = run(**{first: content}, **fixed)
+        if out.grad_fn is not None and content.grad_fn is not None:
+            self._moved[out.grad_fn] = content.grad_fn
+        return out
+
+    def selecting(self, x: Tensor) -> Tensor:
+        """Return the source of keys and steps; by some rules without a graph."""
+        return x if self.mode.divides else x.detach()
+
+    def _shared(
+        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
+    ) -> Tensor:
+        core = Core(self, run, roles, dict(factors))
+        out = divided(core)
+        if out.grad_fn is not None:
+            self._cores[out.grad_fn] = core, out
+        return out
+
+    def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
+        """Give up at a product of several factors that depend on the input, unless it is a gate's.
+
+        Args:
+            out: the product.
+            live: the factors that share the relevance.
+            straight: the live factors that no activation has bent.
+
+        Returns:
+            The product that a kernel and its gate share; None if its factors share it equally.
+        """
+        if not self.mode.divides:
+            self.given_up |= (len(live), len(straight)) != (2, 1)
+            return None
+        behind = [self._behind(x) for x in live]
+        found = [(x, *each) for x, each in zip(live, behind, strict=True) if each[0]]
+        if not found:
+            self.given_up |= (len(live), len(straight)) != (2, 1)
+            return None
+        (mapped, cores, of_others), *more = found
+        gates = [x for x in live if x is not mapped]
+        at_rest = self._at_rest(gates[0]) if len(gates) == 1 and not more else None
+        alone = len(cores) == 1 and not of_others
+        if at_rest is None or not alone or not mapped.shape == gates[0].shape == out.shape:
+            self.given_up = True
+            return None
+        core, result = cores[0]
+        return divided(core.gated(result, mapped, gates[0], at_rest), out)
+
+    def _at_rest(self, gate: Tensor) -> float | None:
+        """Return a gate's value where its input is 0; None if it is not known."""
+        if self.mode.is_bent(gate):
+            return 0.0
+        known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
+        return known
+
+    def _behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
+        """Return the kernels that ``x`` is computed from, and whether from anything else."""
+        todo, seen, cores, of_others = [x.grad_fn], set[Any](), list[tuple[Core, Tensor]](), False
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._cores:
+                cores.append(self._cores[node])
+            elif node is self._entered or not node.next_functions:
+                of_others = True
+            else:
+                todo += [following for following, _ in node.next_functions]
+        return cores, of_others
+
+    def explains(self, call: Call) -> bool:
+        """Return True if the call's output has a graph that is linear, through one kernel at least.
+
+        Args:
+            call: the call, which has ended; its graph's records are dropped.
+        """
+        out, entering, moved = call.output_tensor, call.hidden_states, self._moved
+        self._moved, self._cores = {}, {}
+        if self.given_up or not self._mixes or not out.requires_grad:
+            return False
+        if len(out) != len(entering):  # a mask of more examples, say
+            return False
+        entered = {x.grad_fn for x in tensors_in((call.args, call.kwargs)) if x.grad_fn is not None}
+        todo, seen = [out.grad_fn], set(entered)
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in moved:
+                todo.append(moved[node])
+                continue
+            made_by = getattr(node, "_forward_cls", None)
+            if made_by is not None and not made_by.__module__.startswith(_OURS):
+                return False  # a kernel without an entry
+            todo += [following for following, _ in node.next_functions]
+        return True
+
+
+#: Where the package's own functions are.
+_OURS = f"{__name__.split('.', 1)[0]}."
+
+
+def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
+    """Return True if a mixer's own code is read.
+
+    Args:
+        module: the mixer.
+        sequence: its input.
+        divides: whether factors other than content and gates get a share.
+    """
+    path = class_path(type(module))
+    if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
+        return False
+    if sequence.device.type == "cpu":  # where operators compute half precision in float32
+        wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
+            sequence.device
+        )
+        return wide and not (divides and READ[path] in _SLOW)
+    return READ[path] != "mamba" or not _loops(module, sequence.device)
+
+
+def _loops(module: nn.Module, device: torch.device) -> bool:
+    """Return True if a mixer's scan is a loop over tokens, whose graph takes much time and memory.
+
+    It is called once on each kind of device, with two tokens: kernels have a custom backward.
+    """
+    code = vars(sys.modules[type(module).__module__])
+    kernel = next(
+        code[name] for name in ("mamba_selective_scan", "selective_scan_fn") if name in code
+    )
+    key = inspect.unwrap(kernel), device.type
+    if key not in _known_loops:
+        with unseen(), torch.enable_grad():
+            u, delta = (torch.zeros(1, 8, 2, device=device) for _ in range(2))
+            rate, b, c = (torch.zeros(size, device=device) for size in ((8, 4), *2 * [(1, 4, 2)]))
+            out = kernel(u.requires_grad_(), delta, rate, b, c)
+        _known_loops[key] = not hasattr(out.grad_fn, "_forward_cls")
+    return _known_loops[key]
+
+
+_known_loops: dict[tuple[Any, str], bool] = {}
+
+
+def mask_of(module: nn.Module, call: Call) -> Tensor | None:
+    """Return the mask of a call, True for real tokens (B, L); None if none is padding.
+
+    Args:
+        module: the mixer, of a class that :func:`is_read`.
+        call: its call.
+    """
+    place = _place_of_mask(type(module).forward)
+    mask = None if place is None else call.argument("attention_mask", place)
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 2:
+        original, mask = heeded_mask(module, call)
+        return padding_mask(mask, call.hidden_states, type(module), original)
+    visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs
+    return padding_mask(visible.any(-2).any(1), call.hidden_states, type(module), mask)
+
+
+@functools.cache
+def _place_of_mask(forward: Callable[..., Any]) -> int | None:
+    names = list(inspect.signature(forward).parameters)
+    return names.index("attention_mask") - 1 if "attention_mask" in names else None
