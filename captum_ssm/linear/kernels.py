@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -206,88 +207,57 @@ def _by_operator(
     return (y if D is None else y + D * values).mT.to(u.dtype)
 
 
-def _mamba_inner(
-    reading: Reading,
-    kernel: Callable[..., Tensor],
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    x_weight: Tensor,
-    dt_weight: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-    **options: Any,
-) -> Tensor:
+def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """mamba_ssm's mamba_inner_fn: a whole mixer but for its first projection."""
+    of = _bound(kernel, *args, **kwargs)
     package = sys.modules.get("mamba_ssm.ops.selective_scan_interface")
-    if package is None or B is not None or C is not None or A.is_complex():
-        fixed = (conv_weight, conv_bias, x_weight, dt_weight, out_weight, out_bias, A, B, C, D)
-        how = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
-        found: Tensor = reading.give_up(kernel, xz, *fixed, **how)
-        return found
-    x, z = xz.chunk(2, dim=1)
-    x = _conv(reading, package.causal_conv1d_fn, x, conv_weight[:, 0], conv_bias, "silu")
-    selected = reading.selecting(x)
-    selected = F.linear(selected.transpose(1, 2), x_weight).transpose(1, 2)
-    states = A.shape[1]
-    t, b, c = torch.split(selected, [dt_weight.shape[1], states, states], 1)
-    delta, b, c = dt_weight.to(t) @ t, b.contiguous(), c.contiguous()
-    bias: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-    scan = package.selective_scan_fn
-    y = _selective_scan(reading, scan, x, delta, A, b, c, D=D, z=z, **bias)
-    return F.linear(y.transpose(1, 2), out_weight, out_bias)
+    if package is None or of.B is not None or of.C is not None or of.A.is_complex():
+        return reading.give_up(kernel, *args, **kwargs)
+    x, z = of.xz.chunk(2, dim=1)
+    conv = of.conv1d_weight[:, 0], of.conv1d_bias, "silu"
+    x = _conv(reading, package.causal_conv1d_fn, x, *conv)
+    selected = F.linear(reading.selecting(x).transpose(1, 2), of.x_proj_weight).transpose(1, 2)
+    states = of.A.shape[1]
+    t, b, c = torch.split(selected, [of.delta_proj_weight.shape[1], states, states], 1)
+    given = x, of.delta_proj_weight.to(t) @ t, of.A, b.contiguous(), c.contiguous(), of.D, z
+    bias = of.delta_bias, of.delta_softplus
+    y = _selective_scan(reading, package.selective_scan_fn, *given, *bias)
+    return F.linear(y.transpose(1, 2), of.out_proj_weight, of.out_proj_bias)
 
 
 def _split_conv_scan(
-    reading: Reading,
-    kernel: Callable[..., Tensor],
-    zxbcdt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    activation: str = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-    **options: Any,
+    reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Tensor:
     """mamba_ssm's mamba_split_conv1d_scan_combined: Mamba-2 but for its first projection."""
-    package = sys.modules["mamba_ssm.modules.mamba2"]
-    heads = len(dt_bias)
-    width = heads * (D.shape[1] if D.dim() == 2 else headdim or 1)
-    both = (len(conv_weight) - width) // 2
+    of, package = _bound(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
+    heads, weight, zxbcdt = len(of.dt_bias), of.conv1d_weight, of.zxbcdt
+    width = heads * (of.D.shape[1] if of.D.dim() == 2 else of.headdim or 1)
+    both = (len(weight) - width) // 2
     beside = (zxbcdt.shape[-1] - 2 * width - 2 * both - heads) // 2
     parts = [beside, beside, width, width + 2 * both, heads]
     z0, x0, z, mixed, dt = torch.split(zxbcdt, parts, -1)
     conv, scan = map(_itself, (package.causal_conv1d_fn, package.mamba_chunk_scan_combined))
-    mixed = _conv(reading, conv, mixed.transpose(1, 2), conv_weight, conv_bias, activation)
+    mixed = _conv(reading, conv, mixed.transpose(1, 2), weight, of.conv1d_bias, of.activation)
     x, b, c = torch.split(mixed.transpose(1, 2), [width, both, both], -1)
     x = torch.unflatten(x, -1, (heads, -1))
-    b, c = (torch.unflatten(reading.selecting(y), -1, (ngroups, -1)) for y in (b, c))
-    how: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
-    y = _vectors(reading, scan, x, dt, A, b, c, chunk_size, **how).flatten(-2)
-    if rmsnorm_weight is None:
+    b, c = (torch.unflatten(reading.selecting(y), -1, (of.ngroups, -1)) for y in (b, c))
+    how = {"D": of.D, "dt_bias": of.dt_bias, "dt_softplus": True, "dt_limit": of.dt_limit}
+    y = _vectors(reading, scan, x, dt, of.A, b, c, of.chunk_size, **how).flatten(-2)
+    if of.rmsnorm_weight is None:
         y = y * F.silu(z)
     else:
-        norm = rmsnorm_eps, width // ngroups, norm_before_gate, True
-        y = gated_norm(y, rmsnorm_weight, None, z, *norm)
+        norm = of.rmsnorm_eps, width // of.ngroups, of.norm_before_gate
+        y = gated_norm(y, of.rmsnorm_weight, None, z, *norm)
     if beside:
         y = torch.cat([F.silu(z0) * x0, y], -1)
-    return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias)
+    return y if of.outproj_weight is None else F.linear(y, of.outproj_weight, of.outproj_bias)
+
+
+def _bound(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
+    """Return a call's arguments by name, with the kernel's defaults."""
+    call = inspect.signature(kernel).bind(*args, **kwargs)
+    call.apply_defaults()
+    return SimpleNamespace(**call.arguments)
 
 
 def attention(
@@ -370,11 +340,14 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
+#: The modules that call kernels.
+_HOLDERS = {path.rpartition(".")[0] for path in READ} | {"fla.modules.causal_conv1d.ops"}
+
+
 def _repairs() -> Iterable[Repair]:
-    holders = {path.rpartition(".")[0] for path in READ}
-    for holder in (*holders, "fla.modules.causal_conv1d.ops"):
-        for name, entry in ENTRIES.items():
-            yield holder, name, _entered(entry)
+    for holder in _HOLDERS & sys.modules.keys():
+        for name in ENTRIES.keys() & vars(sys.modules[holder]).keys():
+            yield holder, name, _entered(ENTRIES[name])
 
 
 _changes = Shared(lambda: replacing(_repairs()))

@@ -631,9 +631,10 @@ class Linearising(TorchFunctionMode):
         if isinstance(value, Tensor):
             foreign = value.requires_grad and value.is_leaf and value not in self._leaves
             return value.detach() if foreign else value
-        if type(value) in (tuple, list):
-            return type(value)(self.without_weights(v) for v in value)
-        if type(value) is dict:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.without_weights(v) for v in value])
+        if kind is dict and value:
             return {name: self.without_weights(v) for name, v in value.items()}
         return value
 

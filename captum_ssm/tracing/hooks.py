@@ -99,13 +99,13 @@ def detached(value: Any) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists and mappings, however nested."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and mappings, however nested."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+        return [value]
+    if isinstance(value, tuple | list):  # called for every function of a run
+        return [x for item in value for x in tensors_in(item)]
+    return tensors_in(list(value.values())) if isinstance(value, Mapping) else []
 
 
 def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:

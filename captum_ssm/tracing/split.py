@@ -43,7 +43,7 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     by_fsdp = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for module in modules:
         known = by_fsdp or is_split(module) or not _parts(module)
-        if not known or hasattr(module, "_hf_tp_plan"):
+        if not known or "_hf_tp_plan" in vars(module):
             name = next(name for name, each in model.named_modules() if each is module)
             raise InputError(
                 f"Module {name!r}: its weights are split between processes in a way that is not "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -208,6 +208,7 @@ def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleTy
         assert seq_idx is None and not return_final_states and not return_varlen_states
         return ssd.ssd_selective_scan(x, dt.to(x.dtype), A, B, C, **options)
 
+    @wraps(mamba2.mamba_split_conv1d_scan_combined)
     def split_conv1d_scan(*args: Any, seq_idx: None = None, **options: Any) -> Tensor:
         assert seq_idx is None
         norm_weight = options["rmsnorm_weight"]

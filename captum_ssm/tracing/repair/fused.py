@@ -58,23 +58,11 @@ def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Compute mamba_ssm's norm by :func:`_norm`, but for a second norm, dropout or rowscale."""
 
     @functools.wraps(original)
-    def norm(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        x1: Tensor | None,
-        weight1: Tensor | None,
-        bias1: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        rowscale: Tensor | None,
-        *flags: bool,
-    ) -> Any:
-        *how, returns_mask = flags
+    def norm(*given: Any) -> Any:
+        x, weight, bias, residual, x1, weight1, _, eps, dropout_p, rowscale, *how = given
+        returns_mask = how.pop()
         if dropout_p or returns_mask or any(y is not None for y in (x1, weight1, rowscale)):
-            others = x1, weight1, bias1, eps, dropout_p, rowscale
-            return original(x, weight, bias, residual, *others, *flags)
+            return original(*given)
         return _norm(x, weight, bias, residual, eps, *how)
 
     return norm
@@ -108,21 +96,12 @@ def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
     """Compute fla's gated norm by :func:`gated_norm`, but for one of a sum."""
 
     @functools.wraps(original)
-    def norm(
-        x: Tensor,
-        z: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        activation: str,
-        residual: Tensor | None = None,
-        eps: float = 1e-6,
-        prenorm: bool = False,
-        *flags: bool,
-    ) -> Any:
+    def norm(*given: Any) -> Any:
+        x, z, weight, bias, activation, residual, eps, prenorm, _, is_rms_norm = given
         if residual is not None or prenorm:
-            return original(x, z, weight, bias, activation, residual, eps, prenorm, *flags)
+            return original(*given)
         act = torch.sigmoid if activation == "sigmoid" else F.silu
-        return gated_norm(x, weight, bias, z, eps, None, True, flags[-1], act)
+        return gated_norm(x, weight, bias, z, eps, is_rms_norm=is_rms_norm, act=act)
 
     return norm
 
@@ -137,7 +116,7 @@ def _gated_norm_linear(
     x: Tensor, z: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *how: Any
 ) -> Tensor:
     _, eps, *_, is_rms_norm = how
-    return F.linear(gated_norm(x, weight, bias, z, eps, None, True, is_rms_norm), matrix, shift)
+    return F.linear(gated_norm(x, weight, bias, z, eps, is_rms_norm=is_rms_norm), matrix, shift)
 
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
