@@ -368,6 +368,24 @@ LINEAR = (
         ("linear/test_kernels.py",),
     ),
     Fault(
+        "a kernel's keys are steps",
+        '    key="k key p B",\n    step="g gk w dt beta s",',
+        '    key="key p B",\n    step="g gk w dt beta s k",',
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "vectors at length one inside a kernel whose factors share relevance",
+        "if reading.mode.divides and given.get(",
+        "if not given and given.get(",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
+        "factors of fla that are other functions share relevance",
+        "reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)",
+        "functools.partial(_vectors, reading)",
+        ("linear/test_kernels.py",),
+    ),
+    Fault(
         "a gate on a kernel rests at one",
         "        if self.mode.is_bent(gate):\n            return 0.0",
         "        if self.mode.is_bent(gate):\n            return 1.0",
