@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import CachedStateError
 from ..mixers.parts.common import unit
 from ..operators import SelectiveScan
+from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
 from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
@@ -56,7 +58,7 @@ _VECTORS = _roles(
 #: Of (B, H, L, P).
 _PAIRS = _roles(2, content="value", query="query", key="key")
 
-#: Arguments of kernels that, unless they are none, make of it another function.
+#: Arguments that, unless they are none, make of a kernel another function.
 _OTHERWISE = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -65,6 +67,9 @@ _OTHERWISE = frozenset(
         *("dt_rms_weight", "B_proj_bias", "C_proj_bias", "residual", "cache", "reverse"),
     )
 )
+#: First and last states, which entries take in a run that continues from a cache.
+_STATES = frozenset(("initial_states", "initial_state"))
+_LAST = frozenset(("return_last_state", "return_final_states", "output_final_state"))
 
 
 def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -78,6 +83,9 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
         given |= {name: unit(given[name]) for name in names if name in given}
     roles = {name: role for name, role in _VECTORS.items() if isinstance(given.get(name), Tensor)}
     factors = {name: given.pop(name) for name in roles}
+    for name in _STATES & given.keys():
+        if isinstance(given[name], Tensor):  # a copy, as the cache is written to later
+            roles[name], factors[name] = ("content", 1), given.pop(name).clone()
     if not factors or any(map(reading.mode.is_live, given.values())):
         return reading.give_up(called)
     rest: list[Any] = []
@@ -90,13 +98,66 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
         return found
 
     y = reading.moved(run, roles, factors)
+    rest = [_unread(x) for x in rest]
     y = y if z is None else y * F.silu(z)
     return (y, *rest) if rest else y
+
+
+def _unread(x: Any) -> Any:
+    """Return a last state as zeros: a run that is explained reads its cache once."""
+    if not isinstance(x, Tensor):
+        return x
+    with unseen():
+        return torch.zeros_like(x)
 
 
 @functools.cache
 def _names(kernel: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(kernel).parameters)
+
+
+def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """The gated delta rule; kernels of one token behind a state have no gradients."""
+    given |= zip(_names(kernel), args, strict=False)
+    values = given.get("v", given.get("value"))
+    if values is not None and values.shape[1] == 1 and given.get("initial_state") is not None:
+        kernel = _by_token(kernel)
+    return _vectors(reading, kernel, **given)
+
+
+@functools.cache
+def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gated delta rule of one token (B, 1, H, P) from a state (B, H, N, P)."""
+
+    @functools.wraps(kernel)
+    def step(
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        scale: float | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = (given.pop(x, given.pop(x[0], None)) for x in ("query", "key", "value"))
+        odd = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
+        if odd:
+            raise CachedStateError(
+                f"{kernel.__name__} was called with {odd[0]}= behind a cache, and its gradients "
+                "are not known. Pass the whole sequence in one call, without a cache."
+            )
+        heads, wide = value.shape[2], torch.promote_types(value.dtype, torch.float32)
+        q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
+        q, k = map(unit, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
+        v, decay, rate = (x.to(wide)[:, 0] for x in (value, g.to(wide).exp(), beta))
+        state = initial_state.to(wide) * (
+            decay[..., None] if g.dim() > 3 else decay[..., None, None]
+        )
+        new = (v - torch.einsum("bhnp,bhn->bhp", state, k)) * rate[..., None]
+        state = state + k[..., None] * new[:, :, None]
+        q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return torch.einsum("bhnp,bhn->bhp", state, q)[:, None].to(value.dtype), state
+
+    return step
 
 
 def _conv(
@@ -171,8 +232,9 @@ def _selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
+    return_last_state: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
     options |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
@@ -183,7 +245,8 @@ def _selective_scan(
         return kernel(u, delta, A, B, C, D, z=None, **options)
 
     y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
-    return y if z is None else y * F.silu(z)
+    y = y if z is None else y * F.silu(z)
+    return (y, _unread(A.expand(len(u), *A.shape))) if return_last_state else y
 
 
 def _by_operator(
@@ -205,6 +268,58 @@ def _by_operator(
     )
     y = scan.apply(values[..., None])[..., 0]
     return (y if D is None else y + D * values).mT.to(u.dtype)
+
+
+def _conv_step(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> Tensor:
+    """causal_conv1d_update: x (B, D, L) behind the inputs that a cache holds."""
+    if activation not in ("silu", "swish", None):
+        reading.given_up = True
+    x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
+    out = F.conv1d(x, weight[:, None], bias, groups=len(weight))
+    return out if activation is None else F.silu(out)
+
+
+def _scan_step(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **options: Any,
+) -> Tensor:
+    """selective_state_update: one token x (B, D) or (B, H, P); its kernel has no gradients."""
+
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial_state: Tensor) -> Tensor:
+        x, dt, B, C = (y[:, 0] for y in (x, dt, B, C))
+        step = dt if dt_bias is None else dt + dt_bias
+        step = (F.softplus(step) if dt_softplus else step)[..., None]
+        if B.dim() > 2:  # of groups of heads
+            B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (B, C))
+        moved = initial_state * torch.exp(step * A) + step * B[..., None, :] * x[..., None]
+        y: Tensor = (moved * C[..., None, :]).sum(-1).to(x.dtype)
+        return (y if D is None else y + x * D)[:, None]
+
+    # with a dimension for the token; a copy of the state, as the cache is written to later
+    factors = {name: y[:, None] for name, y in (("x", x), ("dt", dt), ("B", B), ("C", C))}
+    roles = {**{name: _VECTORS[name] for name in factors}, "initial_state": ("content", 1)}
+    y = reading.moved(run, roles, {**factors, "initial_state": state.clone()})[:, 0]
+    return y if z is None else y * F.silu(z)
 
 
 def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -285,9 +400,9 @@ def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **give
 
 #: flash-linear-attention's kernels, which come in several forms.
 _OF_FLA = """
-retention gla simple_gla linear_attn delta_rule gated_delta_rule kda comba
-forgetting_attn
+retention gla simple_gla linear_attn delta_rule comba forgetting_attn
 """
+_OF_GATED_DELTA = "gated_delta_rule kda"
 _FOR_CONTENT = "based gsa hgrn lightnet"
 _FORMS = ("chunk", "fused_recurrent", "fused_chunk", "parallel")
 
@@ -297,16 +412,25 @@ ENTRIES: dict[str, Entry] = {
     "causal_conv1d": _conv_of_fla,
     "selective_scan_fn": _selective_scan,
     "mamba_selective_scan": _selective_scan,
+    "causal_conv1d_update": _conv_step,
+    "mamba_selective_state_update": _scan_step,
+    "mamba2_selective_state_update": _scan_step,
     "mamba_inner_fn": _mamba_inner,
     "mamba_chunk_scan_combined": _vectors,
     "mamba2_chunk_scan": _vectors,
     "mamba_split_conv1d_scan_combined": _split_conv_scan,
-    "torch_chunk_gated_delta_rule": _vectors,
-    "chunk_kimi_delta_attention": _vectors,
+    "torch_chunk_gated_delta_rule": _delta,
+    "torch_recurrent_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "recurrent_kimi_delta_attention": _delta,
     "flash_attn_func": _vectors,
     **{f"{form}_{name}": _vectors for name in _OF_FLA.split() for form in _FORMS},
+    **{f"{form}_{name}": _delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
     **{f"{form}_{name}": _of_content for name in _FOR_CONTENT.split() for form in _FORMS},
 }
+#: Those of kernels that continue from a cache, and the arguments of states that others take.
+_STEPS = (_conv_step, _scan_step)
+_TAKEN = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -318,8 +442,12 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             reading = now.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            otherwise = any(name in _OTHERWISE and _is_given(kwargs[name]) for name in kwargs)
-            if reading.given_up or otherwise:
+            others = (
+                _OTHERWISE - _TAKEN.get(entry, frozenset()) if reading.continues else _OTHERWISE
+            )
+            otherwise = any(name in others and _is_given(kwargs[name]) for name in kwargs)
+            stray = entry in _STEPS and not reading.continues
+            if reading.given_up or otherwise or stray:
                 return reading.give_up(kernel, *args, **kwargs)
             args, kwargs = reading.mode.without_weights(args), reading.mode.without_weights(kwargs)
             return entry(reading, kernel, *args, **kwargs)

@@ -66,14 +66,18 @@ class Reading:
         mode: the rules.
         given_up: whether an adapter has to explain the call.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
+        continues: see below.
 
     Args:
         mode: the rules.
         sequence: the first floating tensor that the mixer is given: graphs are searched up to it.
+        continues: whether the run continues from a cache. Default: False.
     """
 
-    def __init__(self, mode: Linearising, sequence: Tensor | None = None) -> None:
-        self.mode = mode
+    def __init__(
+        self, mode: Linearising, sequence: Tensor | None = None, continues: bool = False
+    ) -> None:
+        self.mode, self.continues = mode, continues
         self._entered = None if sequence is None else sequence.grad_fn
         self.given_up = False
         self.mask: Tensor | None = None
@@ -107,18 +111,19 @@ class Reading:
 
         Args:
             run: calls the kernel with the factors, by their names.
-            roles: of the factors; the first one is the content.
+            roles: of the factors.
             factors: the factors.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
             return self._shared(run, roles, factors)
-        first, *others = roles
-        content, fixed = factors[first], {name: factors[name].detach() for name in others}
+        contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
-            out = run(**{first: content}, **fixed)
-        if out.grad_fn is not None and content.grad_fn is not None:
-            self._moved[out.grad_fn] = content.grad_fn
+            out = run(
+                **{name: x if name in contents else x.detach() for name, x in factors.items()}
+            )
+        if out.grad_fn is not None:
+            self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
 
     def selecting(self, x: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ class Reading:
                 continue
             seen.add(node)
             if node in moved:
-                todo.append(moved[node])
+                todo += moved[node]
                 continue
             made_by = getattr(node, "_forward_cls", None)
             if made_by is not None and not made_by.__module__.startswith(_OURS):
@@ -219,17 +224,20 @@ class Reading:
 _OURS = f"{__name__.split('.', 1)[0]}."
 
 
-def is_read(module: nn.Module, sequence: Tensor, divides: bool) -> bool:
+def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool = False) -> bool:
     """Return True if a mixer's own code is read.
 
     Args:
         module: the mixer.
         sequence: its input.
         divides: whether factors other than content and gates get a share.
+        continues: whether the run continues from a cache; adapters know none. Default: False.
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
+    if continues:
+        return True
     if sequence.device.type == "cpu":  # where operators compute half precision in float32
         wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
             sequence.device
@@ -263,6 +271,8 @@ _known_loops: dict[tuple[Any, str], bool] = {}
 def mask_of(module: nn.Module, call: Call) -> Tensor | None:
     """Return the mask of a call, True for real tokens (B, L); None if none is padding.
 
+    Of attention that continues from a cache it has the cached tokens in front.
+
     Args:
         module: the mixer, of a class that :func:`is_read`.
         call: its call.
@@ -275,7 +285,9 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
         original, mask = heeded_mask(module, call)
         return padding_mask(mask, call.hidden_states, type(module), original)
     visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs
-    return padding_mask(visible.any(-2).any(1), call.hidden_states, type(module), mask)
+    keep, hidden = visible.any(-2).any(1), call.hidden_states
+    keep = keep.expand(len(hidden), -1).to(hidden.device)
+    return padding_mask(keep, keep[..., None], type(module), mask)
 
 
 @functools.cache
