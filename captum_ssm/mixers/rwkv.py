@@ -13,34 +13,147 @@ the value projection then mixes them: no convolution per value channel equals it
 In evaluation the model halves its stream every few blocks and scales the output projections of
 later blocks to fit, in place at its first run.  h is normalized, so this changes W_o alone.  The
 model gets no mask of padding.
+
+RWKV-7: the parts that its layers have in common.
+
+    r, k, v and the inputs of w, a, g and s: maps of h mixed with the previous token's h
+    e_h = (k xi)_h / |(k xi)_h|                     k' = k (1 + (a - 1) kappa)
+    v' = v + s (v_first - v)                        v_first: the values of the first layer
+    S[t] = exp(w[t]) S[t-1] - a[t] e[t] (e[t] . S[t-1]) + k'[t] v'[t],   o[t] = r[t] . S[t]
+    y = g (GroupNorm(o) + (r_h . (rho_h k'_h)) v')                       output = W_o y
+
+with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below exp(-0.61).  The
+norm is per head and subtracts its mean; its bias counts as bias.  The term by which a token's value
+reaches its own output past the state, r . (rho k'), counts as part of the scan.
+
+Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v'.  The first
+layer's share in them goes back to that layer's values, whatever the layers between have done.  As
+in RWKV-6 a token's value holds a part of the token before it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators import WKV
+from ..operators import WKV, Chain, DeltaRule, Diagonal
 from .base import Call, LinearMixer
-from .parts.common import entering, run
+from .parts.common import as_heads, frozen, linear, run
+from .parts.common import entering as entering_of
 from .path import Path
+
+#: The logarithm of a decay is this times a sigmoid.
+_LOG_DECAY = -math.exp(-0.5)
+
+
+def shifted(hidden: Tensor) -> Tensor:
+    """Return the difference of the previous token and each token, (B, L, E)."""
+    return F.pad(hidden, (0, 0, 1, -1)) - hidden
+
+
+def entering(module: Any, hidden: Tensor) -> list[Tensor]:
+    """Inputs of r, w, k, v, a and g: each token mixed with the previous one, (B, L, E) each.
+
+    Args:
+        module: holds the shares of the previous token, ``x_r`` and so on.
+        hidden: (B, L, E).
+    """
+    delta = shifted(hidden)
+    return [hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag"]
+
+
+def log_decay(x: Tensor) -> Tensor:
+    """Return the logarithm w of the decay, from its input."""
+    return _LOG_DECAY * torch.sigmoid(x)
+
+
+def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
+    """Return the values v' from the layer's own, the first layer's, and the input of s."""
+    return v + torch.sigmoid(share).detach() * (first.to(v) - v)
+
+
+def rwkv7(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.rwkv7's RWKV7TimeMix."""
+    r, w, k, v, a, g = entering(module, entering_of(module, call))
+    keys, values = run(module.key, k), run(module.value, v)
+    if not module.is_first:
+        share = _low_rank(module, "v", v)
+        values = with_first(values, call.argument("v_first", 1), share)
+    gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
+    w, a = log_decay(_low_rank(module, "w", w, torch.tanh)), _low_rank(module, "a", a).sigmoid()
+    erase = unit(keys * module.k_k.to(keys), module.r_k.shape[0])
+    path = time_mixing(
+        module, module.ln_x, None, run(module.receptance, r), w, keys, values, a, erase
+    )
+    at_rest = frozen(module.g2, gate).sum(0) / 2
+    found = closing(path, gate, at_rest, module.output)
+    return replace(found, passed_on={1: values}) if module.is_first else found
+
+
+def _low_rank(
+    module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Apply the two maps of low rank of a name to x, with the bias after the second."""
+    first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
+    inner = linear(x, first.T)
+    return linear(inner if act is None else act(inner), second.T, bias.flatten())
+
+
+def time_mixing(
+    module: Any,
+    norm: Any,
+    mask: Tensor | None,
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    erase: Tensor,
+) -> Path:
+    """Pass the state, the norm, and the term past both.
+
+    Args:
+        module: holds kappa and rho as ``k_a`` and ``r_k``.
+        norm: its GroupNorm.
+        mask: True for real tokens (B, L), or None.
+        r, w, k, v, a: as above, (B, L, H N), w being the log decay and v with its share of v_first.
+        erase: e (B, L, H, N).
+    """
+    heads = module.r_k.shape[0]
+    r, w, k, a = (as_heads(x, heads) for x in (r, w, k, a))
+    key = k + k * (a - 1) * frozen(module.k_a, k).view(heads, -1)
+    own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
+    path, one = Path(v, mask, heads).silence(), torch.ones_like(r[..., 0])
+    scan = DeltaRule(r, key, one, w, path.shape.per_head, erase=erase, erase_step=a)
+    by_state = Path(path.now).scan(scan).layer_norm(norm.weight, norm.bias, norm.eps)
+    return path.scan(Chain(*by_state.parts), Diagonal(own, path.shape, "scan"))
+
+
+def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
+    """Pass the gate g (B, L, H P), which is ``at_rest`` (H P,) where nothing enters it."""
+    rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
+    return path.scale(gate, "gate", at_rest=rest).to(output)
+
+
+def unit(x: Tensor, heads: int) -> Tensor:
+    """Normalize ``x`` (B, L, H N) to vectors of length one per head, (B, L, H, N)."""
+    return F.normalize(as_heads(x, heads), dim=-1)
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:
     """transformers' RwkvSelfAttention."""
     call.refuse_cache("state", position=1)
-    hidden = entering(module, call, "hidden")
-    before = torch.nn.functional.pad(hidden, (0, 0, 1, -1))
-
-    def shifted(mix: Tensor) -> Tensor:
-        mix = mix.to(hidden)
-        mixture: Tensor = hidden * mix + before * (1 - mix)
-        return mixture
-
-    key = run(module.key, shifted(module.time_mix_key))
-    values = run(module.value, shifted(module.time_mix_value))
-    gate = run(module.receptance, shifted(module.time_mix_receptance))
+    hidden = entering_of(module, call, "hidden")
+    before = F.pad(hidden, (0, 0, 1, -1))
+    shares = module.time_mix_key, module.time_mix_value, module.time_mix_receptance
+    mixed = (hidden * mix + before * (1 - mix) for mix in (x.to(hidden) for x in shares))
+    projections = module.key, module.value, module.receptance
+    key, values, gate = (run(p, x) for p, x in zip(projections, mixed, strict=True))
     scan = WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key))
     return Path(values).scan(scan).gate(gate, torch.sigmoid).to(module.output)

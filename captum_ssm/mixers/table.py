@@ -156,11 +156,11 @@ LFM2, lfm2_moe.Lfm2MoeShortConv, lfm2:short_conv
 LFM3, lfm3.Lfm3ShortConv, lfm2:short_conv
 LFM3, lfm3.Lfm3Attention, attention:hf_attention
 RetNet, fla.layers.multiscale_retention.MultiScaleRetention, fla.linear:fla_retention
-HGRN, fla.layers.hgrn.HGRNAttention, fla.hgrn:fla_hgrn
-HGRN2, fla.layers.hgrn2.HGRN2Attention, fla.hgrn:fla_hgrn2
+HGRN, fla.layers.hgrn.HGRNAttention, fla.gated:fla_hgrn
+HGRN2, fla.layers.hgrn2.HGRN2Attention, fla.gated:fla_hgrn2
 GLA, fla.layers.gla.GatedLinearAttention, fla.linear:fla_gla
 RWKV-6, fla.layers.rwkv6.RWKV6Attention, fla.rwkv:fla_rwkv6
-RWKV-7, captum_ssm.models.rwkv7.mixer.RWKV7TimeMix, rwkv7:rwkv7
+RWKV-7, captum_ssm.models.rwkv7.mixer.RWKV7TimeMix, rwkv:rwkv7
 RWKV-7, fla.layers.rwkv7.RWKV7Attention, fla.rwkv:fla_rwkv7
 DeltaNet, fla.layers.delta_net.DeltaNet, fla.delta:fla_delta_net
 Gated DeltaNet, fla.layers.gated_deltanet.GatedDeltaNet, fla.delta:fla_gated_delta_net
@@ -177,8 +177,8 @@ Mamba-3, fla.layers.mamba3.Mamba3, fla.mamba:fla_mamba3
 Linear attention, fla.layers.linear_attn.LinearAttention, fla.linear:fla_linear_attention
 Simple GLA, fla.layers.simple_gla.SimpleGatedLinearAttention, fla.linear:fla_simple_gla, alone
 Based, fla.layers.based.BasedLinearAttention, fla.linear:fla_based, alone
-LightNet, fla.layers.lightnet.LightNetAttention, fla.lightnet:fla_lightnet
-GSA, fla.layers.gsa.GatedSlotAttention, fla.gsa:fla_gsa
+LightNet, fla.layers.lightnet.LightNetAttention, fla.gated:fla_lightnet
+GSA, fla.layers.gsa.GatedSlotAttention, fla.gated:fla_gsa
 Transformer, fla.layers.attn.Attention, fla.attention:fla_attention
 Mamba-2, mamba2.Mamba2Mixer, mamba2:hf_mamba2
 Bamba, bamba.BambaMixer, mamba2:hf_mamba2

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7: fla's RWKV6Attention, and RWKV7Attention by the equations of :mod:`..rwkv7`.
+"""RWKV-6 and RWKV-7: fla's RWKV6Attention, and RWKV7Attention by the equations of :mod:`..rwkv`.
 
 RWKV-6 is
 
@@ -28,9 +28,9 @@ from ...operators import VectorDecayHeads
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, frozen, linear, run, unit, zeroed
 from ..path import Path
-from ..rwkv7 import closing, log_decay, shifted, time_mixing, with_first
-from ..rwkv7 import entering as mixed
-from ..rwkv7 import unit as unit_of_heads
+from ..rwkv import closing, log_decay, shifted, time_mixing, with_first
+from ..rwkv import entering as mixed
+from ..rwkv import unit as unit_of_heads
 from .common import entering
 
 #: Where a layer of RWKV-7 takes and returns the values of the first one.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mixers.rwkv7 import entering, log_decay, unit
+from ...mixers.rwkv import entering, log_decay, unit
 from ...operators import DeltaRule
 
 #: The published code's epsilon of a head's variance.
@@ -17,7 +17,7 @@ _NORM_EPS = 64e-5
 class RWKV7TimeMix(nn.Module):
     """RWKV-7's mixer, with the parameter names of the published checkpoints.
 
-    Its equations are in :mod:`captum_ssm.mixers.rwkv7`.
+    Its equations are in :mod:`captum_ssm.mixers.rwkv`.
 
     Args:
         width: width E of the stream.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...mixers.rwkv7 import shifted
+from ...mixers.rwkv import shifted
 from ..checkpoints import check_sizes
 from .mixer import RWKV7TimeMix
 

@@ -1,0 +1,164 @@
+"""Linear attention gated by key channel: fla's HGRN, HGRN2, LightNet and gated slot attention.
+
+HGRN and HGRN2: fla's HGRNAttention and HGRN2Attention.
+
+    f = sigmoid(f_proj h), above the layer's lower bound
+    HGRN     s[t] = f[t] s[t-1] + (1 - f[t]) SiLU(i_proj h)[t]        y = SiLU(g) RMSNorm(s)
+    HGRN2    gated linear attention with decay f and key 1 - f        y = RMSNorm(s)
+
+with the norms over all channels, and output = o_proj(y).  In HGRN2 q passes SiLU; f, i and q each
+pass a short convolution if the layer has them.  Frozen: f, q, the ratio SiLU(i) / i, the norm's
+statistics and the gate.
+
+LightNet: fla's LightNetAttention.
+
+    z[t] = log of the sum of exp(k) over tokens up to t, per key channel
+    key[t] = sigmoid(k[t] - z[t-1])                       decay[t] = 1 - key[t]
+    alpha_h[i, j] = SiLU(q_h[i]) . (product of decays j+1..i) key_h[j] / sqrt(N),   j <= i
+    y = SiLU(g) RMSNorm(alpha v)                          output = o_proj(y)
+
+so that each key channel reads a mean of values, weighted by exp(k).  q, k and v each pass
+a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, z,
+the decays, the norm's statistics and the gate.
+
+Gated slot attention: fla's GatedSlotAttention.
+
+    a[t] = sigmoid(f_proj h)^(1/8), one per slot
+    K[t] = diag(a[t]) K[t-1] + (1 - a[t]) k[t]^T          p[t] = softmax(scale K[t] q[t])
+    V[t] = diag(a[t]) V[t-1] + (1 - a[t]) v[t]^T          s[t] = p[t] . V[t]
+    y = RMSNorm(SiLU(s))                                  output = o_proj(y)
+
+Queries and keys pass a feature map, values SiLU; before that each passes a short convolution with
+SiLU if the layer has them.  p being frozen, this is linear attention with a decay per slot: p
+queries, 1 - a are keys.  Frozen: p, a, the ratios SiLU(u) / u and the norm's statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...operators import ElementwiseRecurrence, VectorDecayHeads
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, projection, run, zeroed
+from ..path import Path
+from .common import entering, entering_unpadded, projected, value_path
+
+#: The norms of HGRN2 and GSA, and of LightNet, run as functions that do not get the module's eps.
+_EPS, _LIGHTNET_EPS = 1e-5, 1e-6
+#: In place of k at padded tokens of LightNet and of the first z: its exponential is 0 beside any
+#: other.
+_NOTHING = -1e4
+#: Tokens of a chunk of GSA: of so many all products of decays are held.
+_TOKENS = 16
+
+
+def fla_hgrn(module: Any, call: Call) -> LinearMixer:
+    """fla's HGRNAttention; padded tokens write nothing, but the state decays over them."""
+    hidden, mask = entering(module, call)
+    decay = _log_forget(module, projected(module, "f", hidden, mask=mask), call).exp()
+    path = value_path(module, hidden, mask, 1, name="i", silu=True)
+    path.scale(1 - decay, "scan").scan(ElementwiseRecurrence(decay))
+    path.rms_norm(module.g_norm.weight, module.g_norm.eps, groups=1)
+    return path.gate(run(module.g_proj, hidden)).to(module.o_proj)
+
+
+def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
+    """fla's HGRN2Attention."""
+    hidden, mask = entering_unpadded(module, call)
+    q = F.silu(projected(module, "q", hidden)) * module.head_f_dim**-0.5
+    log_decay = _log_forget(module, projected(module, "f", hidden), call)
+    q, k, log_decay = (as_heads(x, module.num_heads) for x in (q, 1 - log_decay.exp(), log_decay))
+    path = value_path(module, hidden, mask, module.head_i_dim, name="i")
+    path.scan(VectorDecayHeads(q, k, zeroed(log_decay, mask), module.head_i_dim))
+    return _closed(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
+
+
+def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
+    """log of the forget gate; the model passes the lower bound to each layer but the first."""
+    log_f = F.logsigmoid(f)
+    bound = call.argument("lower_bound", 5)
+    if bound is None or not module.layer_idx > 0:
+        return log_f
+    bound = bound.to(f)
+    return torch.logaddexp(bound.log(), torch.log1p(-bound) + log_f)
+
+
+def fla_lightnet(module: Any, call: Call) -> LinearMixer:
+    """fla's LightNetAttention."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k = (as_heads(projected(module, name, hidden), module.num_heads) for name in "qk")
+    key, log_decay = _weighted(k, mask)
+    scan = VectorDecayHeads(F.silu(q) * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
+    path = value_path(module, hidden, mask, module.head_i_dim).scan(scan)
+    path.rms_norm(module.g_norm.weight, _LIGHTNET_EPS, groups=1)
+    return _closed(module, path.gate(run(module.g_proj, hidden)))
+
+
+def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys, and logarithms of decays, both (B, L, H, N)."""
+    if mask is not None:
+        k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
+    before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
+    real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
+    more = k - before
+    # before the first token there is no state that could fade
+    return zeroed(torch.sigmoid(more), mask), zeroed(F.logsigmoid(-more), real.cumsum(1) > 1)
+
+
+def fla_gsa(module: Any, call: Call) -> LinearMixer:
+    """fla's GatedSlotAttention."""
+    hidden, mask = entering_unpadded(module, call)
+    groups = module.num_kv_groups
+    q, k = (
+        torch.unflatten(projected(module, n, hidden), -1, (-1, module.head_k_dim)) for n in "qk"
+    )
+    q, k = run(module.feature_map, q), run(module.feature_map, k)
+    f = F.logsigmoid(run(module.f_proj, hidden)) / module.gate_logit_normalizer
+    log_decay = as_heads(f, module.num_kv_heads)
+    written = 1 - log_decay.exp()
+    k, log_decay, written = (
+        x.repeat_interleave(groups, 2) for x in (k, zeroed(log_decay, mask), zeroed(written, mask))
+    )
+    # by way of log_softmax, along which relevance can be sent
+    slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
+    path = value_path(module, hidden, mask, module.head_v_dim, repeat=groups).act()
+    path.scan(VectorDecayHeads(slots, written, log_decay, module.head_v_dim)).act()
+    return _closed(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
+
+
+def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
+    """Return the matches of each slot, K[t] q[t] (B, L, H, M), chunk by chunk, differentiable.
+
+    Args:
+        q: (B, L, H, N).
+        k: (B, L, H, N).
+        log_decay: log a (B, L, H, M).
+        written: 1 - a (B, L, H, M).
+    """
+    tokens = q.shape[1]
+    q, k, logs, s = (
+        torch.unflatten(F.pad(x.transpose(1, 2), (0, 0, 0, -tokens % _TOKENS)), 2, (-1, _TOKENS))
+        for x in (q, k, log_decay, written)
+    )  # (B, H, C, T, N or M)
+    ones = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=q.device)
+    later = logs[..., None, :].expand(*logs.shape[:-1], _TOKENS, -1)  # (B, H, C, T, T, M)
+    between = later.masked_fill(~ones.tril(-1)[..., None], 0).cumsum(-3)
+    since, until = logs.cumsum(-2), between[..., -1, :, :].exp()
+    between = between.exp().masked_fill(~ones.tril()[..., None], 0)
+    found = torch.einsum("bhcij,bhcijm,bhcjm->bhcim", q @ k.mT, between, s)
+    added, kept = k.mT @ (s * until), since[..., -1:, :].exp()  # (B, H, C, N, M), (B, H, C, 1, M)
+    state, before = torch.zeros_like(added[:, :, 0]), []
+    for chunk in range(added.shape[2]):
+        before.append(state)
+        state = kept[:, :, chunk] * state + added[:, :, chunk]
+    found = found + since.exp() * (q @ torch.stack(before, 2))
+    return found.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
+
+
+def _closed(module: Any, path: Path) -> LinearMixer:
+    """Return the mixer of a layer that reads o_proj by its weight, past an adapter around it."""
+    return path.silence().to(projection(module.o_proj, called=False))
