@@ -169,11 +169,10 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return assemble(self._chunks_up_to(range(tokens)), out)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        factors = left.expand(self.shape), *(x.expand(self.shape) for x in band.values())
-        row, *rights = factors
-        common = (common_to_channels(row, x, self.shape) is not None for x in rights)
+        common = (common_to_channels(left, x, self.shape) is not None for x in band.values())
         if by_head or len(band) == 1 or any(common):
             return super().entries(left, band, rows, by_head)
+        row, *rights = (x.expand(self.shape) for x in (left, *band.values()))
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             sums = self._sums_of_channels(row, rights, rows)
         strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
