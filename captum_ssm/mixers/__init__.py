@@ -14,7 +14,8 @@ from .parts.common import (
 )
 from .parts.softmax import softmax_attention
 from .path import Path
-from .registry import Architecture, register_mixer, supported_architectures
+from .registry import register_mixer, supported_architectures
+from .table import Architecture
 
 __all__ = [
     "Architecture",

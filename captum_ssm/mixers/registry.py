@@ -5,64 +5,21 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
 from .likeness import nearest, parts_of
-from .table import BUILT_IN, VERSIONS, Ability, Joins
+from .table import ADAPTERS, BUILT_IN, Architecture, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """One supported mixer class.
-
-    Attributes:
-        family: the common name of the architecture.
-        package: distribution the class comes from.
-        class_path: fully qualified name of the mixer class.
-        tested_version: the package's version in tests. Default: ``""``, as for a user's class.
-        joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
-            ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
-        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
-            ``"generated text"`` refuse its models, with the reason. Default: none.
-        alone: whether tests cover the mixer alone, without a model around it. Default: False.
-        like: class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, itself.
-
-    Example:
-        >>> from captum_ssm.mixers import supported_architectures
-        >>> sorted({a.package for a in supported_architectures() if a.family == "Mamba"})
-        ['flash-linear-attention', 'mamba-ssm', 'mambapy', 'transformers']
-    """
-
-    family: str
-    package: str
-    class_path: str
-    tested_version: str = ""
-    joins: Joins = "residual"
-    lacks: Mapping[Ability, str] = field(default_factory=dict, hash=False)
-    alone: bool = False
-    like: str = ""
-
-
-_architectures = {
-    line.class_path: Architecture(
-        line.family,
-        line.package,
-        line.class_path,
-        line.tested or VERSIONS[line.package],
-        line.joins,
-        line.lacks,
-        line.alone,
-    )
-    for line in BUILT_IN
-}
-_adapters: dict[str, Linearize | str] = {line.class_path: line.adapter for line in BUILT_IN}
+_architectures = {architecture.class_path: architecture for architecture in BUILT_IN}
+_adapters: dict[str, Linearize | str] = {**ADAPTERS}
 
 #: Families that an error names at most.
 _SHOWN = 12

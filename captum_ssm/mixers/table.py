@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
 from .. import __version__
 
@@ -19,44 +19,37 @@ Joins = Literal["residual", "parallel", "feeds"]
 Ability = Literal["LatimFlow", "fold methods", "generated text"]
 
 
-class Line(NamedTuple):
-    """One mixer class and its adapter.
+@dataclass(frozen=True)
+class Architecture:
+    """One supported mixer class.
 
     Attributes:
         family: the common name of the architecture.
-        path: the class; short for transformers: ``"mamba.MambaMixer"`` means
-            ``transformers.models.mamba.modeling_mamba.MambaMixer``.
-        adapter: module of this package and function.
-        joins: how the mixer's output joins the residual stream.
-        tested: version of the package that the tests run against, where it is an older one.
-            Default: None, see :data:`VERSIONS`.
-        lacks: the abilities that models of the mixer lack, each with the reason. Default: none.
+        package: distribution the class comes from.
+        class_path: fully qualified name of the mixer class.
+        tested_version: the package's version in tests. Default: ``""``, as for a user's class.
+        joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
+            ``"feeds"``; see :func:`~captum_ssm.register_mixer`. Default: ``"residual"``.
+        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
+            ``"generated text"`` refuse its models, with the reason. Default: none.
         alone: whether tests cover the mixer alone, without a model around it. Default: False.
+        like: class whose adapter serves it; see :func:`~captum_ssm.register_mixer`. Default:
+            ``""``, itself.
+
+    Example:
+        >>> from captum_ssm.mixers import supported_architectures
+        >>> sorted({a.package for a in supported_architectures() if a.family == "Mamba"})
+        ['flash-linear-attention', 'mamba-ssm', 'mambapy', 'transformers']
     """
 
     family: str
-    path: str
-    adapter: str
+    package: str
+    class_path: str
+    tested_version: str = ""
     joins: Joins = "residual"
-    tested: str | None = None
-    lacks: Mapping[Ability, str] = MappingProxyType({})
+    lacks: Mapping[Ability, str] = field(default_factory=dict, hash=False)
     alone: bool = False
-
-    @property
-    def package(self) -> str:
-        """The distribution that the class comes from."""
-        if self.path.count(".") == 1:
-            return "transformers"
-        name = self.path.split(".")[0]
-        return "flash-linear-attention" if name == "fla" else name.replace("_", "-")
-
-    @property
-    def class_path(self) -> str:
-        """The fully qualified class name."""
-        if self.package != "transformers":
-            return self.path
-        model, name = self.path.split(".")
-        return f"transformers.models.{model}.modeling_{model}.{name}"
+    like: str = ""
 
 
 #: The last version 4, of which some classes were replaced.
@@ -198,14 +191,21 @@ Mambular, deeptab.nn.blocks.mamba.MambaBlock, mambapy:deeptab_block, tables
 """
 
 
-def _line(text: str) -> Line:
-    family, path, adapter, *options = text.split(", ")
-    joins: Joins = "residual"
-    if "parallel" in options or "feeds" in options:
-        joins = "parallel" if "parallel" in options else "feeds"
-    tested = TRANSFORMERS_4 if "transformers 4" in options else None
-    lacks = next((_LACKS[option] for option in options if option in _LACKS), MappingProxyType({}))
-    return Line(family, path, adapter, joins, tested, lacks, "alone" in options)
+def _architecture(family: str, path: str, options: list[str]) -> Architecture:
+    """Return the architecture of a line; "mamba.MambaMixer" is a class of transformers."""
+    package = path.split(".")[0].replace("_", "-")
+    if path.count(".") == 1:
+        model, name = path.split(".")
+        package, path = "transformers", f"transformers.models.{model}.modeling_{model}.{name}"
+    package = "flash-linear-attention" if package == "fla" else package
+    tested = TRANSFORMERS_4 if "transformers 4" in options else VERSIONS[package]
+    joins: Joins = "parallel" if "parallel" in options else "residual"
+    joins = "feeds" if "feeds" in options else joins
+    lacks = next((_LACKS[option] for option in options if option in _LACKS), {})
+    return Architecture(family, package, path, tested, joins, lacks, "alone" in options)
 
 
-BUILT_IN = tuple(map(_line, _TABLE.strip().splitlines()))
+_LINES = [line.split(", ") for line in _TABLE.strip().splitlines()]
+#: The built-in mixers, and their adapters by class, as module of this package and function.
+BUILT_IN = tuple(_architecture(family, path, options) for family, path, _, *options in _LINES)
+ADAPTERS = {own.class_path: line[2] for own, line in zip(BUILT_IN, _LINES, strict=True)}

@@ -12,7 +12,6 @@ from torch import nn
 from ..errors import ModelNotFoundError, NoMixerError
 from ..mixers.base import Linearize
 from ..mixers.registry import (
-    Architecture,
     adapter_for,
     class_path,
     looks_like_a_mixer,
@@ -20,6 +19,7 @@ from ..mixers.registry import (
     refusal,
     what_is_served,
 )
+from ..mixers.table import Architecture
 from .reach import reachable
 
 

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
-from ..mixers.registry import HOW_TO, Architecture
+from ..mixers.registry import HOW_TO
+from ..mixers.table import Architecture
 from ..operators import Chain, Operator, Sum
 from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, autocast_dtype, sum_tensors
 from ..operators.kernels.truths import Ratio, are_noted, at_most, largest, read_once

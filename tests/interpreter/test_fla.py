@@ -156,5 +156,7 @@ def test_no_layer_is_forgotten(fla: FLA) -> None:
         for family in FAMILIES
         for mixer in find_mixers(made(fla, family, torch.float32))
     }
-    known = {x.path.rpartition(".")[2] for x in table.BUILT_IN if x.path.startswith("fla.")}
+    known = {
+        x.class_path.rpartition(".")[2] for x in table.BUILT_IN if x.class_path.startswith("fla.")
+    }
     assert sorted([*run, *ALONE, *NOT_INTERPRETED]) == sorted(known)
