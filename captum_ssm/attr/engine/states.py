@@ -115,11 +115,9 @@ def _one_state(scan: Scan, state: int) -> Scan:
     """Restrict a recurrence to one of its states."""
     only = slice(state, state + 1)
     if isinstance(scan, SelectiveScan):
-        a, b, c = (x[..., only] for x in (scan.a, scan.b, scan.c))
-        return SelectiveScan(scan.dt, a, b, c, scan.component)
-    query, key, per_head = scan.query[..., only], scan.key[..., only], scan.shape.per_head
+        return scan.changed(a=scan.a[..., only], b=scan.b[..., only], c=scan.c[..., only])
+    vectors = {"query": scan.query[..., only], "key": scan.key[..., only]}
     if isinstance(scan, ScalarDecayHeads):
-        return ScalarDecayHeads(query, key, scan.log_decay, scan.scale, per_head, scan.component)
-    decay = scan.log_decay[..., only]
+        return scan.changed(**vectors)
     bonus = None if scan.bonus is None else scan.bonus[:, only]
-    return VectorDecayHeads(query, key, decay, per_head, bonus, scan.component)
+    return scan.changed(**vectors, log_decay=scan.log_decay[..., only], bonus=bonus)

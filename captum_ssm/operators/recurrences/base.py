@@ -52,7 +52,7 @@ class Coefficients(Operator):
         return {name: x for name, x in named if x is not None}
 
     def at(self, coefficients: Mapping[str, Tensor]) -> Self:
-        return self._with(**coefficients)
+        return self.changed(**coefficients)
 
     def select(self, heads: Sequence[int]) -> Operator:
         return self._selected(heads)
@@ -62,14 +62,14 @@ class Coefficients(Operator):
         for name, x in self.tensors().items():
             if name not in others:
                 others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
-        return self._with(**others)
+        return self.changed(**others)
 
-    def _with(self, **changed: Any) -> Self:
+    def changed(self, **arguments: Any) -> Self:
         """Return the same operator with some arguments changed."""
         code = type(self).__init__.__code__
         names = code.co_varnames[1 : code.co_argcount]
-        kept = {name: getattr(self, name) for name in names if name not in changed}
-        return type(self)(**kept, **changed)
+        kept = {name: getattr(self, name) for name in names if name not in arguments}
+        return type(self)(**kept, **arguments)
 
 
 class Recurrent(Coefficients):

@@ -74,7 +74,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         return of_values, {"decay": (of_values * before).squeeze(-1)}
 
     def cut(self, tokens: slice) -> ElementwiseRecurrence:
-        return self._with(decay=self.decay[:, tokens])
+        return self.changed(decay=self.decay[:, tokens])
 
     # --- reads, writes, carry --------------------------------------------------------------
 

@@ -200,7 +200,7 @@ class ScalarDecayHeads(ChunkedHeads):
     def _of_tokens(self, part: slice) -> ScalarDecayHeads:
         """Restrict the operator to neighboring tokens."""
         names = (name for name in self.roles if getattr(self, name) is not None)
-        return self._with(**{name: getattr(self, name)[:, part] for name in names})
+        return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
         """For each group, the sum of decays with factors times the products of q and k."""
