@@ -150,11 +150,8 @@ class Reading:
         Returns:
             The product that a kernel and its gate share; None if its factors share it equally.
         """
-        if not self.mode.divides:
-            self.given_up |= (len(live), len(straight)) != (2, 1)
-            return None
-        behind = [self._behind(x) for x in live]
-        found = [(x, *each) for x, each in zip(live, behind, strict=True) if each[0]]
+        behind = [(x, *self._behind(x)) for x in live if self.mode.divides]
+        found = [each for each in behind if each[1]]
         if not found:
             self.given_up |= (len(live), len(straight)) != (2, 1)
             return None
