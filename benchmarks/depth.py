@@ -1,5 +1,7 @@
 """Memory and time of LatimFlow as a model gets deeper, with and without graphs inside its blocks.
 
+The estimate is computed from the model's configuration, as ``captum-ssm estimate`` does.
+
     python -m benchmarks.depth --tokens 1024 --out docs/speed
 
 Each row is measured in a process of its own.  A stream is the model's width times its tokens, 4
@@ -21,6 +23,7 @@ from benchmarks import models
 from benchmarks.measure import measure
 from benchmarks.report import Row, markdown, write
 from captum_ssm import LatimFlow
+from captum_ssm.explain.estimate import estimate_memory
 
 LAYERS = (6, 24)
 
@@ -59,6 +62,7 @@ def row(family: str, rule: str, recompute: int, layers: int, tokens: int) -> Row
     explain.attribute(models.example(family, 32), target)
     ids = models.example(family, tokens)
     cost = measure(lambda: explain.attribute(ids, target, return_convergence_delta=True)[1])
+    estimate = estimate_memory(model.config, tokens, rule=rule, recompute=bool(recompute))
     return {
         "model": family,
         "rule": rule,
@@ -66,6 +70,7 @@ def row(family: str, rule: str, recompute: int, layers: int, tokens: int) -> Row
         "layers": layers,
         "tokens": tokens,
         "peak MiB": cost.mebibytes,
+        "estimate MiB": estimate.activations / 2**20,
         "streams MiB": layers * tokens * models.WIDTH * 4 / 2**20,
         "seconds": cost.seconds,
         "delta": float(cost.result.abs().max()),

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from .. import __version__
-from . import architectures, demo, explain, knockout, methods, serve
+from . import architectures, demo, estimate, explain, knockout, methods, serve
 from .program import run_program
 
-_COMMANDS = (demo, architectures, explain, knockout, methods, serve)
+_COMMANDS = (demo, architectures, explain, knockout, methods, estimate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

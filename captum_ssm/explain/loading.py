@@ -139,12 +139,6 @@ def load(source: Source) -> Loaded:
         is_vmamba = any(name.startswith("layers.0.blocks.") for name in names)
         model = load_vmamba(path) if is_vmamba else load_vim(path)
         return Loaded(model, prepare=lambda files: torch.stack([for_vim(model, f) for f in files]))
-    if not path.is_dir() and not source.hub:
-        raise DataNotFoundError(
-            f"{source.name}: there is no such folder or file, and no bundled model of that name "
-            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To fetch a model of that name "
-            "from the hub, add --hub."
-        )
     return _of_transformers(source)
 
 
@@ -206,12 +200,25 @@ class _Sentences:
         return self._reader.vocabulary.decode(ids)
 
 
+def config_of(source: Source) -> Any:
+    """Return the configuration of a model of transformers, or of a bundled one."""
+    transformers = optional("transformers", "transformers", f"Loading {source.name}")
+    name = str(weights_of(source.name).parent) if source.name in BUNDLED else source.name
+    if not Path(name).is_dir() and not source.hub:
+        raise DataNotFoundError(
+            f"{source.name}: there is no such folder or file, and no bundled model of that name "
+            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To fetch a model of that name "
+            "from the hub, add --hub."
+        )
+    with naming(f"{source.name} has no usable configuration"):
+        plain, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
+        check_counts(plain, f"The configuration of {source.name}")
+        return transformers.AutoConfig.from_pretrained(name, **source.options)
+
+
 def _of_transformers(source: Source) -> Loaded:
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
-    with naming(f"{source.name} has no usable configuration"):
-        plain, _ = transformers.PretrainedConfig.get_config_dict(source.name, **source.options)
-        check_counts(plain, f"The configuration of {source.name}")
-        config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
+    config = config_of(source)
     kinds = list(getattr(config, "architectures", None) or [])
     ends = dict(_KINDS)
     if not hasattr(config, "vision_config"):  # others of that name encode one text to write another

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..mixers.base import Call
 from ..mixers.parts.common import heeded_mask, padding_mask
@@ -239,7 +240,9 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
         wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
             sequence.device
         )
-        return wide and not (divides and READ[path] in _SLOW)
+        if not wide:  # a tensor without memory is for any device
+            return isinstance(sequence, FakeTensor)
+        return not (divides and READ[path] in _SLOW)
     return READ[path] != "mamba" or not _loops(module, sequence.device)
 
 

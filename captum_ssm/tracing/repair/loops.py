@@ -221,7 +221,10 @@ _REPAIRS: tuple[Repair, ...] = (
     (_modeling("zamba"), "mamba_selective_scan", _of_transformers),
     (_modeling("recurrent_gemma"), "RecurrentGemmaRglru._rnn_scan", _of_griffin),
     (_modeling("rwkv"), "rwkv_linear_attention_cpu", _of_rwkv),
-    (_modeling("qwen3_next"), "torch_chunk_gated_delta_rule", _without_kernel),
+    *(
+        (_modeling(name), "torch_chunk_gated_delta_rule", _without_kernel)
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+    ),
     ("mamba_ssm.ops.selective_scan_interface", "selective_scan_ref", _of_mamba_ssm),
     ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _of_mamba_ssm),
     ("mamba_ssm.modules.mamba_simple", "selective_scan_fn", _of_mamba_ssm),

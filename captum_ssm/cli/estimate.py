@@ -1,0 +1,53 @@
+"""``captum-ssm estimate``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_GIB = 2**30
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "estimate",
+        help="compute how much memory LatimFlow takes on a model",
+        description=(
+            "Compute how much memory LatimFlow takes, from the configuration alone. "
+            "Example: captum-ssm estimate my-mamba --tokens 8192 --gpu 80"
+        ),
+    )
+    parser.add_argument(
+        "model", help="a bundled model, a folder with config.json, or with --hub a name on the hub"
+    )
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of the example")
+    parser.add_argument("--gpu", type=float, help="memory of a GPU in GiB, to compare with")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the configuration's"
+    )
+    parser.add_argument("--hub", action="store_true", help="allow the configuration's download")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    import torch
+
+    from ..explain.estimate import estimate_memory
+    from ..explain.loading import Source, config_of
+
+    config = config_of(Source(options.model, hub=options.hub))
+    if options.dtype is not None:
+        config.dtype = getattr(torch, options.dtype)
+    fits = () if options.gpu is None else (f"fits {options.gpu:g} GiB",)
+    row = "{:<10} {:<10}" + " {:>12}" * (3 + len(fits))
+    print(row.format("rule", "recompute", "weights", "activations", "GiB in all", *fits))
+    for rule in ("frozen", "centered"):
+        for recompute in (False, True):
+            found = estimate_memory(config, options.tokens, rule=rule, recompute=recompute)
+            sizes = found.weights, found.activations, found.weights + found.activations
+            last = () if options.gpu is None else ("yes" if found.fits(options.gpu) else "no",)
+            numbers = (f"{size / _GIB:.2f}" for size in sizes)
+            print(row.format(rule, str(recompute), *numbers, *last), flush=True)
+    print("Computed for one example and torch's own functions; other kernels keep other tensors.")

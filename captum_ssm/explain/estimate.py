@@ -1,0 +1,157 @@
+"""The memory of a call before it is made: its own code runs on tensors that hold no numbers.
+
+A language model is built from its configuration, and :class:`~captum_ssm.LatimFlow` explains it.
+Every tensor has a shape and a type, and none has memory, so a model of any size takes seconds to
+minutes.  The bytes of the tensors that live at one time are counted.  They grow with the tokens,
+and in eager attention with their square, so short runs tell those of long ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .._optional import optional
+from ..attr import LatimFlow
+from ..errors import CaptumSSMError, OptionError
+from ..linear import Rule
+
+#: Tokens of the shortest run, of which others have a multiple; the chunks of all kernels divide it.
+_STEP = 256
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a call takes.
+
+    Attributes:
+        weights: bytes of the model's parameters and buffers.
+        activations: bytes of all that a call adds at its peak.
+
+    Example:
+        >>> from captum_ssm.explain.estimate import Memory
+        >>> Memory(weights=6 * 2**30, activations=2 * 2**30).fits(10)
+        True
+    """
+
+    weights: int
+    activations: int
+
+    def fits(self, gib: float) -> bool:
+        """Return True if both are at most 0.95 of a device's memory in GiB."""
+        return self.weights + self.activations <= 0.95 * gib * 2**30
+
+
+def estimate_memory(
+    config: Any, tokens: int, *, rule: Rule = "frozen", recompute: bool = False
+) -> Memory:
+    """Estimate the memory of a call of LatimFlow, of one example.
+
+    Args:
+        config: configuration of a language model of transformers, with its ``dtype``.
+        tokens: how many tokens the example has.
+        rule, recompute: the options of :class:`~captum_ssm.LatimFlow`, with the same defaults.
+
+    Returns:
+        The :class:`Memory`.
+
+    Raises:
+        OptionError: for a model whose code reads numbers of its own activations.
+
+    Example:
+        >>> from transformers import MambaConfig
+        >>> from captum_ssm.explain.estimate import estimate_memory
+        >>> config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2)
+        >>> found = estimate_memory(config, 1000)
+        >>> estimate_memory(config, 2000).activations > 1.5 * found.activations
+        True
+    """
+    if tokens < 1:
+        raise OptionError(f"tokens={tokens!r} must be at least 1.")
+    transformers = optional("transformers", "transformers", "An estimate")
+    is_eager = getattr(config, "_attn_implementation", None) == "eager"
+    config = copy.deepcopy(config)  # to which a model writes
+    dtype = getattr(config, "dtype", None) or torch.float32
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model.requires_grad_(False)
+        explain = LatimFlow(
+            lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
+            model,
+            rule=rule,
+            recompute=recompute,
+        )
+        if tokens <= 2 * _STEP:
+            activations = _peak(explain, model, tokens)
+        else:
+            steps = (tokens - _STEP) / _STEP
+            short, *longer = (
+                _peak(explain, model, count * _STEP) for count in (1, 2, 3)[: 2 + is_eager]
+            )
+            by_step = longer[0] - short
+            bent = longer[1] - longer[0] - by_step if is_eager else 0
+            activations = short + int(steps * by_step + steps * (steps - 1) / 2 * bent)
+        each = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
+        weights = sum(x.numel() * x.element_size() for x in each)
+    return Memory(weights, activations)
+
+
+def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
+    """Return the bytes that a call adds at its peak."""
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
+    held = _Held()
+    try:
+        with held:
+            explain.attribute(inputs, target=(-1, 0), verify=False)
+    except CaptumSSMError:
+        raise
+    except RuntimeError as error:
+        raise OptionError(
+            f"{type(model).__name__} reads numbers of its own activations, so that its memory "
+            f"cannot be estimated: {error}"
+        ) from error
+    return held.peak
+
+
+class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that were made and live; numbers that are read are 0.
+
+    Attributes:
+        peak: the most that lived at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._now = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 0
+        if func is torch.ops.aten.equal.default:
+            return True
+        given = tree_leaves((args, kwargs))
+        known = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is None or storage._cdata in known or storage._cdata in self._sizes:
+                continue
+            self._sizes[storage._cdata] = storage.nbytes()
+            self._now += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage._cdata)
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)

@@ -1,0 +1,103 @@
+"""The memory that is computed from a configuration alone is the memory that a call takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.versions import transformers5
+from transformers import MambaConfig, Qwen3NextConfig
+from zoo.mamba import transformers_model
+
+from captum_ssm import LatimFlow
+from captum_ssm.cli import main
+from captum_ssm.errors import OptionError
+from captum_ssm.explain.estimate import Memory, _Held, estimate_memory
+
+pytestmark = transformers5
+TOKENS = 600
+
+
+def hybrid() -> Any:
+    return Qwen3NextConfig(
+        vocab_size=19, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, intermediate_size=48, num_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+
+
+def mamba() -> Any:
+    return MambaConfig(vocab_size=19, hidden_size=24, num_hidden_layers=3, state_size=4)
+
+
+@pytest.mark.parametrize(("make", "recompute", "rule"), [
+    (hybrid, False, "frozen"), (mamba, True, "frozen"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (hybrid, True, "frozen"), (mamba, False, "centered"), (hybrid, True, "centered"),
+    )),
+])  # fmt: skip
+def test_it_is_what_a_call_holds(make: Any, recompute: bool, rule: Any) -> None:
+    """Bytes of live tensors, of a length that is no multiple of the runs' own."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(make()).eval().requires_grad_(False)
+    inputs = torch.randn(1, TOKENS, model.config.hidden_size)
+    explain = LatimFlow(
+        lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
+        model,
+        rule=rule,
+        recompute=recompute,
+    )
+    counted = _Counted()
+    with counted:
+        explain.attribute(inputs, target=(-1, 0), verify=False)
+    found = estimate_memory(make(), TOKENS, rule=rule, recompute=recompute)
+    assert abs(found.activations - counted.peak) <= 0.1 * counted.peak
+    held = (*model.parameters(), *model.buffers())
+    assert found.weights == sum(x.numel() * x.element_size() for x in held)
+
+
+class _Counted(_Held):
+    """Counts tensors that hold numbers, which are read as they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        if func in reads:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_models_of_any_size_take_no_memory() -> None:
+    config = MambaConfig(vocab_size=50, hidden_size=65536, num_hidden_layers=2)
+    found = estimate_memory(config, 8)
+    assert found.weights > 150 * 2**30 and not found.fits(80)
+    assert Memory(weights=70 * 2**30, activations=2**30).fits(80)
+    assert not Memory(weights=70 * 2**30, activations=8 * 2**30).fits(80)
+
+
+def test_eager_attention_grows_with_the_square() -> None:
+    config = hybrid()
+    config._attn_implementation = "eager"
+    one, two = (estimate_memory(config, tokens).activations for tokens in (4096, 8192))
+    assert 3 < two / one < 4.5
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers_model("mamba").config.save_pretrained(tmp_path)
+    assert (
+        main(["estimate", str(tmp_path), "--tokens", "300", "--gpu", "1", "--dtype", "bfloat16"])
+        == 0
+    )
+    head, *rows, note = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["rule", "recompute", "weights"] and len(rows) == 4
+    assert all(row.endswith("yes") for row in rows) and note.startswith("Computed")
+    assert main(["estimate", "no-such-model", "--tokens", "300"]) == 1
+    assert "no bundled model of that name" in capsys.readouterr().err
+
+
+def test_no_tokens() -> None:
+    with pytest.raises(OptionError, match="tokens=0"):
+        estimate_memory(mamba(), 0)
