@@ -29,7 +29,7 @@ _STEP = 256
 
 
 @dataclass(frozen=True)
-class Memory:
+class Estimate:
     """The memory that a call takes.
 
     Attributes:
@@ -37,8 +37,8 @@ class Memory:
         activations: bytes of all that a call adds at its peak.
 
     Example:
-        >>> from captum_ssm.explain.estimate import Memory
-        >>> Memory(weights=6 * 2**30, activations=2 * 2**30).fits(10)
+        >>> from captum_ssm.explain.estimate import Estimate
+        >>> Estimate(weights=6 * 2**30, activations=2 * 2**30).fits(10)
         True
     """
 
@@ -52,7 +52,7 @@ class Memory:
 
 def estimate_memory(
     config: Any, tokens: int, *, rule: Rule = "frozen", recompute: bool = False
-) -> Memory:
+) -> Estimate:
     """Estimate the memory of a call of LatimFlow, of one example.
 
     Args:
@@ -61,7 +61,7 @@ def estimate_memory(
         rule, recompute: the options of :class:`~captum_ssm.LatimFlow`, with the same defaults.
 
     Returns:
-        The :class:`Memory`.
+        The :class:`Estimate`.
 
     Raises:
         OptionError: for a model whose code reads numbers of its own activations.
@@ -101,7 +101,7 @@ def estimate_memory(
             activations = short + int(steps * by_step + steps * (steps - 1) / 2 * bent)
         each = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
         weights = sum(x.numel() * x.element_size() for x in each)
-    return Memory(weights, activations)
+    return Estimate(weights, activations)
 
 
 def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..mixers.base import Call
 from ..mixers.parts.common import heeded_mask, padding_mask
 from ..mixers.registry import class_path, is_own
-from ..mixers.table import BUILT_IN
+from ..mixers.table import ADAPTERS
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import autocast_dtype, unseen
 from ..tracing.hooks import tensors_in
@@ -44,17 +44,17 @@ Roles = Mapping[str, tuple[Role, int]]
 
 #: Adapters of mixers whose own code is read, by their module; of images end to end, none.
 _READ = """
-attention mamba mamba2 delta fla.attention fla.delta fla.gsa fla.hgrn fla.lightnet fla.linear
+attention mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
 """
 #: Those whose operators' gradients on a processor take less time, where rules divide.
 _SLOW = ("mamba", "mamba2", "delta")
 #: The modules of adapters, by the paths of the classes that they serve.  Where gradients are
 #: recorded, PaTH refuses its cache, and Gated DeltaProduct float32.
 READ = {
-    line.class_path: kind
-    for line in BUILT_IN
-    if (kind := line.adapter.partition(":")[0]) in _READ.split()
-    and line.adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
+    path: kind
+    for path, adapter in ADAPTERS.items()
+    if (kind := adapter.partition(":")[0]) in _READ.split()
+    and adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
 }
 
 now: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)

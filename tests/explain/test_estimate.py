@@ -14,7 +14,7 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
-from captum_ssm.explain.estimate import Memory, _Held, estimate_memory
+from captum_ssm.explain.estimate import Estimate, _Held, estimate_memory
 
 pytestmark = transformers5
 TOKENS = 600
@@ -74,8 +74,8 @@ def test_models_of_any_size_take_no_memory() -> None:
     config = MambaConfig(vocab_size=50, hidden_size=65536, num_hidden_layers=2)
     found = estimate_memory(config, 8)
     assert found.weights > 150 * 2**30 and not found.fits(80)
-    assert Memory(weights=70 * 2**30, activations=2**30).fits(80)
-    assert not Memory(weights=70 * 2**30, activations=8 * 2**30).fits(80)
+    assert Estimate(weights=70 * 2**30, activations=2**30).fits(80)
+    assert not Estimate(weights=70 * 2**30, activations=8 * 2**30).fits(80)
 
 
 def test_eager_attention_grows_with_the_square() -> None:
