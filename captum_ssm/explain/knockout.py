@@ -57,7 +57,7 @@ def cut_edges(
     method: EdgeEffects,
     inputs: Tensor,
     target: Any,
-    edges: Edges,
+    edges: Edges | Sequence[Edges],
     label: Callable[[int, Tensor], str],
     *,
     additional: Any = None,
@@ -69,7 +69,7 @@ def cut_edges(
         method: estimates effects on the model.
         inputs: the example, a batch of one.
         target: the explained output, in Captum's forms.
-        edges: the edges to cut.
+        edges: the edges to cut, together if there are several.
         label: returns the name of a class or token, by its index and the model's output.
         additional: further arguments of the model. Default: None.
         replace: the replacement of messages, as in :func:`~captum_ssm.knock_out`. Default: None,
@@ -106,11 +106,12 @@ def cut_edges(
             return logits_of(call_model(method.forward_func, inputs, as_tuple(additional)))
 
     before = run()
-    with knock_out(module, edges, replace=replace):
+    cuts = [edges] if isinstance(edges, Edges) else edges
+    with knock_out(module, *cuts, replace=replace):
         without = run()
     estimated = None
-    if replace is None and not edges.selection:
-        estimated = float(method.attribute(inputs, target, additional).of(edges))
+    if replace is None and not any(each.selection for each in cuts):
+        estimated = float(method.attribute(inputs, target, additional).of(*cuts))
     return Cut(
         answers=_answers(before, without, target, label),
         before=float(contrasted(before, target)[0]),

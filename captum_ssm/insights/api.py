@@ -10,13 +10,13 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from ..attr.text.tokens import Tokens
-from ..edges import Edges
+from ..edges import Edge, Edges
 from ..errors import OptionError
 from ..viz.labels import as_words
 from .calculation import VisualizationOutput
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 #: Examples that were shown and can be asked about.
 _REMEMBERED = 256
+
+
+class _Messages(NamedTuple):
+    """The strongest messages of an example."""
+
+    messages: list[Edge]
 
 
 class Api:
@@ -47,6 +53,7 @@ class Api:
             "config": self._config,
             "examples": self._examples,
             "relevance": self._relevance,
+            "messages": self._messages,
             "cut": self._cut,
             "flow": self._flow,
         }
@@ -130,13 +137,19 @@ class Api:
 
     def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
-        layer, *ends = (request.get(key) for key in ("layer", "from", "to"))
-        if not isinstance(layer, str):
-            raise OptionError(f"layer={layer!r} is not a name of a layer.")
-        source, receiver = map(_position, ends)
-        edges = Edges(layer, source, receiver)
-        cut = self._visualizer.cut
+        given = request.get("edges")
+        if not isinstance(given, list) or not given:
+            raise OptionError(f"edges={given!r} is no list of messages.")
+        edges, cut = list(map(_edges, given)), self._visualizer.cut
         return self._told(model, lambda: cut(example, model, target, edges)) or {}
+
+    def _messages(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        example, model, target = self._asked(request)
+
+        def found() -> _Messages:
+            return _Messages(self._visualizer.messages(example, model, target))
+
+        return self._told(model, found) or {}
 
     def _flow(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
@@ -205,10 +218,15 @@ def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
     return output._replace(feature_outputs=features)
 
 
-def _position(given: Any) -> int:
-    if type(given) is not int:
-        raise OptionError(f"from and to are positions of words, not {given!r}.")
-    return given
+def _edges(given: Any) -> Edges:
+    """Return a message that the page names by layer and ends."""
+    layer, *ends = (dict(given).get(key) for key in ("name", "source", "target"))
+    if not isinstance(layer, str):
+        raise OptionError(f"name={layer!r} is not a name of a layer.")
+    for end in ends:
+        if type(end) is not int:
+            raise OptionError(f"source and target are positions of words, not {end!r}.")
+    return Edges(layer, *ends)
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:

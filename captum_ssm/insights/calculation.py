@@ -15,7 +15,7 @@ from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import CONTRASTS, logits_of
 from ..attr.engine.method import SSMAttribution
 from ..attr.engine.sums import Sums, attribute_with_sums
-from ..edges import EdgeEffects, Edges
+from ..edges import Edge, EdgeEffects, Edges
 from ..errors import CaptumSSMError, InputError, OptionError
 from ..explain.knockout import Cut, cut_edges
 from ..tracing import find_mixers, find_model
@@ -36,6 +36,8 @@ from .rasters import as_given, patches_of, rasters_of
 
 #: So many classes are named of a prediction.
 _NAMED = 4
+#: So many messages between words are listed.
+_MESSAGES = 12
 #: Arguments of ``attribute`` that are no options of the method.
 _GIVEN = {"self", "inputs", "target", "additional_forward_args"}
 #: The score of a label, as Captum Insights has it.
@@ -243,7 +245,13 @@ class AttributionCalculation:
         except CaptumSSMError:  # a model of another kind
             return []
 
-    def cut(self, model: Any, example: DatasetExample, target: int, edges: Edges) -> Cut:
+    def messages(self, model: Any, example: DatasetExample, target: int) -> list[Edge]:
+        """Return the messages between a text's words of the largest estimated effects."""
+        ids, asked = self._text(model, example, target)
+        found = EdgeEffects(model).attribute(ids, asked, example.additional or None)
+        return found.top(_MESSAGES)[0]
+
+    def cut(self, model: Any, example: DatasetExample, target: int, edges: Sequence[Edges]) -> Cut:
         """Return a model's predictions for a text with and without messages between its words."""
         ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None

@@ -39,6 +39,7 @@ _QUESTIONS = {
     "/api/config": ("GET", "config"),
     "/api/examples": ("POST", "examples"),
     "/api/relevance": ("POST", "relevance"),
+    "/api/messages": ("POST", "messages"),
     "/api/cut": ("POST", "cut"),
     "/api/flow": ("POST", "flow"),
 }

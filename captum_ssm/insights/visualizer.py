@@ -13,7 +13,7 @@ from captum.log import log_usage
 from torch import Tensor
 
 from .._files import make_folder, write_whole
-from ..edges import Edges
+from ..edges import Edge, Edges
 from ..errors import OptionError
 from ..explain.knockout import Cut
 from ..viz.html.page import framed
@@ -217,7 +217,20 @@ class AttributionVisualizer:
         """Return for each model the names of the layers whose messages can be cut."""
         return [self.attribution_calculation.layers(model) for model in self.models]
 
-    def cut(self, example: DatasetExample, model_index: int, target: int, edges: Edges) -> Cut:
+    def messages(self, example: DatasetExample, model_index: int, target: int) -> list[Edge]:
+        """Return the messages between a text's words of the largest estimated effects on a class.
+
+        Args:
+            example: a batch of one.
+            model_index: number of the model.
+            target: the class.
+        """
+        with _RUNNING:
+            return self.attribution_calculation.messages(self.models[model_index], example, target)
+
+    def cut(
+        self, example: DatasetExample, model_index: int, target: int, edges: Sequence[Edges]
+    ) -> Cut:
         """Return a model's predictions for a text without messages between its words.
 
         Args:

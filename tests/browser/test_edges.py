@@ -23,19 +23,23 @@ WORDS = MANY[:VOCABULARY]
 def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     visualizer, ids = sentences([[1, 0, 3, 5], [2, 4, 6, 8]], WORDS), torch.tensor([[1, 0, 3, 5]])
     page, model = shown(visualizer), visualizer.models[0]
-    assert page.texts(".cutting summary") == ["Cut a message"] * 2
+    assert page.texts(".cutting summary") == ["Cut messages"] * 2
     page.click(".cutting summary")
     for place, value in enumerate([1, 3, 1]):  # from, to, layer
         page.choose(f".cutting label:nth-of-type({place + 1}) select", value)
-    page.click(".cutting button")
+    page.click(".cutting form button")
     page.wait_for("document.querySelector('.result p') !== null")
     best, label = int(model(ids).logits[0, -1].argmax()), lambda index, output: WORDS[index]
     cut = cut_edges(EdgeEffects(model), ids, (-1, best), Edges(1, 1, 3), label)
     chances = [f"{x:.3f}" for x in (cut.answers[0].before, cut.answers[0].without)]
-    assert page.texts(".result tbody tr:first-child > *") == [WORDS[best], *chances]
+    assert page.texts(".result tbody tr:first-child > *") == [WORDS[best], *chances, ""]
+    pressed = page.texts(".cutting [aria-pressed=true]")
+    assert len(pressed) == 1 and pressed[0].endswith("3, layer 1")
+    page.click(".cutting [aria-pressed=true]")  # heals it
+    page.wait_for("document.querySelector('.result p') === null")
     # what cannot be cut is told in the place of what was shown of another edge
     page.choose(".cutting label:nth-of-type(2) select", 0)
-    page.click(".cutting button")
+    page.click(".cutting form button")
     page.wait_for("document.querySelector('.result .error') !== null")
     assert "every target comes before its source" in page.text(".result")
     assert page.count(".result table") == 0

@@ -83,12 +83,18 @@ def test_the_prediction_without_a_message():
     (layers,) = api.answer("config", {})["layers"]
     assert layers == [f"backbone.layers.{i}.mixer" for i in range(3)]
     (shown,) = api.answer("examples", {})["examples"]
-    request = {"id": shown["id"], "model": 0, "target": 7, "layer": layers[1], "from": 2, "to": 4}
+    asked = {"id": shown["id"], "model": 0, "target": 7}
+    edge = {"name": layers[1], "source": 2, "target": 4}
+    request = asked | {"edges": [edge]}
+    (strongest, *_) = api.answer("messages", asked)["messages"]
+    found = EdgeEffects(model).attribute(IDS, (-1, 7)).top(1)[0][0]
+    assert strongest[:4] == found[:4] and strongest.effect == pytest.approx(found.effect)
     cut = cut_edges(EdgeEffects(model), IDS, (-1, 7), Edges(1, 2, 4), lambda k, output: WORDS[k])
     assert api.answer("cut", request) == cut._asdict()
     for changed, said in CUTS:
+        wrong = asked | {"edges": [edge | changed]} | ({"id": 99} if "id" in changed else {})
         try:
-            error = api.answer("cut", request | changed)["error"]
+            error = api.answer("cut", wrong)["error"]
         except OptionError as refused:  # what no page asks for
             error = str(refused)
         assert said in error
@@ -111,7 +117,8 @@ def test_only_models_of_one_text_have_messages_to_cut():
     api = Api(table([Always(1)], [numbers(1)]))
     assert api.answer("config", {})["layers"] == [[]]
     (shown,) = api.answer("examples", {})["examples"]
-    request = {"id": shown["id"], "model": 0, "target": 1, "layer": "x", "from": 0, "to": 0}
+    request = {"id": shown["id"], "model": 0, "target": 1}
+    request["edges"] = [{"name": "x", "source": 0, "target": 0}]
     assert "words of one text" in api.answer("cut", request)["error"]
     assert "words of one text" in api.answer("flow", request)["error"]
     embedding = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Flatten())
@@ -159,11 +166,11 @@ def test_a_question_that_cannot_be_answered_is_named():
 
 CUTS = [
     ({"id": 99}, "not remembered"),
-    ({"layer": 1}, "layer=1 is not a name"),
-    ({"layer": "nowhere"}, "'nowhere', which is not a mixer"),
-    ({"from": "w1"}, "positions of words, not 'w1'"),
-    ({"to": 5}, "position 5, outside the sequence of 5"),
-    ({"from": 4, "to": 2}, "every target comes before its source"),
+    ({"name": 1}, "name=1 is not a name"),
+    ({"name": "nowhere"}, "'nowhere', which is not a mixer"),
+    ({"source": "w1"}, "positions of words, not 'w1'"),
+    ({"target": 5}, "position 5, outside the sequence of 5"),
+    ({"source": 4, "target": 2}, "every target comes before its source"),
 ]
 
 

@@ -191,37 +191,66 @@ function choice(caption, labels, chosen) {
   return [make('label', {}, caption, list), () => Number(list.value)];
 }
 
-/** What the model predicts without a message, and what cutting it did. */
+/** What the model predicts without messages, and what cutting them did. */
 function drawCut({ answers, before: whole, without: rest, estimated, error }) {
   if (error !== undefined) return [make('p', { className: 'error' }, readable(error))];
-  const numbers = ({ label, before, without }) => [readable(label), number(before), number(without)];
-  const cells = (tag, [label, ...rest]) => [
-    make('th', { scope: tag === 'th' ? 'col' : 'row', dir: 'auto' }, label),
-    ...rest.map((text) => make(tag, { className: 'number' }, text)),
-  ];
-  const head = make('thead', {}, make('tr', {}, ...cells('th', ['Probability', 'as it is', 'without'])));
-  const body = make('tbody', {}, ...answers.map((each) => make('tr', {}, ...cells('td', numbers(each)))));
-  const said = `The output for the class explained loses ${number(whole - rest)}; the estimate was ${number(estimated)}.`;
-  return [...(answers.length ? [make('table', {}, head, body)] : []), make('p', {}, said)];
+  const head = make('thead', {}, make('tr', {}, ...['Probability', 'as it is', 'without', ''].map((name) => make('th', { scope: 'col' }, name))));
+  const body = answers.map(({ label, before, without }) => make('tr', {},
+    make('th', { scope: 'row', dir: 'auto' }, readable(label)),
+    ...[before, without].map((chance) => make('td', { className: 'number' }, number(chance))),
+    make('td', { className: 'scale' }, bar(without, 0, 1))));
+  const said = `The score of the class explained goes from ${number(whole)} to ${number(rest)}: by ${short(rest - whole)}, estimated ${short(-estimated)}.`;
+  return [make('p', {}, said), ...(answers.length ? [make('table', {}, head, make('tbody', {}, ...body))] : [])];
 }
 
-/** A message from a word to a word to choose; `cut` is called with its layer and ends. */
-function drawCutting(words, values, layers, cut) {
+/** Messages to cut and heal: the strongest, and any other by its ends and its layer. */
+function drawCutting(words, layers, { messages, cut }) {
   const last = words.length - 1;
-  const sizes = words.map((_, i) => (i < last ? Math.abs(values[i] ?? 0) : -1));
-  const [from, source] = choice('From', words, sizes.indexOf(Math.max(...sizes)));
+  const [from, source] = choice('From', words, 0);
   const [to, target] = choice('To', words, last);
   const [layer, index] = choice('Layer', layers, layers.length - 1);
+  const list = make('div', { className: 'predicted' });
+  list.setAttribute('role', 'group');
+  list.setAttribute('aria-label', 'Messages: a press cuts one, another heals it');
   const result = make('div', { className: 'result' });
-  const form = make('form', {}, from, to, layer, make('button', {}, 'Cut'));
-  form.addEventListener('submit', async (event) => {
-    event.preventDefault();
-    result.replaceChildren();
-    const answer = await cut({ layer: layers[index()], from: source(), to: target() });
+  const known = new Map(); // by what a message is called, its button
+  const run = async () => {
+    const edges = [...known.values()].filter((button) => button.ariaPressed === 'true').map(({ edge }) => edge);
+    if (!edges.length) {
+      result.replaceChildren();
+      return;
+    }
+    const answer = await cut({ edges });
     if (answer !== undefined) result.replaceChildren(...drawCut(answer));
+  };
+  const add = ({ name, source, target, effect }) => {
+    const layer = layers.indexOf(name);
+    const said = `${readable(words[source] ?? String(source))} ${source} → ${readable(words[target] ?? String(target))} ${target}, layer ${layer}`;
+    if (known.has(said)) return known.get(said);
+    const estimate = effect === undefined ? '' : ` (${short(-effect)})`;
+    const button = make('button', { type: 'button', ariaPressed: 'false', edge: { name, source, target } }, said + estimate);
+    button.addEventListener('click', () => {
+      button.ariaPressed = String(button.ariaPressed === 'false');
+      run();
+    });
+    known.set(said, button);
+    list.append(button);
+    return button;
+  };
+  const form = make('form', {}, from, to, layer, make('button', {}, 'Cut'));
+  form.addEventListener('submit', (event) => {
+    event.preventDefault();
+    add({ name: layers[index()], source: source(), target: target() }).ariaPressed = 'true';
+    run();
   });
-  const summary = make('summary', {}, 'Cut a message');
-  return make('details', { className: 'cutting' }, summary, form, result);
+  const note = 'The strongest messages between words, with their estimated effect on the score. A press cuts one, another heals it.';
+  const made = make('details', { className: 'cutting' }, make('summary', {}, 'Cut messages'), make('p', { className: 'note' }, note), list, result, form);
+  made.addEventListener('toggle', async () => {
+    const found = await messages();
+    if (found?.error !== undefined) result.replaceChildren(...drawCut(found));
+    found?.messages?.forEach(add);
+  }, { once: true });
+  return made;
 }
 
 /** The way from the words to the class that is explained, drawn when it is first opened. */
@@ -268,7 +297,10 @@ function drawModel(outputs, title, layers, answers) {
     const target = told.active_index;
     const explained = [...told.predicted, told.actual].find((score) => score && score.index === target);
     made.append(
-      drawCutting(words, told.feature_outputs[0].modified, layers, (edge) => answers.cut(target, edge)),
+      drawCutting(words, layers, {
+        messages: () => answers.messages(target),
+        cut: (edges) => answers.cut(target, edges),
+      }),
       drawWay(words, explained ? explained.label : 'the output', () => answers.follow(target)),
     );
   }
@@ -285,7 +317,8 @@ function drawExample(example, models, page) {
     const draw = (outputs) => {
       const answers = {
         known: (target) => page.known({ ...asked, target }),
-        cut: (target, edge) => page.cut({ ...asked, target, ...edge }),
+        messages: (target) => page.messages({ ...asked, target }),
+        cut: (target, edges) => page.cut({ ...asked, target, ...edges }),
         follow: (target) => page.follow({ ...asked, target }),
         explain: async (target) => {
           const answer = await page.explain({ ...asked, target });

@@ -65,6 +65,16 @@ function layOverImages() {
   overImages.tell(canvases.every((canvas) => canvas.told));
 }
 
+/** Ask a question, and say meanwhile and in the end how it went. */
+function told(question, request, doing, done, failed) {
+  return alone(async () => {
+    say(doing);
+    const found = await ask(question, request);
+    say(found.error === undefined ? done : failed);
+    return found;
+  });
+}
+
 /** The filter is the one that the examples were found by, whatever was chosen since. */
 function showExamples(answer, models, filter) {
   const methods = 1 + filter.beside.length;
@@ -79,20 +89,9 @@ function showExamples(answer, models, filter) {
         say('Explained.');
         return outputs;
       }),
-    cut: (request) =>
-      alone(async () => {
-        say('Cutting …');
-        const output = await ask('cut', request);
-        say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
-        return output;
-      }),
-    follow: (request) =>
-      alone(async () => {
-        say('Following …');
-        const found = await ask('flow', request);
-        say(found.error === undefined ? 'Followed.' : 'It cannot be followed.');
-        return found;
-      }),
+    messages: (request) => told('messages', request, 'Ranking messages …', 'Ranked.', 'They cannot be ranked.'),
+    cut: (request) => told('cut', request, 'Cutting …', 'Cut.', 'It cannot be cut.'),
+    follow: (request) => told('flow', request, 'Following …', 'Followed.', 'It cannot be followed.'),
     known: (request) => !FACTS || placeOf({ ...request, method: 0 }) in FACTS.relevance,
     drawn: layOverImages,
   };
