@@ -220,13 +220,13 @@ def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
 
 def _edges(given: Any) -> Edges:
     """Return a message that the page names by layer and ends."""
-    layer, *ends = (dict(given).get(key) for key in ("name", "source", "target"))
+    layer, source, target = (dict(given).get(key) for key in ("name", "source", "target"))
     if not isinstance(layer, str):
         raise OptionError(f"name={layer!r} is not a name of a layer.")
-    for end in ends:
+    for end in (source, target):
         if type(end) is not int:
             raise OptionError(f"source and target are positions of words, not {end!r}.")
-    return Edges(layer, *ends)
+    return Edges(layer, source, target)
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:

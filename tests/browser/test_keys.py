@@ -150,7 +150,7 @@ PAGES = {
         Use(".predicted button:nth-child(2)", "Enter", text(".predicted [aria-pressed=true]")),
         Use(".predicted button", "Enter", text(".predicted [aria-pressed=true]")),
         Use(".cutting > summary", "Enter", value(".cutting", "open")),
-        Use(".cutting select", "ArrowUp", value(".cutting select")),
+        Use(".cutting select", "ArrowDown", value(".cutting select")),
         Use(".cutting form button", "Enter", text(".cutting .result")),
         Use(".cutting .predicted button", "Enter", text(".cutting .result")),
         Use(".way > summary", "Enter", count(".way svg")),
