@@ -194,7 +194,7 @@ function choice(caption, labels, chosen) {
 /** What the model predicts without messages, and what cutting them did. */
 function drawCut({ answers, before: whole, without: rest, estimated, error }) {
   if (error !== undefined) return [make('p', { className: 'error' }, readable(error))];
-  const head = make('thead', {}, make('tr', {}, ...['Probability', 'as it is', 'without', ''].map((name) => make('th', { scope: 'col' }, name))));
+  const head = make('thead', {}, make('tr', {}, ...['Probability', 'as it is', 'without'].map((name) => make('th', { scope: 'col' }, name)), make('td')));
   const body = answers.map(({ label, before, without }) => make('tr', {},
     make('th', { scope: 'row', dir: 'auto' }, readable(label)),
     ...[before, without].map((chance) => make('td', { className: 'number' }, number(chance))),
