@@ -81,7 +81,11 @@ def estimate_memory(
     config = copy.deepcopy(config)  # to which a model writes
     dtype = getattr(config, "dtype", None) or torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        # by name: other packages replace the models of transformers' Auto classes
+        names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        kind = getattr(transformers, names.get(config.model_type, ""), None)
+        build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        model = build(config, dtype=dtype).eval()
         model.requires_grad_(False)
         explain = LatimFlow(
             lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
