@@ -351,14 +351,14 @@ LINEAR = (
     ),
     Fault(
         "one token behind a cache is not kept by the state",
-        "initial_state.to(wide) * (decay",
-        "initial_state.to(wide) + 0 * (decay",
+        "state = initial_state.to(wide) * decay",
+        "state = initial_state.to(wide)",
         ("linear/test_cache.py",),
     ),
     Fault(
         "any kernel may be given a first state",
-        "others = _OTHERWISE - known if reading.continues else _OTHERWISE",
-        "others = _OTHERWISE - known",
+        "taken = _TAKEN.get(entry, frozenset()) if reading.continues else frozenset()",
+        "taken = _TAKEN.get(entry, frozenset())",
         ("linear/test_cache.py", "linear/test_kernels.py"),
     ),
     Fault(
