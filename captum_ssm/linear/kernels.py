@@ -149,9 +149,8 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
         q, k = map(unit, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
         v, decay, rate = (x.to(wide)[:, 0] for x in (value, g.to(wide).exp(), beta))
-        state = initial_state.to(wide) * (
-            decay[..., None] if g.dim() > 3 else decay[..., None, None]
-        )
+        decay = decay[..., None] if g.dim() > 3 else decay[..., None, None]
+        state = initial_state.to(wide) * decay
         new = (v - torch.einsum("bhnp,bhn->bhp", state, k)) * rate[..., None]
         state = state + k[..., None] * new[:, :, None]
         q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
