@@ -441,10 +441,8 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             reading = now.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            others = (
-                _OTHERWISE - _TAKEN.get(entry, frozenset()) if reading.continues else _OTHERWISE
-            )
-            otherwise = any(name in others and _is_given(kwargs[name]) for name in kwargs)
+            taken = _TAKEN.get(entry, frozenset()) if reading.continues else frozenset()
+            otherwise = any(_is_given(kwargs.get(name)) for name in _OTHERWISE - taken)
             stray = entry in _STEPS and not reading.continues
             if reading.given_up or otherwise or stray:
                 return reading.give_up(kernel, *args, **kwargs)
