@@ -25,7 +25,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_all_that_are_registered_are_there() -> None:
     text = (Path(fresh.FOLDER).parent / "REGISTERED.md").read_text(encoding="utf-8")
-    assert f"In all {len(fresh.FRESH)} models" in text.replace("\n", " ")
+    left_out = len(fresh.SEEDS)  # of RWKV-4, which does not learn to copy
+    assert f"In all {len(fresh.FRESH) + left_out} models" in text.replace("\n", " ")
     assert all(str(seed) in text for seed in fresh.SEEDS)
 
 
