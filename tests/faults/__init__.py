@@ -50,6 +50,22 @@ class StaleFaultError(Exception):
     """A fault that no longer fits the package."""
 
 
+def read(table: str) -> tuple[Fault, ...]:
+    """Read faults: a line with name and tests, the old text behind "-", the new one behind "+"."""
+    faults = []
+    for block in table.split("\n\n"):
+        head, *lines = block.strip("\n").split("\n")
+        if head and not head.startswith("#"):
+            name, _, tests = head.partition(" @ ")
+            old, new = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+            faults.append(Fault(name, old, new, tuple(tests.split())))
+    return tuple(faults)
+
+
+#: The faults, by room. Old texts are as short as they can be, so that they outlive their neighbors.
+FAULTS = read(Path(__file__).with_name("table.txt").read_text(encoding="utf-8"))
+
+
 def sources(root: Path = ROOT) -> dict[Path, str]:
     """Read the package: the text of each file, by its path below the root."""
     files = sorted((root / "captum_ssm").rglob("*.py"))

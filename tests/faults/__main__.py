@@ -19,8 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from . import ROOT, Fault, StaleFaultError, sources
-from .table import FAULTS
+from . import FAULTS, ROOT, Fault, StaleFaultError, sources
 
 #: Seconds after which a run of tests counts as one that hangs.
 _LIMIT = 1800

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from faults import ROOT, sources
-from faults.table import FAULTS
+from faults import FAULTS, ROOT, sources
 
 
 def test_every_fault_can_be_planted() -> None:
