@@ -220,7 +220,8 @@ def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
 
 def _edges(given: Any) -> Edges:
     """Return a message that the page names by layer and ends."""
-    layer, source, target = (dict(given).get(key) for key in ("name", "source", "target"))
+    given = given if isinstance(given, Mapping) else {}
+    layer, source, target = (given.get(key) for key in ("name", "source", "target"))
     if not isinstance(layer, str):
         raise OptionError(f"name={layer!r} is not a name of a layer.")
     for end in (source, target):

@@ -9,6 +9,7 @@ import torch
 from captum.attr import InputXGradient, IntegratedGradients, NoiseTunnel
 from helpers.every_method import METHODS, without_replays
 from helpers.latim_vectors import a_model
+from helpers.pages import read_page
 from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm import (
@@ -208,7 +209,7 @@ def test_two_prompts_and_two_models_by_aligned_tokens():
     torch.testing.assert_close(found["LatimFlow, before"][0], wanted)
     torch.testing.assert_close(found["LatimFlow"], other["LatimFlow"])
     torch.testing.assert_close(found["LatimFlow, difference"][0], other["LatimFlow"][0] - wanted)
-    assert "lamp \\u2192 drum" in found.to_html()
+    assert "lamp → drum" in str(read_page(found.to_html()).facts)
     # of another model of the same tokens
     ids = torch.tensor([vocabulary.encode(prompts[0])])
     changed = compare(mamba_lm(vocab_size=len(vocabulary)), ids, ["LatimFlow"], (-1, 3))

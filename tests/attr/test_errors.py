@@ -126,7 +126,10 @@ OF_ALL: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], list[str]]] = {
 def test_errors_of_every_method(case: str) -> None:
     make, (inputs, *more), fragments = OF_ALL[case]
     model, asked = mamba_lm(), {"target": (-1, 3)} if not more else {}
+    behind_a_cache = {"LatimFlow", "MambaLRP"} if case == "a cache" else set()
     for method in METHODS:
+        if method.__name__ in behind_a_cache:
+            continue
         call = partial(method(make(model), model).attribute, inputs, *more, **asked)
         check(call, (ValueError, ArithmeticError), fragments)
 

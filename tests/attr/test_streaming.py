@@ -9,6 +9,7 @@ from zoo import architectures
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
+from captum_ssm.attr.engine import strips
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Operator, discard_smallest
 
@@ -22,17 +23,17 @@ FEW = 4 * 2 * 9 * 3
 @pytest.fixture
 def heights(monkeypatch):
     """How many rows every strip had, however it was made."""
-    seen, made, read = [], Operator.reduced_strip, Operator.rows
+    seen, made, read = [], strips._reduced, Operator.rows
 
-    def strip(self, rows, reduce="mean"):
+    def strip(operator, rows, reduce):
         seen.append(len(rows))
-        return made(self, rows, reduce)
+        return made(operator, rows, reduce)
 
     def as_rows(self, positions, reduce="mean"):
         seen.extend([len(positions)] * (reduce == "mean"))
         return read(self, positions, reduce)
 
-    monkeypatch.setattr(Operator, "reduced_strip", strip)
+    monkeypatch.setattr(strips, "_reduced", strip)
     monkeypatch.setattr(Operator, "rows", as_rows)
     return seen
 
@@ -102,15 +103,15 @@ def test_strips_that_do_not_fit_are_halved(monkeypatch):
     model, ids = mamba_lm(), token_ids(2, 21)
     asked = {"target": (-1, 3), "query": "mean"}
     wanted = MambaAttribution(model).attribute(ids, **asked)
-    made, refused = Operator.reduced_strip, []
+    made, refused = strips._reduced, []
 
-    def scarce(self, rows, reduce="mean"):
+    def scarce(operator, rows, reduce):
         if len(rows) > 3:
             refused.append(len(rows))
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        return made(self, rows, reduce)
+        return made(operator, rows, reduce)
 
-    monkeypatch.setattr(Operator, "reduced_strip", scarce)
+    monkeypatch.setattr(strips, "_reduced", scarce)
     found = MambaAttribution(model).attribute(ids, **asked)
     assert set(refused) == {21, 10, 5}
     assert relative_error(found, wanted) <= 1e-6

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captum.attr import IntegratedGradients
+from helpers.pages import read_page
 from torch import Tensor, nn
 
 from captum_ssm import LatimFlow, LatimLogit, LatimNorm, compare, load, report
@@ -103,7 +104,7 @@ def test_every_view_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
         found.to_html(tmp_path / "found.html"),
     ]  # fmt: skip
     for page in pages:
-        text = page.read_text(encoding="utf-8")
+        text = json.dumps(read_page(page).facts)
         assert all(json.dumps(line)[1:-1] in text for line in told), page.name
     out = tmp_path / "numbers.json"
     asked = ["explain", "recall-mamba", "--text", TEXT, "--method", *methods, "--out", str(out)]

@@ -11,6 +11,7 @@ which is counted with the first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -253,6 +254,7 @@ class StandIn(TorchDispatchMode):
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a fused kernel: in one launch, and another for its backward."""
 
+        @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
             places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
             named = [k for k, x in kwargs.items() if isinstance(x, Tensor)]
