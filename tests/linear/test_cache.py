@@ -71,7 +71,7 @@ def own(model: Any, cache: Any, ids: Tensor) -> Tensor:
         return behind(model, copied(cache, lambda x: x.clone()))(ids)[:, -1, 3]
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", slow_but((1,), (1, 4)))
 @pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_parts_add_up(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = networks.make(name, monkeypatch).model
