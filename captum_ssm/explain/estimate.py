@@ -112,7 +112,7 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
     """Return the bytes that a call adds at its peak."""
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
-    held = _Held()
+    held = _HeldUnread()
     try:
         with held:
             explain.attribute(inputs, target=(-1, 0), verify=False)
@@ -126,8 +126,8 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
     return held.peak
 
 
-class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that were made and live; numbers that are read are 0.
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that were made and live.
 
     Attributes:
         peak: the most that lived at one time.
@@ -140,10 +140,6 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 0
-        if func is torch.ops.aten.equal.default:
-            return True
         given = tree_leaves((args, kwargs))
         known = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
         out = func(*args, **kwargs)
@@ -159,3 +155,14 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gone(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
+
+
+class _HeldUnread(Held):
+    """Counts tensors that hold no numbers; those that are read are 0."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 0
+        if func is torch.ops.aten.equal.default:
+            return True
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -76,9 +76,8 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
     """A kernel of vectors (B, L, ...), by the roles of their names."""
     names = "q", "k", "p", "query", "key"
     called = functools.partial(kernel, *args, **given)
-    if len(args) > len(_names(kernel)):  # it does not say what its arguments are
+    if not _bind(kernel, args, given):
         return reading.give_up(called)
-    given |= zip(_names(kernel), args, strict=False)
     z = given.pop("z", None)
     if reading.mode.divides and given.get("use_qk_l2norm_in_kernel"):
         given["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
@@ -119,11 +118,17 @@ def _names(kernel: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(x.name for x in found if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
 
 
+def _bind(kernel: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Add positional arguments to those by name; False if the kernel does not name them."""
+    given |= zip(_names(kernel), args, strict=False)
+    return len(args) <= len(_names(kernel))
+
+
 def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """The gated delta rule; kernels of one token behind a state have no gradients."""
-    if len(args) > len(_names(kernel)):
-        return reading.give_up(kernel, *args, **given)
-    given |= zip(_names(kernel), args, strict=False)
+    called = functools.partial(kernel, *args, **given)
+    if not _bind(kernel, args, given):
+        return reading.give_up(called)
     values = given.get("v", given.get("value"))
     if values is not None and values.shape[1] == 1 and given.get("initial_state") is not None:
         kernel = _by_token(kernel)

@@ -6,49 +6,24 @@ is the same on every machine.  It is told in sequences of the model's width, 4 b
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.versions import transformers5
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
+from captum_ssm.explain.estimate import Held
 
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
-class Counted(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._held: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is None or storage._cdata in known or storage._cdata in self._held:
-                continue
-            self._held[storage._cdata] = storage.nbytes()
-            self._now += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata)
-        self.peak = max(self.peak, self._now)
-        return out
-
-    def _gone(self, key: int) -> None:
-        self._now -= self._held.pop(key)
-
-
 def sequences(call: Callable[[], object]) -> float:
-    with Counted() as counted:
+    counted = Held()
+    with counted:
         call()
     return counted.peak / (4 * TOKENS * WIDTH)
 

@@ -13,7 +13,7 @@ from transformers import MambaConfig, Qwen3NextConfig
 from captum_ssm import LatimFlow
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
-from captum_ssm.explain.estimate import Estimate, _Held, estimate_memory
+from captum_ssm.explain.estimate import Estimate, Held, estimate_memory
 
 pytestmark = transformers5
 TOKENS = 600
@@ -51,23 +51,13 @@ def test_it_is_what_a_call_holds(make: Any, recompute: bool, rule: Any) -> None:
         rule=rule,
         recompute=recompute,
     )
-    counted = _Counted()
+    counted = Held()
     with counted:
         explain.attribute(inputs, target=(-1, 0), verify=False)
     found = estimate_memory(make(), TOKENS, rule=rule, recompute=recompute)
     assert abs(found.activations - counted.peak) <= 0.1 * counted.peak
     held = (*model.parameters(), *model.buffers())
     assert found.weights == sum(x.numel() * x.element_size() for x in held)
-
-
-class _Counted(_Held):
-    """Counts tensors that hold numbers, which are read as they are."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        if func in reads:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def test_models_of_any_size_take_no_memory() -> None:
