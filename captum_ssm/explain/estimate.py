@@ -157,7 +157,7 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(key)
 
 
-class _HeldUnread(Held):
+class _HeldUnread(Held):  # type: ignore[no-untyped-call]
     """Counts tensors that hold no numbers; those that are read are 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
