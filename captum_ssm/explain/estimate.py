@@ -112,7 +112,7 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
     """Return the bytes that a call adds at its peak."""
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
-    held = _HeldUnread()
+    held = _LiveUnread()
     try:
         with held:
             explain.attribute(inputs, target=(-1, 0), verify=False)
@@ -126,7 +126,7 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
     return held.peak
 
 
-class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that were made and live.
 
     Attributes:
@@ -157,7 +157,7 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(key)
 
 
-class _HeldUnread(Held):  # type: ignore[no-untyped-call]
+class _LiveUnread(Live):  # type: ignore[no-untyped-call]
     """Counts tensors that hold no numbers; those that are read are 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

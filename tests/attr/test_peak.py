@@ -15,14 +15,14 @@ from helpers.versions import transformers5
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
-from captum_ssm.explain.estimate import Held
+from captum_ssm.explain.estimate import Live
 
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
 def sequences(call: Callable[[], object]) -> float:
-    counted = Held()
+    counted = Live()
     with counted:
         call()
     return counted.peak / (4 * TOKENS * WIDTH)

@@ -13,7 +13,7 @@ from transformers import MambaConfig, Qwen3NextConfig
 from captum_ssm import LatimFlow
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
-from captum_ssm.explain.estimate import Estimate, Held, estimate_memory
+from captum_ssm.explain.estimate import Estimate, Live, estimate_memory
 
 pytestmark = transformers5
 TOKENS = 600
@@ -51,7 +51,7 @@ def test_it_is_what_a_call_holds(make: Any, recompute: bool, rule: Any) -> None:
         rule=rule,
         recompute=recompute,
     )
-    counted = Held()
+    counted = Live()
     with counted:
         explain.attribute(inputs, target=(-1, 0), verify=False)
     found = estimate_memory(make(), TOKENS, rule=rule, recompute=recompute)
