@@ -27,6 +27,7 @@ from ..overlay import picture_of
 from .answers import Answer, answers_of, facts_of, moved, packed_size, switches
 from .example import ShownExample, Subject
 from .graph import graph_of
+from .lens import predictions_by_block
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
 from .page import short
@@ -142,6 +143,7 @@ def explain(
         "image": _image(example, known),
         "cuts": cuts,
         "graph": graph,
+        "lens": predictions_by_block(subject, example, known) if wanted.maps else [],
         "maps": [],
     }
     for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):

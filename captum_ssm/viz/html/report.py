@@ -67,11 +67,11 @@ def report(
     """Explain examples by several methods and write one self-contained HTML file.
 
     The page shows the model's predictions, and each method's relevance of every token or patch,
-    with its sum. It shows each layer's input, token-to-token maps, for a text the
-    :func:`~captum_ssm.attribution_graph`, and messages between tokens. A click cuts messages and
-    shows the true outputs without them, from runs made beforehand. With LatimFlow and MambaLRP a
-    click explains another prediction, or one rather than another, and roles of tokens have rows.
-    The page makes no requests and works by keyboard alone.
+    with its sum. It shows each layer's input, the prediction after each block, token-to-token
+    maps, for a text the :func:`~captum_ssm.attribution_graph`, and messages between tokens. A click
+    cuts messages and shows the true outputs without them, from runs made beforehand. With LatimFlow
+    and MambaLRP a click explains another prediction, or one rather than another, and roles of
+    tokens have rows. The page makes no requests and works by keyboard alone.
 
     With ``generate=`` the page explains texts that the model writes: pointing at a word or sentence
     colors the prompt, and the text up to there, by relevance.

@@ -18,7 +18,7 @@ from helpers.pages import ReadPage, read_page, streams
 from helpers.pictures import AWKWARD
 from zoo.architectures import vit
 from zoo.language import word_tokenizer
-from zoo.small import VOCABULARY, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import VOCABULARY, classifier, falcon_lm, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     EdgeEffects,
@@ -380,6 +380,40 @@ def test_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unusable = path.parent.parent / "file" / "r.html"
     with pytest.raises(OSError, match="file"):  # before the work
         report(lambda x: 1 / 0, ids, METHODS, model=model, path=unusable)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "blocks"),
+    [
+        (mamba_lm, token_ids, "backbone.layers"),
+        pytest.param(falcon_lm, token_ids, "backbone.layers", marks=pytest.mark.slow),
+        pytest.param(lambda: vision(layers=3), images, "blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_predictions_by_block_are_those_of_shorter_models(
+    path: Path, make: Any, inputs: Any, blocks: str
+) -> None:
+    model, given = make(), inputs(1)
+    report(model, given, [LatimFlow], cuts=0, graph=0, path=path)
+    (example,) = read_page(path).facts["examples"]
+    outer, _, name = blocks.rpartition(".")
+    holder, layers = model.get_submodule(outer), model.get_submodule(blocks)
+    assert [x["name"] for x in example["lens"]] == [f"{blocks}.{i}" for i in range(len(layers))]
+    answer = int(logits_of(model(given)).flatten(0, -2)[-1].argmax())
+    for count, found in enumerate(example["lens"], 1):
+        setattr(holder, name, layers[:count])
+        chances = logits_of(model(given)).detach().flatten(0, -2)[-1].softmax(-1)
+        best = int(chances.argmax())
+        assert found["best"] == str(best)
+        assert found["chance"] == pytest.approx(float(chances[best]), rel=1e-4)
+        assert found["explained"] == pytest.approx(float(chances[answer]), rel=1e-4)
+
+
+def test_a_model_without_a_list_of_blocks_has_no_predictions_by_block(path: Path) -> None:
+    model = mamba_lm()
+    model.backbone.layers.__class__ = torch.nn.Sequential
+    report(model, token_ids(1), [LatimFlow], cuts=0, graph=0, path=path)
+    assert read_page(path).facts["examples"][0]["lens"] == []
 
 
 BLOCKS = [f"backbone.layers.{i}" for i in range(3)]

@@ -243,7 +243,7 @@ function drawCutting(words, layers, { messages, cut }) {
     add({ name: layers[index()], source: source(), target: target() }).ariaPressed = 'true';
     run();
   });
-  const note = 'The strongest messages between words, with their estimated effect on the score. A press cuts one, another heals it.';
+  const note = 'The strongest messages between words, with their estimated effect on the score. Press a message to cut it, and again to restore it.';
   const made = make('details', { className: 'cutting' }, make('summary', {}, 'Cut messages'), make('p', { className: 'note' }, note), list, result, form);
   made.addEventListener('toggle', async () => {
     const found = await messages();

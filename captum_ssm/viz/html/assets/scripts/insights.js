@@ -50,7 +50,7 @@ function alone(action) {
 function summary({ examples, searched, ended, labelled }) {
   if (searched === 0) return 'The dataset is empty.';
   const one = (count, what) => `${count} ${what}${count === 1 ? '' : 's'}`;
-  const end = ended && !FACTS ? ' The end of the dataset is reached; behind it comes its start.' : '';
+  const end = ended && !FACTS ? ' This is the end of the dataset; “Next examples” starts again at the first.' : '';
   const few = examples.length ? '' : ' None passes the filter.';
   const none = labelled ? '' : ' No labels were given, so that no prediction is correct or incorrect.';
   return `${one(examples.length, 'example')} of ${searched} searched.${few}${none}${end}`;
@@ -91,7 +91,7 @@ function showExamples(answer, models, filter) {
       }),
     messages: (request) => told('messages', request, 'Ranking messages …', 'Ranked.', 'They cannot be ranked.'),
     cut: (request) => told('cut', request, 'Cutting …', 'Cut.', 'It cannot be cut.'),
-    follow: (request) => told('flow', request, 'Following …', 'Followed.', 'It cannot be followed.'),
+    follow: (request) => told('flow', request, 'Tracing the path …', 'The path is shown.', 'The path cannot be traced.'),
     known: (request) => !FACTS || placeOf({ ...request, method: 0 }) in FACTS.relevance,
     drawn: layOverImages,
   };

@@ -226,7 +226,7 @@ function showEntering() {
   const told = [view().whole ?? view(), ...views].find((each) => enteringOf(each, names.length));
   entering = told ? enteringOf(told, names.length) : null;
   byId('entering').hidden = !entering;
-  byId('layers').hidden = !entering && !layers.length;
+  byId('layers').hidden = !entering && !layers.length && !example().lens.length;
   if (!entering) return;
   byId('entering').querySelector('h3').textContent = `What enters each layer, by ${told.name}`;
   paintEntering(byId('entering').querySelector('.chart'), entering, names);
@@ -241,7 +241,7 @@ function showMap() {
   if (chosen.layer === null) chosen.layer = Math.max(0, first);
   chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
   byId('controls').hidden = byId('map-picture').hidden = byId('beside').hidden = !layers.length;
-  byId('layers').hidden = !entering && !layers.length;
+  byId('layers').hidden = !entering && !layers.length && !example().lens.length;
   byId('layer').max = Math.max(0, layers.length - 1);
   byId('layer').value = chosen.layer;
   if (layers.length) showLayer();
@@ -357,6 +357,7 @@ function showExample() {
   showMap();
   scissors.show(example());
   showFlow(byId('flow'), example());
+  showLens(byId('lens'), example());
   showBest();
 }
 
@@ -364,6 +365,19 @@ function showExample() {
 function showFlow(section, { graph: { nodes, obstacle } }) {
   section.hidden = !nodes.length && obstacle === null;
   showGraph(section.querySelector('.graph'), example());
+}
+
+/** What the model would predict if it ended after a block. */
+function showLens(section, { lens, predictions, asked }) {
+  section.hidden = !lens.length;
+  if (!lens.length) return;
+  const titles = ['Block', 'Prediction', 'Probability', `“${predictions[asked].label}”`];
+  const head = titles.map((title, at) => make('th', { scope: 'col', className: at < 2 ? '' : 'number' }, title));
+  section.querySelector('thead').replaceChildren(make('tr', {}, ...head));
+  fillRows(
+    section.querySelector('tbody'),
+    lens.map(({ name, best, chance, explained }) => [name, best, { number: percent(chance) }, { number: percent(explained) }]),
+  );
 }
 
 /** Keep the example and what is cut in the address. */
