@@ -1,0 +1,144 @@
+"""What ``bench/REGISTERED.md`` decides from the records of ``fresh``: the default rule, and claims.
+
+``python -m captum_ssm_bench.experiments.causal.decision RESULTS`` prints the decision, and writes
+``fresh_models.csv`` there: each row's numbers, and its differences from the registered baseline.
+A model is one sample: its number is the mean over its examples; intervals are drawn over models.
+
+Shapes: M models.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from captum_ssm.metrics.sample import Interval, mean
+
+from ...harness.experiment import Cell
+from ...harness.records import Records
+from ...harness.statistics import interval
+from ...training.fresh import stored
+from .fresh import BASELINE, ROWS
+
+#: Columns by the names that records and the table give them.
+COLUMNS = {"spearman": "ρ", "pearson": "r", "insertion": "insertion", "top1": "source first"}
+#: Rows with at least this share of the best source first may become the default.
+_SHARE = 0.9
+#: "Not below" needs a lower bound of at least this.
+_NOT_BELOW = -0.02
+_FLOW = "LatimFlow"
+
+#: By column, each row's number of every model, (M,); models in one order.
+Numbers = Mapping[str, Mapping[Cell, Tensor]]
+
+
+class Claim(NamedTuple):
+    """A registered comparison of the default: with which row, in which column, and its result."""
+
+    other: Cell
+    column: str
+    needed: float
+    found: Interval
+
+    @property
+    def holds(self) -> bool:
+        """Whether the lower bound is as high as needed; above 0 for "better"."""
+        return float(self.found.low) >= self.needed
+
+
+def read(folder: str | Path) -> Numbers:
+    """Return the numbers of each model; models that lack a row are left out."""
+    found: dict[str, dict[Cell, dict[str, list[float]]]] = {name: {} for name in COLUMNS}
+    for key, rows in Records(Path(folder) / "fresh"):
+        for name, cells in found.items():
+            cell = cells.setdefault(Cell(key.method, key.formulation), {})
+            cell.setdefault(key.model, []).append(rows[""][name])
+    models = [m for m in stored() if all(m in found["spearman"].get(row, {}) for row in ROWS)]
+    return {
+        name: {
+            row: torch.tensor([cells[row][m] for m in models], dtype=torch.float64).mean(1)
+            for row in ROWS
+        }
+        for name, cells in found.items()
+    }
+
+
+def over_models(values: Tensor) -> Interval:
+    """Return the mean of one number per model (M,), with its interval over models."""
+    return interval(mean, [values[:, None]])
+
+
+def default_rule(numbers: Numbers) -> Cell:
+    """Return the row that becomes the default, by rules 1 to 3 of the registration."""
+    first, rho = numbers["top1"], numbers["spearman"]
+    able = [r for r in ROWS if r.method == _FLOW and "kinds" not in r.formulation and _two(r)]
+    best = max(float(first[r].mean()) for r in able)
+    left = [r for r in able if float(first[r].mean()) >= _SHARE * best]
+    chosen = max(left, key=lambda r: float(rho[r].mean()))
+    tied = [r for r in left if float(over_models(rho[chosen] - rho[r]).low) <= 0]
+    return max(tied, key=lambda r: float(first[r].mean()))
+
+
+def _two(row: Cell) -> bool:
+    return row.formulation != "balanced, with ExpectedGradients"
+
+
+def claims(numbers: Numbers, default: Cell) -> list[Claim]:
+    """Return the registered comparisons of the default."""
+    few, many = (Cell("ExpectedGradients", f"{n} references") for n in (8, 32))
+    asked = [
+        (BASELINE, "spearman", 0.0),
+        *((few, column, _NOT_BELOW) for column in ("spearman", "pearson", "insertion")),
+        (many, "top1", 0.0),
+    ]
+    return [
+        Claim(other, column, needed, over_models(numbers[column][default] - numbers[column][other]))
+        for other, column, needed in asked
+    ]
+
+
+def offered(numbers: Numbers, default: Cell) -> Mapping[str, Interval]:
+    """Return by how much the row with ExpectedGradients exceeds the default in ρ and r."""
+    row = Cell(_FLOW, "balanced, with ExpectedGradients")
+    return {c: over_models(numbers[c][row] - numbers[c][default]) for c in ("spearman", "pearson")}
+
+
+def write(numbers: Numbers, path: Path) -> None:
+    """Write each row's means, and its differences from the registered baseline, with intervals."""
+    names = [f"{name}{end}" for name in COLUMNS.values() for end in ("", " low", " high")]
+    gains = [f"gain in {name}" for name in names]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["method", "formulation", "models", *names, *gains])
+        for row in ROWS:
+            own = [numbers[c][row] for c in COLUMNS]
+            gain = [numbers[c][row] - numbers[c][BASELINE] for c in COLUMNS]
+            found = [_cells(over_models(x)) for x in (*own, *gain)]
+            table.writerow([*row, len(own[0]), *(x for each in found for x in each)])
+
+
+def _cells(found: Interval) -> list[str]:
+    return [f"{float(x):.4f}" for x in (found.value, found.low, found.high)]
+
+
+def main(folder: Path) -> None:
+    """Print the decision of a folder of results, and write its table."""
+    numbers = read(folder)
+    write(numbers, folder / "fresh_models.csv")
+    default = default_rule(numbers)
+    print(f"{len(numbers['top1'][default])} models. Default: {', '.join(default)}.")
+    for claim in claims(numbers, default):
+        said = f"{_cells(claim.found)}, {'holds' if claim.holds else 'fails'}"
+        print(f"- {COLUMNS[claim.column]}, minus that of {', '.join(claim.other)}: {said}")
+    for column, found in offered(numbers, default).items():
+        print(f"- with ExpectedGradients, {COLUMNS[column]}: {_cells(found)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
