@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,22 @@ def test_links_of_pages_that_sphinx_does_not_read_lead_to_files() -> None:
         assert [link for link in links(page) if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", (ROOT / "tutorials").glob("*.ipynb"), ids=lambda path: path.stem)
+def test_the_files_to_read_first_have_the_named_parts() -> None:
+    rows = [
+        line.split(" | ")[0]
+        for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `") and ".py`" in line and line.count("|") == 3
+    ]
+    named = [part for row in rows for part in row.removeprefix("| ").split("; ")]
+    assert len(named) > 8
+    for part in named:
+        file, *parts = re.findall(r"`([^`]+)`", part)
+        source = (ROOT / "captum_ssm" / file).read_text(encoding="utf-8")
+        for name in (word for each in parts for word in each.split(".")):
+            assert re.search(rf"^ *(def|class) {name}\b|^ *{name} =", source, re.M), (file, name)
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "tutorials").glob("*.ipynb")], ids=lambda p: p.stem)
 def test_notebooks_have_short_cells_and_no_output(path: Path) -> None:
     """The build of the pages runs them."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
