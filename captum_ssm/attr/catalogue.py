@@ -224,7 +224,7 @@ METHODS: tuple[Entry, ...] = (
 
 #: The questions that LatimFlow's rules answer.
 QUESTIONS: Mapping[Rule, str] = MappingProxyType(
-    {"centered": "What mattered?", "frozen": "Which token was it copied from?"}
+    {"balanced": "What mattered?", "frozen": "Which token was it copied from?"}
 )
 
 #: The default methods, by their names in results: LatimFlow under each of these rules.

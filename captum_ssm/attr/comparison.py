@@ -179,7 +179,7 @@ def compare(
             method may occur several times with different ``options``. A method is a class or its
             name, of this package or of Captum, or an instance if it takes further arguments.
             Captum's gradient methods explain token ids at their embeddings. Default: None,
-            LatimFlow with ``rule="centered"`` (which tokens mattered) and ``rule="frozen"`` (which
+            LatimFlow with ``rule="balanced"`` (which tokens mattered) and ``rule="frozen"`` (which
             token was copied).
         target: the explained output, in Captum's forms, or with a tokenizer a token's text; see
             :meth:`MambaAttribution.attribute`. Default: None.

@@ -30,7 +30,7 @@ class FlowMethod(LinearMethod):
     """Base of the methods that read a network made linear by one of the rules."""
 
     needs_gradient = True
-    default_rule: Rule = "frozen"
+    default_rule: Rule = "balanced"
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LatimFlow(FlowMethod):
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"frozen"``.
+        rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"balanced"``.
         recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
             backward passes. Memory grows with depth by one residual stream a block; calls take up
             to twice as long. Default: False.
@@ -193,7 +193,7 @@ class LatimFlow(FlowMethod):
                 relevance propagation. ``"equal"``: to keys and queries as well. ``"centered"``:
                 also to steps, and to keys and queries by their excess over the average so far.
                 ``"balanced"``: the gradient, whole for content and half for all other factors.
-                Default: None, ``"frozen"`` for LatimFlow and ``"half"`` for MambaLRP.
+                Default: None, ``"balanced"`` for LatimFlow and ``"half"`` for MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
                 real tokens or pixels. Several inputs take a tuple. Default: None, 0 with

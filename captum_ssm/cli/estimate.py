@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     fits = () if options.gpu is None else (f"fits {options.gpu:g} GiB",)
     row = "{:<10} {:<10}" + " {:>12}" * (3 + len(fits))
     print(row.format("rule", "recompute", "weights", "activations", "GiB in all", *fits))
-    for rule in ("frozen", "centered"):
+    for rule in ("balanced", "frozen"):
         for recompute in (False, True):
             found = estimate_memory(config, options.tokens, rule=rule, recompute=recompute)
             sizes = found.weights, found.activations, found.weights + found.activations

@@ -27,7 +27,7 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
-  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centered --out roles.png
+  captum-ssm explain recall-mamba --file prompt.txt --rule balanced frozen --out roles.png
   captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
         type=lambda name: name.replace("centred", "centered"),
         choices=_RULES,
         help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
-        "centered what mattered; several are shown side by side; the method's own if left",
+        "balanced what mattered; several are shown side by side; the method's own if left",
     )
     parser.add_argument(
         "--baselines",

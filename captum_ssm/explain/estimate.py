@@ -51,7 +51,7 @@ class Estimate:
 
 
 def estimate_memory(
-    config: Any, tokens: int, *, rule: Rule = "frozen", recompute: bool = False
+    config: Any, tokens: int, *, rule: Rule = "balanced", recompute: bool = False
 ) -> Estimate:
     """Estimate the memory of a call of LatimFlow, of one example.
 

@@ -58,9 +58,9 @@ def under_rules(
     Example:
         >>> from captum_ssm import LatimFlow
         >>> from captum_ssm.explain.methods import under_rules
-        >>> named, options = under_rules([LatimFlow], ["frozen", "centered"], None)
+        >>> named, options = under_rules([LatimFlow], ["frozen", "balanced"], None)
         >>> options
-        {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, centered': {'rule': 'centered'}}
+        {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, balanced': {'rule': 'balanced'}}
     """
     named: dict[str, type[Attribution]] = {}
     options: dict[str, dict[str, Any]] = {}

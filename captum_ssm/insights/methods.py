@@ -79,7 +79,7 @@ def _kind(option: Option) -> Config:
 
 
 #: Help on the rules of a method.
-_RULES = "By rule centered: what mattered. By rule frozen: whose content was moved."
+_RULES = "By rule balanced: what mattered. By rule frozen: whose content was moved."
 
 
 def _parameters(entry: Entry) -> ConfigParameters:
@@ -138,8 +138,8 @@ def titled(name: str, arguments: Mapping[str, Any]) -> str:
 
     Example:
         >>> from captum_ssm.insights.methods import titled
-        >>> titled("LatimFlow", {"rule": "centered", "contrast": None, "zero_bias": False})
-        'What mattered? LatimFlow, rule centered'
+        >>> titled("LatimFlow", {"rule": "balanced", "contrast": None, "zero_bias": False})
+        'What mattered? LatimFlow, rule balanced'
     """
     kinds = parameters_of(name).params
     given = {

@@ -64,9 +64,10 @@ def test_claims_are_differences_with_bounds(tmp_path: Path):
     assert source.holds and float(source.found.value) == pytest.approx(0.8)
     worse = decision.claims(numbers({}, {FROZEN: 0.4, BASELINE: 0.5}), FROZEN)
     assert not worse[0].holds
-    decision.write(found, tmp_path / "table.csv")
-    with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
-        rows = {(row["method"], row["formulation"]): row for row in csv.DictReader(file)}
-    assert len(rows) == len(ROWS)
-    assert float(rows[FROZEN]["gain in ρ"]) == pytest.approx(0.1)
-    assert int(rows[FROZEN]["models"]) == MODELS
+    decision.write(found, tmp_path)
+    for name, expected in (("fresh-models", 0.6), ("fresh-models-against", 0.1)):
+        with (tmp_path / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            rows = {(row["method"], row["formulation"]): row for row in csv.DictReader(file)}
+        assert len(rows) == len(ROWS)
+        assert float(rows[FROZEN]["ρ"]) == pytest.approx(expected)
+        assert rows[FROZEN]["model"] == f"fresh ({MODELS} models)"

@@ -125,8 +125,8 @@ class SSMLLMAttribution(Attribution):
             prompt_spans: the prompt's features, in the same forms, or ``"turn"`` for the messages
                 of a chat, or Captum's feature mask, integers (L,). Default: None, its tokens.
             hops: how often relevance of the text's own tokens is passed on along their explanations
-                towards the prompt, at one backward pass per span and hop. LatimFlow then defaults
-                to ``rule="centered"``, since ``"frozen"`` gives nothing to queries. Default: 0.
+                towards the prompt, at one backward pass per span and hop. LatimFlow's rule
+                ``"frozen"`` gives nothing to queries, and so finds fewer hops. Default: 0.
             against: a second text, in the forms of the target and of any length, whose relevance is
                 subtracted; needs ``spans="all"`` and a second run. Default: None.
             resume: a folder for the answer to each span and hop, from which an interrupted call
@@ -172,8 +172,6 @@ class SSMLLMAttribution(Attribution):
             )
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError("resume= is for spans, and a method whose parts add up.")
-        if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
-            options.setdefault("rule", "centered")  # the frozen rule gives nothing to queries
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,

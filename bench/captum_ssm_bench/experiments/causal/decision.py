@@ -1,7 +1,7 @@
 """What ``bench/REGISTERED.md`` decides from the records of ``fresh``: the default rule, and claims.
 
 ``python -m captum_ssm_bench.experiments.causal.decision RESULTS`` prints the decision, and writes
-``fresh_models.csv`` there: each row's numbers, and its differences from the registered baseline.
+``fresh-models.csv`` and ``fresh-models-against.csv`` there, which ``keep_tables.py`` keeps.
 A model is one sample: its number is the mean over its examples; intervals are drawn over models.
 
 Shapes: M models.
@@ -24,7 +24,7 @@ from ...harness.experiment import Cell
 from ...harness.records import Records
 from ...harness.statistics import interval
 from ...training.fresh import stored
-from .fresh import BASELINE, ROWS
+from .fresh import BASELINE, ROWS, Fresh
 
 #: Columns by the names that records and the table give them.
 COLUMNS = {"spearman": "ρ", "pearson": "r", "insertion": "insertion", "top1": "source first"}
@@ -109,28 +109,33 @@ def offered(numbers: Numbers, default: Cell) -> Mapping[str, Interval]:
     return {c: over_models(numbers[c][row] - numbers[c][default]) for c in ("spearman", "pearson")}
 
 
-def write(numbers: Numbers, path: Path) -> None:
-    """Write each row's means, and its differences from the registered baseline, with intervals."""
+def write(numbers: Numbers, folder: Path) -> None:
+    """Write two tables as ``evaluate`` does: each row's means, and its gains over the baseline."""
+    _write(numbers, folder / "fresh-models.csv")
+    gains = {c: {r: x - rows[BASELINE] for r, x in rows.items()} for c, rows in numbers.items()}
+    _write(gains, folder / "fresh-models-against.csv")
+
+
+def _write(numbers: Numbers, path: Path) -> None:
     names = [f"{name}{end}" for name in COLUMNS.values() for end in ("", " low", " high")]
-    gains = [f"gain in {name}" for name in names]
+    models = len(numbers["top1"][BASELINE])
     with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["method", "formulation", "models", *names, *gains])
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["model", "method", "formulation", "row", "examples", *names])
         for row in ROWS:
-            own = [numbers[c][row] for c in COLUMNS]
-            gain = [numbers[c][row] - numbers[c][BASELINE] for c in COLUMNS]
-            found = [_cells(over_models(x)) for x in (*own, *gain)]
-            table.writerow([*row, len(own[0]), *(x for each in found for x in each)])
+            found = (_cells(over_models(numbers[column][row])) for column in COLUMNS)
+            own = (x for each in found for x in each)
+            table.writerow([f"fresh ({models} models)", *row, "", models * Fresh.examples, *own])
 
 
 def _cells(found: Interval) -> list[str]:
-    return [f"{float(x):.4f}" for x in (found.value, found.low, found.high)]
+    return [f"{float(x):.6g}" for x in (found.value, found.low, found.high)]
 
 
 def main(folder: Path) -> None:
     """Print the decision of a folder of results, and write its table."""
     numbers = read(folder)
-    write(numbers, folder / "fresh_models.csv")
+    write(numbers, folder)
     default = default_rule(numbers)
     print(f"{len(numbers['top1'][default])} models. Default: {', '.join(default)}.")
     for claim in claims(numbers, default):
