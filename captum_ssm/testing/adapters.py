@@ -140,13 +140,13 @@ class _Subject:
     @functools.cached_property
     def decomposition(self) -> Any:
         """Return LatimFlow's decomposition of the plain model's output."""
-        flow = LatimFlow(self.model)
-        return flow.decompose(self.wide, self.target, rule="frozen", features=True)
+        flow = LatimFlow(self.model, rule="frozen")
+        return flow.decompose(self.wide, self.target, features=True)
 
     def at_layer(self, name: str, at_input: bool) -> Any:
         """Return the decomposition of the plain model's output at a layer."""
         if (name, at_input) not in self._at_layers:
-            explain = LayerLatimFlow(self.model, name)
+            explain = LayerLatimFlow(self.model, name, rule="frozen")
             found = explain.decompose(self.wide, self.target, None, at_input)
             self._at_layers[name, at_input] = found
         return self._at_layers[name, at_input]

@@ -20,7 +20,7 @@ from captum_ssm import (
     MambaAttribution,
 )
 from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
-from captum_ssm.testing.options import Values
+from captum_ssm.testing.options import BASELINES, OPTIONS, Values
 
 #: What is checked whatever else is, and what takes longer: options, by kinds of inputs.
 QUICK = ("signature", "results", "delta", "traces", "modes", "captum")
@@ -28,35 +28,46 @@ BY_OPTION = ("padding", "parts", "precision")
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "residual_in_fp32": False}
 
 
-class CentredFlow(LatimFlow):
-    """LatimFlow by the rule that looks at what mattered."""
+class FrozenFlow(LatimFlow):
+    """LatimFlow by the rule that can drop its constants."""
 
-    name = "LatimFlow, centered"
-    default_rule = "centered"
+    name = "LatimFlow, frozen"
+    default_rule = "frozen"
+
+
+#: By its default rule, whose baseline is the mean, LatimFlow refuses to drop constants.
+_DEFAULTS = {
+    "zero_bias": Values(),
+    "baselines": OPTIONS["baselines"]._replace(differ=(0.5, BASELINES), same=("mean", None)),
+}
+
+
+def check(method: Any, **given: Any) -> None:
+    check_method(method, options=_DEFAULTS if method is LatimFlow else None, **given)
 
 
 @named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout))
 def test_promises_of_captum(method: Any) -> None:
-    check_method(method, clauses=QUICK)
+    check(method, clauses=QUICK)
 
 
 @named([LatimFlow, ImplicitAttention, LatimNorm], quick=(LatimFlow, LatimNorm))
 def test_options_on_padded_batches(method: Any) -> None:
-    check_method(method, clauses=["padding"], kinds=["ids"])
+    check(method, clauses=["padding"], kinds=["ids"])
 
 
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_on_all_inputs(kind: str, method: Any) -> None:
-    check_method(method, clauses=BY_OPTION, kinds=[kind])
+    check(method, clauses=BY_OPTION, kinds=[kind])
 
 
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("clause", ["options", "refusals"])
 def test_values_of_options(clause: str, method: Any) -> None:
-    check_method(method, clauses=[clause])
+    check(method, clauses=[clause])
 
 
 def test_every_clause_is_checked() -> None:
@@ -64,17 +75,15 @@ def test_every_clause_is_checked() -> None:
 
 
 @pytest.mark.slow
-def test_the_recommended_rule() -> None:
-    # The rule refuses to drop its constants; LatimFlow's own rows try other rules.
-    kept = {"zero_bias": Values(), "rule": Values()}
-    check_method(CentredFlow, options=kept, clauses=["results", *BY_OPTION])
+def test_a_rule_that_drops_constants() -> None:
+    check_method(FrozenFlow, clauses=["results", "options", *BY_OPTION])
 
 
 @pytest.mark.slow
 @named([LatimFlow, MambaAttribution, LatimALTI])
 def test_on_another_model(method: Any) -> None:
     chosen = ["results", "padding", "parts"]
-    check_method(method, clauses=chosen, kinds=["ids"], language=lambda: falcon_lm(**SIZES))
+    check(method, clauses=chosen, kinds=["ids"], language=lambda: falcon_lm(**SIZES))
 
 
 @pytest.mark.parametrize("language", [None, lambda: falcon_lm(**SIZES)])
