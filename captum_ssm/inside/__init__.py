@@ -1,4 +1,4 @@
-"""Inside a model: any activation as the explained number, or as the source of relevance."""
+"""Explain an activation inside a model, or attribute an output to such an activation."""
 
 from .dictionary import SparseAutoencoder
 from .features import Dictionary, Feature

@@ -1,7 +1,7 @@
 """Dictionaries of features, whose sums approximate a layer's output.
 
-Any class with the two functions of :class:`~captum_ssm.inside.Dictionary` will do.
-:class:`SparseAutoencoder` is one, and reads and writes the folders of SAELens.
+A dictionary is any object with the two functions of :class:`~captum_ssm.inside.Dictionary`.
+:class:`SparseAutoencoder` is a dictionary that reads and writes folders of SAELens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .._files import filling, read_json, read_safetensors, write_whole
 from .._optional import optional
 from ..errors import CheckpointError, OptionError
 
-#: The kinds of encoders: which of the features are written down, and how large.
+#: The kinds of encoders, which differ in how they compute the features' activations.
 ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
 
-#: The files of a folder.
+#: The names of the files in a SAELens folder.
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 
 _DTYPES = {
@@ -31,12 +31,12 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-#: From this version on, facts about the model have their own section.
+#: The first version of SAELens whose settings have a separate section for metadata.
 _NESTED_FROM = "6.0.0"
 
 
 class SparseAutoencoder(nn.Module):
-    """Features as rows of a matrix, few of them active at once.
+    """A sparse autoencoder: a dictionary of which few features are active at a time.
 
     ====================  =====================================================================
     ``"standard"``        ``relu(b)``, where ``b = (x - b_dec) @ W_enc + b_enc``
@@ -49,18 +49,20 @@ class SparseAutoencoder(nn.Module):
     and decoded they are ``f @ W_dec + b_dec``.
 
     Args:
-        width: E, of the vectors.
-        features: F, their number.
-        architecture: one of the above. Default: ``"standard"``.
-        k: the most active features, for ``"topk"`` only. Default: None.
-        layer: name of the module whose output has these features. Default: ``""``, not known.
-        apply_b_dec_to_input: whether ``b_dec`` is subtracted from ``x``, as above. Default: True.
+        width: the size E of the vectors.
+        features: the number F of features.
+        architecture: one of the kinds in the table. Default: ``"standard"``.
+        k: the largest number of active features, for ``"topk"`` only. Default: None.
+        layer: name of the module whose output has these features. Default: ``""``, unknown.
+        apply_b_dec_to_input: whether ``b_dec`` is subtracted from ``x`` before encoding. Default:
+            True.
         rescale_acts_by_decoder_norm: for ``"topk"`` only, measure each feature as if its row of
             ``W_dec`` had norm one. Default: False.
-        metadata: further facts about their origin, saved with them. Default: None, nothing.
+        metadata: information about the origin of the features, which is saved with the weights.
+            Default: None, nothing.
 
     Raises:
-        OptionError: when the arguments do not fit each other.
+        OptionError: when the arguments do not fit together.
 
     Example:
         >>> import torch
@@ -74,9 +76,9 @@ class SparseAutoencoder(nn.Module):
     W_enc: Tensor  # (E, F)
     W_dec: Tensor  # (F, E)
     b_dec: Tensor  # (E,)
-    b_enc: Tensor  # (F,), of all but "gated"
+    b_enc: Tensor  # (F,), of all architectures except "gated"
     threshold: Tensor  # (F,), of "jumprelu"
-    b_gate: Tensor  # (F,), of "gated", as are the next
+    b_gate: Tensor  # (F,), of "gated", as are r_mag and b_mag
     r_mag: Tensor
     b_mag: Tensor
 
@@ -99,11 +101,13 @@ class SparseAutoencoder(nn.Module):
             )
         of_topk = architecture == "topk"
         if of_topk and (k is None or not 1 <= k <= features):
-            raise OptionError(f"k={k}: of {features} features, 1 to {features} can be active.")
+            raise OptionError(
+                f"k={k} is not from 1 to {features}, the number of features. Pass such a k."
+            )
         if not of_topk and (k is not None or rescale_acts_by_decoder_norm):
             raise OptionError(
                 f"architecture={architecture!r} has k={k}, rescale_acts_by_decoder_norm="
-                f"{rescale_acts_by_decoder_norm}: these are of 'topk' alone. Leave them out."
+                f"{rescale_acts_by_decoder_norm}: only 'topk' has these options. Leave them out."
             )
         self.architecture, self.k, self.layer = architecture, k, layer
         self.apply_b_dec_to_input = apply_b_dec_to_input
@@ -118,16 +122,16 @@ class SparseAutoencoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """E, of the vectors."""
+        """The size E of the vectors."""
         return self.W_dec.shape[1]
 
     @property
     def features(self) -> int:
-        """F, how many there are."""
+        """The number F of features."""
         return self.W_dec.shape[0]
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the features (..., F), none of them negative, of vectors ``x`` (..., E)."""
+        """Return the features' activations (..., F), at least 0, for vectors ``x`` (..., E)."""
         x = x.to(self.W_enc.dtype)
         projected = (x - self.b_dec if self.apply_b_dec_to_input else x) @ self.W_enc
         if self.architecture == "gated":
@@ -144,13 +148,13 @@ class SparseAutoencoder(nn.Module):
         return before.relu() * torch.zeros_like(before).scatter(-1, largest, 1)
 
     def decode(self, features: Tensor) -> Tensor:
-        """Return the vectors (..., E) that ``features`` (..., F) stand for."""
+        """Return the vectors (..., E) for the activations ``features`` (..., F)."""
         if self.rescale_acts_by_decoder_norm:
             features = features / self.W_dec.norm(dim=-1)
         return features @ self.W_dec + self.b_dec
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode ``x`` and decode it again, (..., E)."""
+        """Encode and decode ``x``, (..., E)."""
         return self.decode(self.encode(x))
 
     def extra_repr(self) -> str:
@@ -159,13 +163,13 @@ class SparseAutoencoder(nn.Module):
         return f"width={self.width}, features={self.features}, {self.architecture}{k}{of}"
 
     def save(self, folder: str | Path) -> None:
-        """Write a folder that :meth:`load` and SAELens read.
+        """Write a folder that :meth:`load` and SAELens can read.
 
         Args:
-            folder: the folder of ``cfg.json`` and ``sae_weights.safetensors``; created if missing.
+            folder: the folder for ``cfg.json`` and ``sae_weights.safetensors``; created if missing.
 
         Raises:
-            WriteError: when it cannot be written; old files are then unchanged.
+            WriteError: when the folder cannot be written; existing files are then unchanged.
             ImportError: when safetensors is not installed.
         """
         safetensors = optional("safetensors.torch", '"captum-ssm[hf]"', "Saving a dictionary")
@@ -195,21 +199,21 @@ class SparseAutoencoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, layer: str | None = None) -> SparseAutoencoder:
-        """Read a folder of SAELens, of any version.
+        """Load a dictionary from a folder of any version of SAELens.
 
         Args:
-            folder: holds ``cfg.json`` and ``sae_weights.safetensors``.
+            folder: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
             layer: name of the module whose output has these features, such as
-                ``"backbone.layers.0"``. Default: None, the folder's name, which may be a name of
-                TransformerLens.
+                ``"backbone.layers.0"``. Default: None, the name in ``cfg.json``, which may be a
+                name of TransformerLens.
 
         Returns:
             The dictionary, on the CPU.
 
         Raises:
             DataNotFoundError: when a file is missing.
-            CheckpointError: when the kind is unknown, the folder does not define how vectors are
-                changed before encoding, or weights do not fit.
+            CheckpointError: when the architecture is unknown, a setting is not supported, or the
+                weights do not fit the settings.
             ImportError: when safetensors is not installed.
 
         Example:
@@ -241,18 +245,18 @@ class SparseAutoencoder(nn.Module):
                     metadata=settings["metadata"],
                 )
         except OptionError as error:
-            raise CheckpointError(f"{path} makes no dictionary: {error}") from None
+            raise CheckpointError(f"{path} has settings that fit no dictionary: {error}") from None
         weights = read_safetensors(Path(folder) / WEIGHTS, "Loading a dictionary")
         try:
             made.load_state_dict(_renamed(weights), strict=True, assign=True)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{Path(folder) / WEIGHTS} does not fit {CONFIG}: {error}"
+                f"{Path(folder) / WEIGHTS} does not fit {CONFIG}: {error}. Save both files again."
             ) from None
         return made.to(dtype).eval()
 
 
-#: The parameters that have one number per feature, by architecture.
+#: For each architecture, the names of the parameters with one number per feature.
 _BIASES = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
@@ -260,14 +264,14 @@ _BIASES = {
     "gated": ("b_gate", "r_mag", "b_mag"),
 }
 
-#: Names of earlier versions, with the present ones.
+#: Names of settings in earlier versions of SAELens, and the present names.
 _EARLIER = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
     "activation_fn_str": "activation_fn",
 }
 
-#: Settings that change the computation, with the supported values.
+#: Settings that change the computation, and the values of each that are supported.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "architecture": ARCHITECTURES,
     "activation_fn": ("relu",),
@@ -276,20 +280,22 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "finetuning_scaling_factor": (False, None),
     "hook_head_index": (None,),
 }
-#: Advice for some unsupported values.
+#: Sentences that are added to the error for an unsupported setting.
 _ADVICE = {
-    "normalize_activations": " Fold the scale into the weights, and save them again.",
-    "hook_head_index": " Features of single heads are not those of a module's output.",
+    "normalize_activations": " Multiply the weights by the scale, and save them again.",
+    "hook_head_index": " Features of a single head cannot be used for a module's output.",
 }
 
 
 def _flat(found: object, path: Path) -> dict[str, Any]:
-    """Return the settings of any version by present names, the metadata among them and apart."""
+    """Return settings under their present names, with a separate entry ``"metadata"``."""
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not settings by name.")
+        raise CheckpointError(
+            f"{path} contains a {type(found).__name__}. Pass a folder with settings in {CONFIG}."
+        )
     named = {_EARLIER.get(name, name): value for name, value in found.items()}
     metadata = named.pop("metadata", None)
-    if metadata is None:  # earlier versions have a single list, the training's settings included
+    if metadata is None:  # earlier versions have no section for metadata
         metadata = {name: named[name] for name in ("model_name", "hook_name") if name in named}
     settings = {**metadata, "architecture": "standard", **named, "metadata": metadata}
     if settings.get("activation_fn") == "topk":
@@ -321,11 +327,11 @@ def _count(settings: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights by their present names."""
+    """Return the weights under their present names."""
     weights = dict(weights)
     if "log_threshold" in weights:
         weights["threshold"] = weights.pop("log_threshold").exp()
-    # For a while it was written without being used.
+    # Some versions of SAELens write a scaling factor of 1 without using it.
     if "scaling_factor" in weights and bool((weights["scaling_factor"] == 1).all()):
         del weights["scaling_factor"]
     return weights

@@ -1,4 +1,4 @@
-"""Features: directions that a stream is read by and written along, at a place in a model."""
+"""Features: directions of an activation, each with a vector to measure it and a vector to add."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Dictionary(Protocol):
     """An encoder and decoder of features, such as a sparse autoencoder."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the activations (..., F) of the features of vectors (..., E)."""
+        """Return the activations of the features (..., F) for vectors (..., E)."""
 
     def decode(self, features: Tensor) -> Tensor:
-        """Return the vectors (..., E) that activations (..., F) of features stand for."""
+        """Return the vectors (..., E) for activations of the features (..., F)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +29,15 @@ class Feature:
     """A direction of an activation, as a node of a graph.
 
     Attributes:
-        layer: a module of the model, or its qualified name.
-        direction: the vector that it adds (E,), or the number of a neuron.
-        position: its token; negative ones count from the end. Default: None, each token.
-        encode: the vector that reads it (E,). Default: None, the least-squares solution with the
-            other features at its place.
-        label: the displayed name. Default: ``""``, its number.
+        layer: a module of the model, or the module's qualified name.
+        direction: the vector that the feature adds to the activation (E,), or the index of a
+            neuron.
+        position: the position of the token; negative positions count from the end. Default: None,
+            every token.
+        encode: the vector (E,) whose product with the activation is the feature's value. Default:
+            None, the least-squares solution together with the other features of the layer and
+            token.
+        label: the displayed name. Default: ``""``, the feature's number.
 
     Example:
         >>> from captum_ssm.inside import Feature
@@ -51,18 +54,20 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """The n features that are read at one place in a run.
+    """The n features of one layer's activation in a run, which become nodes of a graph.
 
     Attributes:
-        site: the place.
-        positions: the token of each (n,).
-        indices: the number of each; None for a whole activation, or a part of it.
-        labels: the displayed name of each.
-        activations: of each (n,); for whole activations the contribution to the target.
-        directions: the change of the activation per unit of each feature (n, W); for whole
-            activations the activation.
-        reads: the derivative of each feature by the activation at its token (n, W).
-        rest: the part common to all inputs, of each token (L, W) or (W,).
+        site: the layer's output in the model.
+        positions: the position of each feature's token (n,).
+        indices: the number of each feature; None for a whole activation.
+        labels: the displayed name of each feature.
+        activations: the value of each feature (n,); for a whole activation, its contribution to the
+            target.
+        directions: the vector that one unit of each feature adds to the activation (n, W); for a
+            whole activation, the activation itself.
+        reads: the derivative of each feature with respect to the activation at the feature's token
+            (n, W).
+        rest: the constant part of the activation, (L, W) or (W,), which belongs to no feature.
         kind: ``"feature"`` of a dictionary, ``"direction"`` or ``"whole"``.
     """
 
@@ -78,13 +83,13 @@ class Readings:
 
     @property
     def writes(self) -> Tensor:
-        """Return each feature's part of the activation at its token, (n, W)."""
+        """Return the vector that each feature adds to the activation at its token, (n, W)."""
         if self.kind == "whole":
             return self.directions
         return self.activations[:, None] * self.directions
 
     def only(self, chosen: Tensor) -> Readings:
-        """Keep some of the features, by their numbers (k,)."""
+        """Return the features with the given indices (k,)."""
         which = chosen.tolist()
         return Readings(
             self.site,
@@ -100,26 +105,26 @@ class Readings:
 
 
 def tokens_of(met: Met, site: Site) -> Tensor:
-    """Return an activation as one row for each token, (L, W).
+    """Return an activation of one example as one row for each token, (L, W).
 
     Raises:
-        OptionError: if the activation has no tokens, or several examples.
+        OptionError: if the activation has no token dimension, or several examples.
     """
     value = met.value.detach()
     if value.dim() < 3 or len(value) != 1:
         raise OptionError(
-            f"nodes names {site.name!r}, whose activation is {tuple(value.shape)}, and a graph is "
-            "of one example's tokens, (1, L, E). Pass a layer that has them."
+            f"nodes names {site.name!r}, whose activation has the shape {tuple(value.shape)}; "
+            "a graph needs one example with tokens, (1, L, E). Pass a layer with such an activation."
         )
     return value[0].flatten(1)
 
 
 def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
-    """Read a whole activation: one node for each token, or of heads one for each head and token.
+    """Return whole activations as nodes: one for each token, or one for each head and token.
 
     Args:
-        site, met: the place, and its activation in the run.
-        gradient: gradient of the target at the activation.
+        site, met: the layer's output, and its activation in the run.
+        gradient: the gradient of the target with respect to the activation.
     """
     x = tokens_of(met, site)
     heads = met.value.shape[2] if site.at == "heads" else 1
@@ -136,7 +141,7 @@ def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
 
 
 def active_features(site: Site, met: Met, dictionary: Dictionary) -> Readings:
-    """Read the features of a dictionary that are active, one node for each token and feature.
+    """Return the active features of a dictionary as nodes: one for each token and active feature.
 
     Raises:
         OptionError: when the dictionary does not fit the activation.
@@ -150,7 +155,7 @@ def active_features(site: Site, met: Met, dictionary: Dictionary) -> Readings:
     with torch.no_grad():
         used, where = torch.unique(indices, return_inverse=True)
         none = features.new_zeros(1, features.shape[-1])
-        # decode(0) is common to all inputs: no feature writes it
+        # decode(0) is constant: it belongs to no feature
         rest = dictionary.decode(none)[0].to(x)
         units = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)
         directions = (dictionary.decode(units).to(x) - rest)[where] if len(used) else x[:0]
@@ -163,7 +168,7 @@ def active_features(site: Site, met: Met, dictionary: Dictionary) -> Readings:
 
 
 def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
-    """Encode tokens (L, W) as features (L, F); raise unless these decode to (L, W) again."""
+    """Encode activations (L, W) to (L, F); raise unless the dictionary decodes them to (L, W)."""
     try:
         features = dictionary.encode(x)
         fits = isinstance(features, Tensor) and features.shape[:-1] == x.shape[:1]
@@ -171,20 +176,20 @@ def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
     except RuntimeError as error:
         raise _does_not_fit(site, x, dictionary, str(error)) from error
     if not fits or decoded.shape != x.shape:
-        raise _does_not_fit(site, x, dictionary, f"it gives {_shape(features)}")
+        raise _does_not_fit(site, x, dictionary, f"encode returns {_shape(features)}")
     return features
 
 
 def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
-    """Return the derivative of each active feature by the activation at its token, (n, W).
+    """Return the derivative of each active feature with respect to its token's activation, (n, W).
 
-    Tokens are encoded separately, so one backward pass serves a feature of every token.
+    Tokens are encoded separately, so one backward pass computes one feature's derivative per token.
     """
     reads = start.new_zeros(len(positions), start.shape[1])
     if not len(positions):
         return reads
     number = torch.arange(len(positions), device=positions.device)
-    rank = number - torch.searchsorted(positions, positions)  # among the features of its token
+    rank = number - torch.searchsorted(positions, positions)  # index among the token's features
     for turn in range(int(rank.max()) + 1):
         chosen = (rank == turn).nonzero()[:, 0]
         total = features[positions[chosen], indices[chosen]].sum()
@@ -194,10 +199,10 @@ def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) 
 
 
 def named_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
-    """Read the directions that a user names, one node for each token and direction.
+    """Return the user's directions as nodes: one for each token and direction.
 
     Raises:
-        OptionError: for a direction of another width, or a position outside.
+        OptionError: for a direction of a wrong width, or a position outside of the tokens.
     """
     x = tokens_of(met, site)
     length, width = x.shape
@@ -224,20 +229,20 @@ def named_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readi
 
 
 def _positions(feature: Feature, length: int) -> Iterator[int]:
-    """Yield the positions of a feature, counted from 0."""
+    """Yield the positions of a feature's tokens as numbers from 0 on."""
     if feature.position is None:
         yield from range(length)
         return
     if not -length <= feature.position < length:
         raise OptionError(
-            f"Feature(position={feature.position}) lies outside of the {length} tokens at layer "
-            f"{feature.layer!r}. Pass one of them, or None for all."
+            f"Feature(position={feature.position}) is outside of the {length} tokens of layer "
+            f"{feature.layer!r}. Pass the position of a token, or None for all tokens."
         )
     yield feature.position % length
 
 
 def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
-    """Read a direction (W,) from a vector or the number of a neuron."""
+    """Return a direction (W,), which is passed as a vector or as the index of a neuron."""
     width = x.shape[1]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < width:
         return torch.zeros_like(x[0]).index_fill(0, torch.tensor([value], device=x.device), 1.0)
@@ -246,14 +251,14 @@ def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
     got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise OptionError(
         f"Feature({name}={got}) is not a direction at {site.name!r}, whose activation has {width} "
-        f"features. Pass the number of one of them, or a tensor ({width},) that is not 0."
+        f"features. Pass the index of a feature, or a tensor ({width},) that is not 0."
     )
 
 
 def _does_not_fit(site: Site, x: Tensor, dictionary: Any, found: str) -> OptionError:
     return OptionError(
-        f"The dictionary {type(dictionary).__name__} does not take apart what there is at "
-        f"{site.name!r}, activations {tuple(x.shape)}: {found}. Pass the layer that it is of."
+        f"The dictionary {type(dictionary).__name__} does not fit the activation of "
+        f"{site.name!r}, {tuple(x.shape)}: {found}. Pass the layer that it was trained for."
     )
 
 

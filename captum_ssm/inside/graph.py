@@ -1,4 +1,4 @@
-"""The graph of an output's exact parts: tokens, features, and their direct contributions."""
+"""Graphs of the direct contributions between tokens, features and an output."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Node:
 
     Attributes:
         kind: ``"token"`` of the input, ``"feature"`` of a dictionary, ``"direction"`` of the user,
-            ``"whole"`` activation, ``"error"`` left by a place's features, ``"constants"`` or
-            ``"target"``.
-        layer: the place; empty for tokens, constants and the target.
-        depth: 0 for tokens, then the number of the place in the order of the run, and one more for
+            ``"whole"`` activation, ``"error"`` (the difference between an activation and the sum of
+            its features), ``"constants"`` or ``"target"``.
+        layer: the name of the node's layer; empty for tokens, constants and the target.
+        depth: 0 for tokens; 1, 2, ... for the layers in the order in which they run; one more for
             the target.
-        position: its token; None for constants, and a target without a token.
+        position: the position of the node's token; None for constants, and for a target without a
+            token.
         index: the number of the feature, head, class, or token in the vocabulary. Default: None.
         activation: a feature's value, a whole activation's contribution to the target, or an
             error's norm.
-        influence: the share of the target that passes through it, 0 to 1.
+        influence: the share of the target that passes through the node, 0 to 1.
         label: the displayed name.
     """
 
@@ -53,15 +54,16 @@ class Graph(Result):
     """A weighted graph of the direct contributions between the nodes of a run.
 
     Attributes:
-        nodes: tokens, features, errors, constants, and last the target; n of them.
-        edges: ``edges[t, s]`` is the contribution of node s to node t past all others, (n, n). The
-            row of a node sums to its activation, unless the graph was pruned.
-        tokens: a text for each position.
-        scores: ``kept``, the share of influence that pruning kept. ``completeness``, the share of
-            the nodes' inputs, weighted by influence, that does not come from errors.
+        nodes: the n nodes: tokens, features, errors, constants, and as the last one the target.
+        edges: contributions (n, n). ``edges[t, s]`` is the contribution of node s to node t,
+            without paths through other nodes. The row of a node sums to the node's activation,
+            unless the graph was pruned.
+        tokens: the text of the token at each position.
+        scores: ``kept``, the share of influence that remains after pruning. ``completeness``, the
+            share of the nodes' inputs, weighted by influence, that does not come from errors.
             ``replacement``, the tokens' share of the influence of tokens and errors.
-        writes: the part of the activation at its place that each node adds; None for tokens,
-            constants and the target.
+        writes: for each node, the vector that the node adds to the activation of its layer; None
+            for tokens, constants and the target.
 
     Example:
         >>> import torch
@@ -87,11 +89,11 @@ class Graph(Result):
         return f"Graph({len(self.nodes)} nodes, {int((self.edges != 0).sum())} edges: {scores})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry for each node."""
+        """Return one dict of attributes for each node."""
         return [asdict(node) for node in self.nodes]
 
     def effects(self) -> Tensor:
-        """Return each node's contribution to the target over all paths left in the graph, (n,)."""
+        """Return each node's contribution to the target over all paths in the graph, (n,)."""
         sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
         inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
         edges = self.edges.cpu().double()
@@ -105,21 +107,21 @@ class Graph(Result):
         return total
 
     def to_json(self, path: str | Path) -> None:
-        """Write it to a .json file for circuit-tracer's viewer; see :func:`.inside.to_json`."""
+        """Write the graph as JSON for circuit-tracer's viewer, see :func:`.inside.to_json`."""
         to_json(self, path)
 
     def to_graphml(self, path: str | Path) -> None:
-        """Write it to a file as GraphML; see :func:`.inside.to_graphml`."""
+        """Write the graph to a GraphML file, see :func:`.inside.to_graphml`."""
         to_graphml(self, path)
 
     def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:
-        """Keep only the nodes and edges of the greatest influence.
+        """Return a graph with only the nodes and edges of largest influence.
 
         Args:
-            keep: the share of the influence of features and errors that is kept. Tokens, constants
-                and the target stay. Default: 0.8.
-            keep_edges: the share of the edges' influence that is kept; other edges become 0.
-                Default: 0.98.
+            keep: the share of the influence of features and errors that remains. Tokens, constants
+                and the target are never removed. Default: 0.8.
+            keep_edges: the share of the edges' influence that remains; all other edges are set to
+                0. Default: 0.98.
         """
         check_share("keep", keep)
         check_share("keep_edges", keep_edges)
@@ -131,15 +133,17 @@ class Graph(Result):
         return with_strongest_edges(fewer, keep_edges)
 
     def path(self, start: int | None = None) -> list[Node]:
-        """Return the path that carries most from the tokens to the target, token first.
+        """Return the path with the largest contribution from a token to the target.
 
-        A path carries the product of its edges' shares in all that enters each node.
+        The size of a path is the product of its edges' shares of the inputs of their nodes.
 
         Args:
-            start: the position of the token that it begins with. Default: None, any.
+            start: the position of the token at which the path begins. Default: None, any token.
         """
         if start is not None and not -len(self.tokens) <= start < len(self.tokens):
-            raise OptionError(f"start={start} is none of the {len(self.tokens)} tokens.")
+            raise OptionError(
+                f"start={start} is not a position of the {len(self.tokens)} tokens. Pass one, or None."
+            )
         weights, _ = influences(self.edges, _has_influence(self.nodes))
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)
         best = torch.zeros(len(self.nodes), dtype=torch.double)
@@ -164,40 +168,41 @@ class Graph(Result):
         return [self.nodes[i] for i in found]
 
 
-#: Kinds of nodes that something enters, the target aside.
+#: Kinds of nodes with incoming edges, except the target.
 _ENTERED = ("feature", "direction", "whole")
 #: Kinds of nodes that may be pruned.
 _INNER = (*_ENTERED, "error")
 
 
 def check_share(name: str, value: Any) -> None:
-    """Raise if a value is not a share, above 0 and at most 1."""
+    """Raise OptionError if a value is not a share, above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
+        raise OptionError(f"{name}={value!r} is not a share. Pass a number above 0 and at most 1.")
 
 
 def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
-    """Keep only the edges of the greatest influence, and compute the scores anew.
+    """Return a graph with only the edges of largest influence, and recompute its scores.
 
     Args:
         graph: the graph.
-        keep: the share of the edges' influence that is kept; others become 0. Default: 0.98.
+        keep: the share of the edges' influence that remains; all other edges are set to 0. Default:
+            0.98.
     """
     edges, counted = graph.edges, _has_influence(graph.nodes)
     weights, through = influences(edges, counted)
     by_edge = weights * (through + _at_target(through))[:, None]
     stays = _greatest(by_edge.flatten(), keep).view_as(edges)
-    stays |= ~counted  # constants are no influence, and stay
+    stays |= ~counted  # constants have no influence and are kept
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
     found = scores(edges, counted, _errors(graph.nodes), _tokens(graph.nodes))
     return replace(graph, edges=edges, scores={**graph.scores, **found})
 
 
 def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
-    """Return the numbers of the nodes that pruning keeps (k,), and their share of the influence.
+    """Return the indices of the nodes that pruning keeps (k,), and their share of the influence.
 
     Args:
-        nodes: of the graph.
+        nodes: the nodes of the graph.
         keep: the share of the influence of features and errors that is kept.
     """
     inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in nodes])
@@ -208,7 +213,7 @@ def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
 
 
 def _has_influence(nodes: Sequence[Node]) -> Tensor:
-    """Return True for the nodes that have influence, all but constants, (n,)."""
+    """Return True for the nodes that have influence (n,): all nodes except constants."""
     return torch.tensor([node.kind != "constants" for node in nodes])
 
 
@@ -225,9 +230,9 @@ def _at_target(through: Tensor) -> Tensor:
 
 
 def _greatest(values: Tensor, share: float) -> Tensor:
-    """Return True for the fewest values (n,) that make up a share of their sum."""
+    """Return True for the largest values (n,), as many as are needed for a share of their sum."""
     order = values.argsort(descending=True)
     so_far = values[order].cumsum(0)
-    # one that begins below the share is in; the last digits of a sum do not decide
+    # a value is kept if the sum before it is below the share, apart from rounding error
     inside = (so_far - values[order]) < share * so_far[-1] * (1 - 1e-12)
     return torch.zeros_like(values, dtype=torch.bool).scatter(0, order, inside)

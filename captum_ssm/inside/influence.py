@@ -14,14 +14,14 @@ from torch import Tensor
 def influences(
     edges: Tensor, counted: Tensor, entered: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return each source's share of a node's input (m, n), and the influence of nodes (n,).
+    """Return each source's share of a node's input (m, n), and the influence of each node (n,).
 
     Args:
-        edges: contribution of each node to m of the nodes, (m, n), targets in rows, the last of
-            them the last node; without cycles.
+        edges: contributions of all nodes (columns) to m of the nodes (rows), (m, n). The last row
+            belongs to the last node. The graph must have no cycles.
         counted: True for the nodes that have influence (n,).
-        entered: the nodes that the rows are of (m,); nothing enters any other. Default: None,
-            all n.
+        entered: the index of the node of each row (m,); all other nodes have no incoming edges.
+            Default: None, all n nodes.
 
     Example:
         >>> import torch
@@ -46,15 +46,15 @@ def influences(
 def scores(
     edges: Tensor, counted: Tensor, errors: Tensor, tokens: Tensor, entered: Tensor | None = None
 ) -> dict[str, float]:
-    """Score the part of a graph that its features explain, not their errors.
+    """Measure how much of a graph comes from features and tokens, and not from errors.
 
     Args:
-        edges, counted, entered: as for :func:`influences`.
+        edges, counted, entered: as in :func:`influences`.
         errors: True for the nodes that are errors (n,).
-        tokens: True for tokens (n,).
+        tokens: True for the nodes that are tokens (n,).
 
     Returns:
-        ``completeness`` and ``replacement``, both 0 to 1.
+        ``completeness`` and ``replacement``, from 0 to 1; see :class:`~captum_ssm.inside.Graph`.
     """
     weights, through = influences(edges, counted, entered)
     reached = through.clone() if entered is None else through[entered]

@@ -1,4 +1,4 @@
-"""Contributions of each element of an activation to an output."""
+"""Attribute an output to the elements of an activation inside a model."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ..errors import LayerError
 from ..linear import Rule, Site, find_site
 from ..tracing import find_model
 
-#: A module of the model, or its qualified name.
+#: A module of the model, or the module's qualified name.
 Layer = str | nn.Module
 
 
 class LayerLatimFlow(FlowMethod, LayerAttribution):
-    """The exact decomposition of an output over an activation inside the model.
+    """Divide an output exactly among the elements of an activation inside the model.
 
-    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and begins at a layer. If all
-    paths pass the layer, such as a block's output, relevance and the contributions of later biases
-    sum to the output. If a residual stream runs past it, as past a mixer, the delta is the stream's
-    contribution.
+    The network is linearized as in :class:`~captum_ssm.LatimFlow`, and begins at a layer. If all
+    paths go through the layer, as through a block's output, relevance and the contributions of
+    later biases sum to the output. If a residual stream bypasses the layer, as for a mixer, the
+    convergence delta is the contribution of the stream.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        layer: a module of the model or its qualified name, or a list of several. A mixer's name
-            with ``.heads`` behind it means each channel of its heads, (B, L, H, P), before they are
-            mixed.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the default ``rule`` of calls. Default: None, the default of the class.
+        layer: a module of the model, the module's qualified name, or a list of them. A mixer's name
+            with the suffix ``.heads`` means the output of each channel of the mixer's heads, (B, L,
+            H, P), before the heads are mixed.
+        model: the module, if it cannot be found in forward_func. Default: None.
+        layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
+        rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -72,7 +72,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         super().__init__(forward_func, model, layers, rule=rule)
         self.layer: Any = layer
         for one in self._several():
-            self._site(one, at_input=False)  # fail at once, not at the first call
+            self._site(one, at_input=False)  # raise now, not at the first call
 
     def attribute(
         self,
@@ -95,18 +95,20 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             inputs, target, additional_forward_args, contrast, rule, zero_bias, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
-            attribute_to_layer_input: whether to attribute to the layer's input. Default: False, its
-                output.
-            baselines: the reference activation: a tensor broadcastable to it, a number, or
-                ``"mean"``, each example's mean over real tokens. Default: None, 0 with ``"frozen"``
-                and ``"half"`` and ``"mean"`` with other rules.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            attribute_to_layer_input: whether to attribute to the layer's input. Default: False, to
+                the layer's output.
+            baselines: the activation to compare with: a tensor that can be broadcast to the
+                activation's shape, a number, or ``"mean"``, each example's mean over unpadded
+                tokens. Default: None, 0 with ``"frozen"`` and ``"half"`` and ``"mean"`` with other
+                rules.
+            internal_batch_size: the largest number of examples to run at a time. Default: None,
+                all.
             return_convergence_delta: also return output - relevance - biases per example, (B,): the
                 contribution of paths around the layer. Default: False.
 
         Returns:
-            Relevance in the activation's shape, with the delta if asked for. A tuple if the layer
-            has several tensors; lists for a list of layers.
+            Relevance in the activation's shape, and the delta if ``return_convergence_delta`` is
+            True. A tuple if the layer returns several tensors; lists for a list of layers.
 
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the
@@ -157,7 +159,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """Return all that :meth:`attribute` leaves out: biases, and the stream past the layer.
+        """Return relevance, the contributions of biases, and the contribution of bypassing paths.
 
         Args:
             inputs, target, additional_forward_args, attribute_to_layer_input: as in
@@ -166,14 +168,14 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 same defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.engine.decompose.Decomposition` whose ``inputs`` are the
-            layer's, and whose ``virtual`` is the contribution of paths around it.
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`. ``inputs`` is the relevance
+            of the layer's activation, and ``virtual`` the contribution of paths around the layer.
 
         Raises:
             LayerError: for a list of layers.
         """
         if isinstance(self.layer, list | tuple):
-            raise LayerError("layer is a list; take one decomposition for each layer of it.")
+            raise LayerError("layer is a list. Call decompose() with one layer at a time.")
         return self._decomposed(
             self.layer,
             attribute_to_layer_input,
@@ -201,9 +203,9 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
 
         Args:
             attributions: the output of :meth:`attribute`.
-            inputs, target, additional_forward_args, attribute_to_layer_input: its arguments, with
-                the same defaults.
-            **options: its further arguments.
+            inputs, target, additional_forward_args, attribute_to_layer_input: the arguments of this
+                call of :meth:`attribute`, with the same defaults.
+            **options: all other arguments of this call of :meth:`attribute`.
         """
         found = self.decompose(
             inputs, target, additional_forward_args, attribute_to_layer_input, **options
@@ -213,8 +215,10 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         return found.virtual + self._delta(found, [found.inputs], joined)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: an activation need not have tokens."""
-        raise NotImplementedError(f"{self.name} has no such form; call attribute() of each target.")
+        """Raise NotImplementedError, because an activation need not have tokens."""
+        raise NotImplementedError(
+            f"{self.name} has no attribute_each(). Call attribute() for each target."
+        )
 
     def _several(self) -> Sequence[Layer]:
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
@@ -238,7 +242,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         zero_bias: bool,
         verify: bool | float | None,
     ) -> Decomposition:
-        """Decompose the target over one layer, and join the parts of the batch."""
+        """Decompose the target over one layer, and concatenate the results of all sub-batches."""
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
         site = self._site(layer, at_input=at_input)
         start = out_of_tuple(baselines)
@@ -259,10 +263,10 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
 class LayerMambaLRP(LayerLatimFlow):
     """Layer-wise relevance propagation down to an activation inside the model.
 
-    It is :class:`LayerLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+    This is :class:`LayerLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there, with the same defaults.
+        forward_func, layer, model, layers: as in :class:`LayerLatimFlow`, with the same defaults.
 
     Example:
         >>> import torch

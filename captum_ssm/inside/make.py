@@ -1,4 +1,4 @@
-"""Making a graph: one run of a linear network, and one pass back for each node."""
+"""Make an attribution graph, with one forward run and one backward pass for each node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .graph import Graph, check_share
 from .layer import Layer
 from .parts import Parts
 
-#: The forms of nodes: layers, whole or with a dictionary, and single directions.
+#: Accepted values of ``nodes``: a dict from layers to dictionaries, or a list of layers and
+#: features.
 Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
 
 
@@ -48,28 +49,30 @@ def attribution_graph(
     show_progress: bool = False,
     verify: bool | float | None = None,
 ) -> Graph:
-    """Decompose an output exactly into contributions of nodes, and each node again, to the tokens.
+    """Decompose an output, and each node inside the model, into exact contributions of other nodes.
 
-    This takes one forward run of :class:`~captum_ssm.LatimFlow`'s linear network, and one backward
-    pass per node. The contributions to a node sum to its activation.
+    The function takes one forward run of :class:`~captum_ssm.LatimFlow`'s linear network, and one
+    backward pass per node. The contributions to a node sum to its activation.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W), which is one node;
-            or a tuple of one such tensor.
+        inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W), or a tuple of one
+            such tensor. An image becomes one node.
         target, additional_forward_args, contrast, rule, baselines, verify: as in
             :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same defaults.
-        nodes: the layers whose outputs are decomposed: a list of layers and of :class:`Feature`, or
-            a mapping of layers to dictionaries. A dictionary has ``encode`` and ``decode``, as
-            sparse autoencoders have. None means one node per token, or per head for
-            ``"backbone.layers.0.mixer.heads"``. Default: None, the blocks of all mixers, whole.
-        top: number of features that are followed, by contribution to the target; others count in
-            their place's error. Default: 512.
-        keep: the share of the influence that is kept when the graph is pruned, see
-            :meth:`Graph.pruned`. Default: 0.8; None for the whole graph.
-        tokens: a text for each position. Default: None, their ids or numbers.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        nodes: the layers whose outputs are decomposed: a list of layers and :class:`Feature`
+            objects, or a dict from layers to dictionaries of features. Such a dictionary is an
+            object with ``encode`` and ``decode``, such as a sparse autoencoder. A layer in a list,
+            or with None in place of a dictionary, has one node per token, or per token and head for
+            ``"backbone.layers.0.mixer.heads"``. Default: None, the blocks of all mixers.
+        top: the number of features with the largest contributions to the target that become nodes;
+            all other features are part of the error node of their layer and token. Default: 512.
+        keep: the share of the influence that remains after pruning, see :meth:`Graph.pruned`; None
+            does not prune. Default: 0.8.
+        tokens: a text for each position. Default: None, token ids, or positions if there are no
+            ids.
+        model: the module, if it cannot be found in forward_func. Default: None.
+        layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         show_progress: show a progress bar over the nodes. Default: False.
 
     Returns:
@@ -78,7 +81,7 @@ def attribution_graph(
     Raises:
         LayerError: for a layer outside the model, one that did not run or ran several times, or a
             part of a mixer.
-        OptionError: for nodes, or another option, that do not fit.
+        OptionError: for a wrong value of ``nodes`` or of a different option.
         InputError, TargetError, GradientModeError, NotLinearError, NonFiniteError,
         ReconstructionError: as LatimFlow.
 
@@ -96,13 +99,13 @@ def attribution_graph(
         ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'lamp']
     """
     if checks.count("top", top) is None:
-        raise OptionError("top=None must be an integer, at least 1.")
+        raise OptionError("top=None is not a number. Pass an integer of at least 1.")
     if keep is not None:
         check_share("keep", keep)
     tensor, _ = single_input(inputs)
     if len(tensor) != 1:
         raise InputError(
-            f"inputs has {len(tensor)} examples, and a graph is of one. Pass inputs[i : i + 1]."
+            f"inputs has {len(tensor)} examples; a graph needs one. Pass inputs[i : i + 1]."
         )
     maker = _Maker(forward_func, model, layers)
     asked = Against(target, contrast)
@@ -115,7 +118,7 @@ def attribution_graph(
 
 
 def _blocks(maker: _Maker) -> list[Layer]:
-    """Return the blocks of the mixers; the mixers themselves if some have no block, or several."""
+    """Return each mixer's block, or all mixers if some mixer has no block or several blocks."""
     model = find_model(maker.forward_func, maker.model)
     mixers = find_mixers(model, maker.layers)
     in_blocks = all(len(each.blocks) == 1 and each.blocks[0] is not model for each in mixers)
@@ -123,13 +126,13 @@ def _blocks(maker: _Maker) -> list[Layer]:
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
-    """Read ``nodes``: each layer with None (whole), a dictionary or a list of features."""
+    """Return pairs of a layer of ``nodes`` and None, a dictionary or a list of features."""
     if isinstance(nodes, Mapping) and nodes:
         return list(nodes.items())
     if not isinstance(nodes, list | tuple) or not nodes:
         raise OptionError(
-            f"nodes={nodes!r} must be a mapping of layers to dictionaries or None, or a list of "
-            "layers and features; not empty."
+            f"nodes={nodes!r} is not accepted. Pass a dict from layers to dictionaries or None, or "
+            "a list of layers and features, with at least one entry."
         )
     found: dict[Layer, list[Feature] | None] = {}
     for one in nodes:
@@ -137,23 +140,25 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
         layer = one.layer if isinstance(one, Feature) else one
         before = found.setdefault(layer, new)
         if (before is None) != (new is None):
-            raise OptionError(f"nodes names {layer!r} whole and by features; choose one of them.")
+            raise OptionError(
+                f"nodes contains {layer!r} and also features of it. Pass only one of them."
+            )
         if before is not None and new is not None and before is not new:
             before += new
     return list(found.items())
 
 
 def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
-    """Raise for a dictionary made for another layer of the model."""
+    """Raise OptionError for a dictionary that was made for a different layer of the model."""
     of = getattr(dictionary, "layer", "")
     if isinstance(of, str) and of and of != layer and of in dict(model.named_modules()):
         raise OptionError(
-            f"nodes has a dictionary of {of!r} at {layer!r}. Pass nodes={{{of!r}: dictionary}}."
+            f"nodes has a dictionary for {of!r} at {layer!r}. Pass nodes={{{of!r}: dictionary}}."
         )
 
 
 class _Maker(FlowMethod):
-    """Runs a model for a graph."""
+    """Run a model and compute the contributions from which a graph is made."""
 
     name = "attribution_graph"
 
@@ -171,7 +176,7 @@ class _Maker(FlowMethod):
         baselines: Baselines,
         top: int,
     ) -> Parts:
-        """Run the model once, cut at the nodes' layers, and find the contributions to each node."""
+        """Run the model once, and compute the contributions to each node of the given layers."""
         model = find_model(self.forward_func, self.model)
         taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
         for site, how in taken.items():

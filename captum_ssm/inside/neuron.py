@@ -1,4 +1,4 @@
-"""Contributions of each input token to an activation."""
+"""Attribute a neuron or an activation inside a model to the input tokens."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Selector = int | tuple[int | slice, ...] | Callable[..., Tensor]
 
 
 class NeuronLatimFlow(FlowMethod, NeuronAttribution):
-    """The exact decomposition of an activation inside the model over the tokens of the input.
+    """Divide the activation of a neuron exactly among the tokens of the input.
 
-    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and ends at a neuron. Relevance
-    and the contributions of biases sum to its activation.
+    The network is linearized as in :class:`~captum_ssm.LatimFlow`, and ends at a neuron. Relevance
+    and the contributions of biases sum to the neuron's activation.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        layer: a module of the model or its qualified name. A mixer's name with ``.heads`` behind it
-            means each channel of its heads, (B, L, H, P), before they are mixed.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
-        rule: the default ``rule`` of calls. Default: None, the default of the class.
+        layer: a module of the model, or the module's qualified name. A mixer's name with the suffix
+            ``.heads`` means the output of each channel of the mixer's heads, (B, L, H, P), before
+            the heads are mixed.
+        model: the module, if it cannot be found in forward_func. Default: None.
+        layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
+        rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -69,7 +70,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
     ) -> None:
         super().__init__(forward_func, model, layers, rule=rule)
         self.layer: Any = layer
-        find_site(find_model(forward_func, model), layer, layers)  # fail at once
+        find_site(find_model(forward_func, model), layer, layers)  # raise now
 
     def attribute(
         self,
@@ -92,23 +93,25 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             inputs, additional_forward_args, rule, baselines, zero_bias, per_token, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
-            neuron_selector: an index, or a tuple of indices and slices, of one example's
-                activation, such as (position, feature); of slices the sum is explained. Or a
-                function of the activation, or of its tensors where there are several, that returns
-                one number per example, (B,).
-            attribute_to_neuron_input: whether it is a neuron of the layer's input. Default: False,
-                of its output.
-            return_convergence_delta: also return activation - relevance - biases per example,
-                (B,), which rounding alone keeps from 0. Default: False.
+            internal_batch_size: the largest number of examples to run at a time. Default: None,
+                all.
+            neuron_selector: an index, or a tuple of indices and slices, into one example's
+                activation, such as (position, feature). For slices, the sum of the selected entries
+                is explained. Or a function that returns one number per example, (B,), from the
+                activation, or from a tuple of tensors if the layer returns several.
+            attribute_to_neuron_input: whether the neuron is an entry of the layer's input. Default:
+                False, an entry of the layer's output.
+            return_convergence_delta: also return activation - relevance - biases per example, (B,),
+                which is only rounding error. Default: False.
 
         Returns:
-            The relevance in the inputs' shape, with the delta if asked for.
+            The relevance in the inputs' shape, and the delta if ``return_convergence_delta`` is
+            True.
 
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the
                 inputs.
-            TargetError: for a selector that fits no neuron, or reads padded tokens.
+            TargetError: for a selector that selects no neuron, or that reads padded tokens.
             OptionError, InputError, GradientModeError, NotLinearError, NonFiniteError,
             ReconstructionError: as there.
         """
@@ -139,7 +142,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """Return all that :meth:`attribute` sums up: features, layers, biases.
+        """Return the relevance of features and layers, and the contributions of biases.
 
         Args:
             inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: as in
@@ -151,8 +154,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
                 defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
-            ``biases`` sum to its ``output``, the activation.
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`, whose ``inputs`` and
+            ``biases`` sum to ``output``, the neuron's activation.
         """
         more = {"by_role": roles, "features": features}
         rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
@@ -182,12 +185,12 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
 
         Args:
             attributions: the output of :meth:`attribute`.
-            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: its
-                arguments, with the same defaults.
-            **options: its further arguments.
+            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: the
+                arguments of this call of :meth:`attribute`, with the same defaults.
+            **options: all other arguments of this call of :meth:`attribute`.
 
         Returns:
-            (B,), 0 but for rounding.
+            The differences (B,), which are only rounding error.
         """
         found = self.decompose(
             inputs,
@@ -200,11 +203,11 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         return self._delta(found, [found.inputs], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a neuron has no targets."""
-        raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
+        """Raise NotImplementedError, because a neuron is selected without a target."""
+        raise NotImplementedError(f"{self.name} has no targets. Call attribute() for each neuron.")
 
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
-        """Return the end of the linear network, and the function that picks the number there."""
+        """Return the layer at which the network ends, with a function that selects the neuron."""
         checks.flags(attribute_to_neuron_input=at_input)
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
@@ -220,10 +223,11 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
 class NeuronMambaLRP(NeuronLatimFlow):
     """Layer-wise relevance propagation from an activation inside the model.
 
-    It is :class:`NeuronLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+    This is :class:`NeuronLatimFlow` with the rule of :class:`~captum_ssm.MambaLRP`,
+    ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there, with the same defaults.
+        forward_func, layer, model, layers: as in :class:`NeuronLatimFlow`, with the same defaults.
 
     Example:
         >>> import torch
@@ -240,7 +244,7 @@ class NeuronMambaLRP(NeuronLatimFlow):
 
 
 def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
-    """Return the number per example (B,) that a selector picks out of an activation."""
+    """Return the number that a selector selects from each example's activation, (B,)."""
     shapes = [tuple(x.shape) for x in tensors]
     of = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
     if callable(selector):
@@ -248,14 +252,14 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
         if not isinstance(number, Tensor) or number.shape != (len(tensors[0]),):
             got = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
             raise TargetError(
-                f"neuron_selector returned {got} {of}; it has to return one number per example, a "
-                f"tensor ({len(tensors[0])},)."
+                f"neuron_selector returned {got} {of}. Return one number per example, a tensor "
+                f"({len(tensors[0])},)."
             )
         return number
     if len(tensors) > 1:
         raise TargetError(
-            f"neuron_selector={selector!r} is {of}: several tensors. Pass a function of all of "
-            "them, which returns one number per example."
+            f"neuron_selector={selector!r} is {of}, which are several tensors. Pass a function "
+            "that takes all of them and returns one number per example."
         )
     (value,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
@@ -264,7 +268,7 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     if not fits:
         raise TargetError(
             f"neuron_selector={selector!r} is not a neuron {of}. Pass {value.dim() - 1} indices or "
-            "slices of one example's, or a function that returns one number per example."
+            "slices into one example, or a function that returns one number per example."
         )
     found = value[(slice(None), *entries)]
     if found.dim() > 1:
@@ -273,27 +277,27 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
 
 
 def _selects(entry: int | slice | None, size: int) -> bool:
-    """Return True if an index or a slice selects any entry of a dimension of this size."""
+    """Return True if an index or slice selects at least one entry of a dimension of this size."""
     if not isinstance(entry, slice):
         return entry is not None and -size <= entry < size
-    try:  # torch takes no steps back
+    try:  # torch does not support negative steps
         return len(range(size)[entry]) > 0 and (entry.step is None or entry.step > 0)
     except (TypeError, ValueError):
         return False
 
 
 def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
-    """Raise for a number (B,) that cannot be explained, or that reads padded tokens."""
+    """Raise if a selected number (B,) cannot be explained, or depends on padded tokens."""
     if not bool(number.detach().isfinite().all()):
         raise NonFiniteError(
             f"neuron_selector gives {number.detach().tolist()} of layer {layer!r}, which cannot be "
-            "divided into parts. Select neurons that are finite, or run the model in a wider dtype "
-            f"than {number.dtype}."
+            "divided. Select neurons with finite values, or run the model in a wider dtype than "
+            f"{number.dtype}."
         )
     if not number.requires_grad:
         raise GradientModeError(
             f"The result of neuron_selector does not depend linearly on layer {layer!r}. Return "
-            "entries of the activation, or sums of them, with their graph."
+            "entries of the activation or sums of entries, and do not detach them."
         )
     if mask is None or mask.shape != tensors[0].shape[:2]:
         return
@@ -303,5 +307,5 @@ def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer
     if any(bool((x & ~mask.to(x.device)).any()) for x in read):
         raise TargetError(
             f"neuron_selector reads layer {layer!r} at padded tokens. Select real tokens of every "
-            "example, or explain each example by itself."
+            "example, or explain each example in a separate call."
         )

@@ -1,4 +1,4 @@
-"""The parts of a run that is cut at places: features, and contributions to each of them."""
+"""Compute the nodes of a graph, and the contributions of all other nodes to each of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .influence import influences, scores
 
 
 class Parts:
-    """The run of a linear network whose autograd graph is cut at the nodes' layers.
+    """The nodes and contributions of one run of a linearized network.
 
     Args:
         network: the network, after its forward run.
-        taken: how the activation at each place is taken apart: None, whole; a list of features; or
+        taken: for each layer, the kind of nodes: None for whole activations, a list of features, or
             a dictionary.
-        number: the target (1,).
-        constant: a summand of it that no module added, or None.
-        baselines: one for each root of the network, with which it is compared; empty for 0.
-        index: where the target is in the model's output (1, [n,] dims), or None.
+        number: the target's value (1,).
+        constant: a summand of the target that no module added, or None.
+        baselines: for each input of the network, the value to compare with; empty for 0.
+        index: the index of the target in the model's output (1, [n,] dims), or None.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Parts:
     ) -> None:
         self.network, self.taken = network, taken
         self.number, self.constant, self.baselines = number, constant, baselines
-        # a sum over several tokens is of none of them
+        # a sum over several tokens has no single position
         self.target = [] if index is None or index.dim() > 2 else index[0].tolist()
         for site in taken:
-            network.met(site)  # each of them ran
+            network.met(site)  # raises if the layer did not run
         self.sites = [site for site in network.sites.met if site in taken]
         self.met = {site: network.met(site) for site in self.sites}
         self.values = {site: tokens_of(self.met[site], site) for site in self.sites}
@@ -54,7 +54,7 @@ class Parts:
         self.edges: list[Tensor] = []
 
     def followed(self, top: int) -> Parts:
-        """Keep the nodes that add most to the target, find contributions to each; return itself."""
+        """Keep the ``top`` strongest nodes, compute all contributions to each, and return self."""
         with unseen():
             effects = self._read_nodes()
             strength = torch.cat([effects[site].abs() for site in self.sites])
@@ -72,15 +72,15 @@ class Parts:
     def graph(
         self, tokens: Sequence[str] | None, inputs: Tensor, keep: float | None = None
     ) -> Graph:
-        """Build the graph; only edges between the nodes that are kept take memory.
+        """Return the graph of the nodes that pruning keeps.
 
-        Each place has one error node for each token, which nothing enters.
+        Each layer has one error node per token, without incoming edges.
 
         Args:
-            tokens: a text for each token that the user gave, or None.
+            tokens: a text for each token that the user passed, or None.
             inputs: the explained inputs.
-            keep: the share of the influence that is kept, see :meth:`Graph.pruned`. Default: None,
-                all nodes and edges.
+            keep: the share of the influence that remains after pruning, see :meth:`Graph.pruned`.
+                Default: None, all nodes and edges.
         """
         texts, ids = self._texts(tokens, inputs)
         image = inputs.dim() == 4
@@ -97,11 +97,11 @@ class Parts:
         label = "target" if predicted is None else known.get(predicted, str(predicted))
         at = self.target[0] if len(self.target) == 2 else None
         nodes.append(Node("target", "", last, at, predicted, value, 0.0, label))
-        # found has a row for each node with inputs: every node's contribution to it
+        # row i of found has the contributions of all nodes to the node entered[i]
         rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
         entered = torch.tensor([*rows, len(nodes) - 1])
         found = torch.stack(self.edges)
-        found = torch.cat([found, torch.zeros_like(found[:, :1])], 1)  # the target adds to none
+        found = torch.cat([found, torch.zeros_like(found[:, :1])], 1)  # the target has no effect
         kinds = [node.kind for node in nodes]
         has_influence, errors, is_token = (
             torch.tensor([kind in which for kind in kinds])
@@ -133,7 +133,7 @@ class Parts:
     def _read_nodes(self) -> dict[Site, Tensor]:
         """Fill ``readings``; return each node's contribution to the target over all paths, (n,).
 
-        From the last place to the first: paths pass later places through the nodes read there.
+        Layers are handled from last to first, because paths go through the nodes of later layers.
         """
         leaves = [self.met[site].leaf for site in self.sites]
         gradients, _ = account(self.network.mode, self.number, self.constant, leaves)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ class Parts:
         return effects
 
     def _readings(self, site: Site, gradient: Tensor) -> Readings:
-        """Read the nodes at a site: whole, by directions, or by a dictionary."""
+        """Return a layer's nodes: whole activations, directions, or active features."""
         how, met = self.taken[site], self.met[site]
         if how is None:
             return whole(site, met, gradient)
@@ -172,16 +172,16 @@ class Parts:
         return active_features(site, met, how)
 
     def _error(self, site: Site) -> Tensor:
-        """Subtract the features that are followed from the activation, (L, W)."""
+        """Return the activation minus the features that are nodes, (L, W)."""
         found = self.readings[site]
         written = torch.zeros_like(self.values[site])
         written = written.index_add(0, found.positions, found.writes)
         return self.values[site] - written - found.rest
 
     def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        """Yield each row's number, constant and activation, for nodes with inputs.
+        """Yield a number, constant and activation for each node with incoming edges.
 
-        Activation = number (1,), linear in the stream at its token, + constant (1,).
+        The activation is number + constant. The number (1,) is linear in the layer's activation.
         """
         for site in self.sites:
             found, rows = self.readings[site], self.met[site].value[0].flatten(1)
@@ -195,7 +195,7 @@ class Parts:
     def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
         """Return all nodes' contributions to a number; raise unless they sum to the activation."""
         roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
-        if not number.requires_grad:  # no node comes before its place
+        if not number.requires_grad:  # no node is in an earlier layer
             number = number + 0 * roots[0].sum()
         gradients, biases = account(
             self.network.mode,
@@ -230,7 +230,7 @@ class Parts:
         return self.errors[site].any(1)
 
     def _inner_nodes(self) -> Iterator[Node]:
-        """Yield the nodes of all places, then the errors of all places."""
+        """Yield the nodes of all layers, then the error nodes of all layers."""
         for depth, site in enumerate(self.sites, 1):
             found = self.readings[site]
             kind: Kind = found.kind
@@ -245,7 +245,7 @@ class Parts:
                 yield Node("error", site.name, depth, position, None, size, 0.0, "error")
 
     def _writes(self) -> Iterator[Tensor]:
-        """Yield the part of the activation that each inner node writes, (W,), in their order."""
+        """Yield the vector that each inner node adds to its layer's activation, (W,)."""
         for site in self.sites:
             yield from self.readings[site].writes.detach().unbind()
         for site in self.sites:
@@ -263,7 +263,7 @@ class Parts:
             tokens = [str(i if x is None else x) for i, x in enumerate(ids)]
         if isinstance(tokens, str) or len(tokens) != length:
             raise OptionError(
-                f"tokens has {len(tokens)} texts, but inputs {length} tokens. Pass one for each."
+                f"tokens has {len(tokens)} texts, but inputs has {length} tokens. Pass one each."
             )
         if places is None:
             return list(tokens), ids

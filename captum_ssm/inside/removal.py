@@ -1,4 +1,4 @@
-"""Runs of a model without a feature, and the accuracy of a graph's estimates of them."""
+"""Run a model without some nodes of a graph, and compare with the graph's estimates."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..tracing import find_model
 from ..tracing.hooks import hooked
 from .graph import Graph, Node
 
-#: Kinds of nodes whose estimated effect is compared with the true one: errors are mixtures.
+#: Kinds of nodes whose estimated effect is compared with the true effect.
 _COMPARED = ("feature", "direction", "whole")
 
 
 @contextmanager
 def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[None]:
-    """Run a model without the parts of activations that some nodes of a graph add.
+    """Subtract the vectors of some nodes of a graph from activations while a model runs.
 
-    Their values in the graph's run are subtracted from the activations; all else runs on. It is a
-    true intervention, for an input of as many tokens.
+    The vectors have their values from the graph's run. All later modules run as usual, so this is
+    an intervention, not an estimate. The input must have as many tokens as the graph's input.
 
     Args:
         model: the model.
-        graph: the graph.
-        nodes: some of its features, directions, whole activations or errors.
+        graph: the graph of the nodes.
+        nodes: features, directions, whole activations or errors of the graph.
 
     Raises:
-        OptionError: for a node outside the graph, without a part to subtract, or of a head; cut
+        OptionError: for a node outside the graph, a token, constants, the target, or a head. Cut
             heads with :func:`~captum_ssm.knock_out`.
-        LayerError: when a layer's output has another shape than in the graph's run.
+        LayerError: when the shape of a layer's output differs from the graph's run.
 
     Example:
         >>> import torch
@@ -60,8 +60,9 @@ def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[N
         written = graph.writes[number[id(node)]] if id(node) in number else None
         if written is None or node.position is None or node.layer.endswith(".heads"):
             raise OptionError(
-                f"nodes has {node}, which cannot be taken off a layer's output. Pass features, "
-                "directions, whole activations or errors of this graph; for heads use knock_out."
+                f"nodes has {node}, which cannot be subtracted from a layer's output. Pass "
+                "features, directions, whole activations or errors of this graph; for heads use "
+                "knock_out."
             )
         places[node.layer].append((node.position, written))
     with ExitStack() as stack:
@@ -82,17 +83,17 @@ def validate(
     contrast: Any = None,
     model: nn.Module | None = None,
 ) -> Truth:
-    """Remove the nodes of a graph one by one, and compare the true effects with the graph's.
+    """Remove the nodes of a graph one by one, and compare the true effects with the estimates.
 
     Args:
-        graph: made of the same arguments, pruned or not.
+        graph: the graph of the same model, inputs and target, pruned or not.
         forward_func, inputs, target, additional_forward_args, contrast, model: as in
             :func:`~captum_ssm.attribution_graph`, with the same defaults. For ``contrast="all"`` or
-            ``"others"`` the true effect is on the log-probability or the log-odds themselves.
+            ``"others"`` the true effect is the change of the log-probability or the log-odds.
 
     Returns:
-        Both numbers for every feature, direction and whole activation that is not a head's, with
-        their correlation and how often their signs agree.
+        The estimated and true effects of every feature, direction and whole activation except
+        heads, with the correlation of the two and the share of equal signs.
     """
     tensor, _ = single_input(inputs)
     additional = as_tuple(additional_forward_args)
@@ -110,12 +111,12 @@ def validate(
     before = number()
     true = torch.tensor([before - number(node) for node in nodes], dtype=torch.double)
     rounding = 4 * torch.finfo(torch.float32).eps * abs(before)
-    examples = [0] * len(nodes)  # a graph is of one example
+    examples = [0] * len(nodes)  # a graph describes one example
     return Truth(nodes, examples, estimated, true, rounding)
 
 
 def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
-    """Return a forward hook that subtracts parts, (position, (W,)) each, from a layer's output."""
+    """Return a forward hook that subtracts (position, vector (W,)) pairs from an output."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         several = isinstance(output, tuple | list)
@@ -128,8 +129,8 @@ def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[...
         fits = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in changed)
         if not fits:
             raise LayerError(
-                f"layer {layer!r} does not return {width} features of each token, as in the "
-                f"graph's run. Run the model on an input of as many tokens."
+                f"layer {layer!r} does not return {width} features for each token, as in the run "
+                "of the graph. Run the model on an input with as many tokens as the graph's input."
             )
         new = {id(x): x.clone() for x in changed}
         for position, written in parts:

@@ -1,7 +1,6 @@
-"""Graphs as files that other programs read.
+"""Write graphs to files for other programs.
 
-The JSON is circuit-tracer's, whose viewer shows it; GraphML is read by networkx, Gephi, Cytoscape
-and yEd.
+The JSON format is for circuit-tracer's viewer, and GraphML for networkx, Gephi, Cytoscape and yEd.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from ..errors import DataError, NonFiniteError, OptionError
 if TYPE_CHECKING:
     from .graph import Graph
 
-#: Lists the graphs of a folder, for the viewer.
+#: Name of the file that lists the graphs of a folder for the viewer.
 LISTING = "graph-metadata.json"
 
-#: Where the viewer looks for examples of features: a local path without any.  Under any other name
-#: it would ask a public hub, and might show another model's.
+#: The path at which the viewer looks for examples of features. At this local path there are none.
+#: For a different name the viewer would load examples from a public hub, perhaps of a different
+#: model.
 _SCAN = "./captum_ssm"
 _VERSION = 1
 
-#: The viewer's name of each kind.  It has no constants, which show their label.
+#: The viewer's name for each kind of node. The viewer has no name for constants and shows a label.
 _FEATURE_TYPES = {
     "token": "embedding",
     "feature": "cross layer transcoder",
@@ -44,17 +44,19 @@ _FEATURE_TYPES = {
 def to_json(graph: Graph, path: str | Path) -> None:
     """Write a graph as circuit-tracer does, and list it in ``graph-metadata.json`` beside it.
 
-    ``circuit-tracer start-server --graph_file_dir FOLDER`` shows it. There, a node's influence is
-    the cumulative share of it and all stronger nodes, so the slider hides the weakest first.
+    ``circuit-tracer start-server --graph_file_dir FOLDER`` shows the graph. In the file, a node's
+    influence is the cumulative share of this node and all stronger nodes, so that the viewer's
+    slider hides the weakest nodes first.
 
     Args:
         graph: the graph.
-        path: the file, ending in ``.json``; overwritten. Its folder is created.
+        path: the name of the file, which ends in ``.json``. An existing file is overwritten, and a
+            missing folder is created.
 
     Raises:
-        OptionError: when the path does not end so, or names the list.
+        OptionError: when the path does not end in ``.json``, or is ``graph-metadata.json``.
         NonFiniteError: when a number is NaN or infinite.
-        DataError: when there is a ``graph-metadata.json`` that lists no graphs.
+        DataError: when an existing ``graph-metadata.json`` contains no list of graphs.
         WriteError: when a file cannot be written.
 
     Example:
@@ -73,7 +75,9 @@ def to_json(graph: Graph, path: str | Path) -> None:
     """
     path = Path(path)
     if path.suffix != ".json" or path.name == LISTING:
-        raise OptionError(f"path={str(path)!r}: name a file that ends in .json, not {LISTING}.")
+        raise OptionError(
+            f"path={str(path)!r} is not accepted. Pass a name that ends in .json, not {LISTING}."
+        )
     _refuse_non_finite(graph)
     make_folder(path.parent)
     metadata = {
@@ -90,7 +94,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
     nodes = _json_nodes(graph)
     content = {
         "metadata": metadata,
-        # The viewer opens nothing at first.
+        # The viewer starts without a selection.
         "qParams": {
             "pinnedIds": [],
             "supernodes": [],
@@ -109,25 +113,25 @@ def to_json(graph: Graph, path: str | Path) -> None:
 
 
 def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the list's content with the graph added, in place of one of the same name."""
+    """Return the list of graphs with this graph added, which replaces a graph of the same name."""
     try:
         found = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
         others = [graph for graph in found["graphs"] if graph["slug"] != metadata["slug"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} does not list graphs ({type(error).__name__}: {error}). Write to another "
-            "folder, or remove it."
+            f"{path} contains no list of graphs ({type(error).__name__}: {error}). Write to a "
+            "different folder, or remove the file."
         ) from None
     return {**found, "graphs": [*others, metadata]}
 
 
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
-    """Return the nodes with the names, numbers and ids by which the viewer finds them."""
+    """Return the nodes as dicts with the names, numbers and ids that the viewer expects."""
     probability = graph.scores.get("probability")
     nodes = []
     for node, influence in zip(graph.nodes, _cumulative_shares(graph), strict=True):
         number = 0 if node.index is None else node.index
-        # Constants and the target have no token: they are drawn at the two ends.
+        # Constants have no token: they are drawn at the start, a target without a token at the end.
         last = len(graph.tokens) - 1 if node.kind == "target" else 0
         position = last if node.position is None else node.position
         layer, feature, clerp = str(node.depth - 1), -1, node.label or node.layer
@@ -144,7 +148,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         elif node.kind == "target":
             layer, feature = str(node.depth), number
             node_id, js_id = f"{layer}_{number}_{position}", f"L_{number}-{position}"
-            # The viewer reads the word between the quotation marks and the number behind "(p=".
+            # The viewer parses the word in quotation marks and the number after "(p=".
             known = "?" if probability is None else f"{probability:.3f}"
             clerp = f'Output "{node.label}" (p={known})'
         of_target = node.kind == "target"
@@ -169,12 +173,12 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
 
 
 def _pair(x: int, y: int) -> int:
-    """Return one number for two, by Cantor's pairing, which the viewer inverts."""
+    """Combine two numbers into one with Cantor's pairing function, which the viewer inverts."""
     return (x + y) * (x + y + 1) // 2 + y
 
 
 def _cumulative_shares(graph: Graph) -> list[float | None]:
-    """Return each node's share of all influence with all stronger nodes; None for targets."""
+    """Return the share of influence of each node and all stronger nodes; None for the target."""
     shares: list[float | None] = [None] * len(graph.nodes)
     counted = [i for i, node in enumerate(graph.nodes) if node.kind != "target"]
     total = sum(graph.nodes[i].influence for i in counted) or 1.0
@@ -198,19 +202,20 @@ _NODE_KEYS = {
     "influence": "double",
     "label": "string",
 }
-#: Characters that XML cannot hold, and a carriage return, which it does not keep.
+#: Characters that XML does not allow, and carriage returns, which XML parsers change.
 _UNWRITABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_graphml(graph: Graph, path: str | Path) -> None:
-    """Write a graph as GraphML: directed, with all attributes of nodes, and edges' weights.
+    """Write a graph as directed GraphML, with all attributes of nodes and the weights of edges.
 
-    The graph's attribute ``tokens`` holds the texts of the tokens, a list in JSON, beside its
-    scores. A character that XML cannot hold is written as its number: ``\\\\x00``.
+    The graph's attributes are its scores and ``tokens``, a JSON list of the tokens' texts. A
+    character that XML does not allow is written as its code, such as ``\\\\x00``.
 
     Args:
         graph: the graph.
-        path: the file; overwritten. Its folder is created.
+        path: the name of the file. An existing file is overwritten, and a missing folder is
+            created.
 
     Raises:
         NonFiniteError: when a number is NaN or infinite.
@@ -265,11 +270,11 @@ def _hold(element: ElementTree.Element, of: str, values: dict[str, Any]) -> None
             held.text = _UNWRITABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
 
 
-# --- of both -------------------------------------------------------------------------------------
+# --- both formats --------------------------------------------------------------------------------
 
 
 def _links(graph: Graph) -> list[tuple[int, int, float]]:
-    """Return the edges that are not 0: target, source, weight."""
+    """Return target, source and weight of each edge that is not 0."""
     targets, sources = graph.edges.nonzero(as_tuple=True)
     weights = graph.edges[targets, sources].tolist()
     return list(zip(targets.tolist(), sources.tolist(), weights, strict=True))
@@ -278,9 +283,11 @@ def _links(graph: Graph) -> list[tuple[int, int, float]]:
 def _refuse_non_finite(graph: Graph) -> None:
     for node in graph.nodes:
         if not (math.isfinite(node.activation) and math.isfinite(node.influence)):
-            raise NonFiniteError(f"graph has a node that is not finite: {node}.")
+            raise NonFiniteError(
+                f"graph has a node that is not finite: {node}. Explain a finite output."
+            )
     if not bool(graph.edges.isfinite().all()):
-        raise NonFiniteError("graph has edges that are NaN or infinite.")
+        raise NonFiniteError("graph has edges that are NaN or infinite. Explain a finite output.")
     for name, score in graph.scores.items():
         if not math.isfinite(score):
-            raise NonFiniteError(f"graph has the score {name!r} = {score}.")
+            raise NonFiniteError(f"graph has the score {name!r} = {score}. Pass finite scores.")

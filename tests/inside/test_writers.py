@@ -131,7 +131,7 @@ def test_a_list_of_something_else_is_left_alone(graph: Graph, tmp_path: Path) ->
     other = tmp_path / "graph-metadata.json"
     for held in ("[]", "{}", "{", '{"graphs": [1]}', '{"graphs": [{}]}'):
         other.write_text(held, "utf-8")
-        with pytest.raises(DataError, match=r"graph-metadata\.json does not list graphs"):
+        with pytest.raises(DataError, match=r"graph-metadata\.json contains no list of graphs"):
             to_json(graph, tmp_path / "lamp.json")
         assert other.read_text("utf-8") == held and not (tmp_path / "lamp.json").exists()
 
