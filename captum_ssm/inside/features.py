@@ -113,8 +113,8 @@ def tokens_of(met: Met, site: Site) -> Tensor:
     value = met.value.detach()
     if value.dim() < 3 or len(value) != 1:
         raise OptionError(
-            f"nodes names {site.name!r}, whose activation has the shape {tuple(value.shape)}; "
-            "a graph needs one example with tokens, (1, L, E). Pass a layer with such an activation."
+            f"nodes names {site.name!r}, whose activation has the shape {tuple(value.shape)}; a "
+            "graph needs one example with tokens, (1, L, E). Pass a layer with tokens."
         )
     return value[0].flatten(1)
 

@@ -142,7 +142,7 @@ class Graph(Result):
         """
         if start is not None and not -len(self.tokens) <= start < len(self.tokens):
             raise OptionError(
-                f"start={start} is not a position of the {len(self.tokens)} tokens. Pass one, or None."
+                f"start={start} is not one of {len(self.tokens)} positions. Pass one, or None."
             )
         weights, _ = influences(self.edges, _has_influence(self.nodes))
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)

@@ -209,11 +209,11 @@ def test_earlier_versions_keep_everything_in_one_list(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "temporal"}, r"architecture = 'temporal'; one of \('standard'"),
-    ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'.* Fold"),
+    ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'.* Multiply"),
     ({"normalize_activations": True, "metadata": None}, "normalize_activations = True"),
     ({"reshape_activations": "hook_z"}, "reshape_activations = 'hook_z'"),
     ({"metadata": {"hook_name": "blocks.3.attn.hook_z"}}, "reshape_activations = 'hook_z'"),
-    ({"metadata": {"hook_head_index": 2}}, "hook_head_index = 2; None is.* single heads"),
+    ({"metadata": {"hook_head_index": 2}}, "hook_head_index = 2; None is.* single head"),
     ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor = True"),
     ({"activation_fn": "tanh-relu"}, "activation_fn = 'tanh-relu'; 'relu' is accepted"),
     ({"dtype": "int8"}, "dtype = 'int8'; one of"),
@@ -247,5 +247,5 @@ def test_broken_folders(tmp_path: Path) -> None:
     with pytest.raises(DataNotFoundError, match=r"sae_weights\.safetensors does not exist"):
         SparseAutoencoder.load(tmp_path)
     (tmp_path / "cfg.json").write_text("[]", "utf-8")
-    with pytest.raises(CheckpointError, match="holds a list, not settings"):
+    with pytest.raises(CheckpointError, match=r"contains a list\. Pass a folder with"):
         SparseAutoencoder.load(tmp_path)

@@ -171,9 +171,7 @@ def test_several_tensors() -> None:
     neuron = NeuronLatimFlow(model, "blocks.1")
     found = neuron.attribute(ids, lambda both: both[0][:, 7, 2])
     assert close(found, NeuronLatimFlow(model, "blocks.1.mixer").attribute(ids, (7, 2)), 1e-4)
-    with pytest.raises(
-        TargetError, match=r"several tensors\. Pass a function that takes all of them"
-    ):
+    with pytest.raises(TargetError, match=r"several tensors\. Pass a function that"):
         neuron.attribute(ids, (7, 2))
 
 
