@@ -1,6 +1,6 @@
-"""Measures of explanations: pure functions over tensors, and classes that gather batches.
+"""Measures of explanations: functions of tensors, and classes that collect batches.
 
-Tables and figures are from three papers. HA is `The Hidden Attention of Mamba Models
+Docstrings refer to tables and figures of three papers. HA is `The Hidden Attention of Mamba Models
 <https://arxiv.org/abs/2403.01590>`_. UN is `Explaining Modern Gated-Linear RNNs via a Unified
 Implicit Attention Formulation <https://arxiv.org/abs/2405.16504>`_. LATIM is `LaTIM: Measuring
 Latent Token-to-Token Interactions in Mamba Models <https://arxiv.org/abs/2502.15612>`_.

@@ -1,13 +1,13 @@
-"""Word alignment: do translated words come from the words they translate (LATIM, table 3)?
+"""Measure how well maps link translated words to their source words (LATIM, table 3).
 
 ::
 
     AER = 1 - (|A & S| + |A & P|) / (|A| + |S|)
 
-for predicted links A, sure links S and possible links P, of which S is a part (Och and Ney 2003).
-Published rates are of the links of all sentences together.
+for predicted links A, sure links S and possible links P, which include S (Och and Ney 2003).
+Published rates are computed from the links of all sentences together.
 
-Shapes: B sentences, T target words, S source words of the longest.
+Shapes: B sentences; T and S are the largest numbers of target and source words.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .sample import Interval, Sample
 
 
 def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return links from each target word to its most relevant source word, (B, T, S) of booleans.
+    """Return links from each target word to the most relevant source word, booleans (B, T, S).
 
-    If several are equally relevant, all are linked: a constant row is penalized.
+    If several source words are equally relevant, all are linked, so a constant row has many links.
 
     Args:
         maps: relevance of source words for target words, (B, T, S).
-        mask: pairs of real words, (B, T, S). Default: None, all.
+        mask: True for pairs of real words, (B, T, S). Default: None, all.
 
     Returns:
-        (B, T, S); a target word without a real source word has no link.
+        Booleans (B, T, S); a target word without a real source word has no link.
 
     Raises:
-        InputError: when maps is not (B, T, S), or mask is not of its shape.
-        NonFiniteError: when maps holds NaN or infinity at a pair of real words.
+        InputError: when maps is not (B, T, S), or the shapes of mask and maps differ.
+        NonFiniteError: when maps contains NaN or infinity at a pair of real words.
 
     Example:
         >>> import torch
@@ -54,23 +54,24 @@ def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
 def words_of_tokens(
     maps: Tensor, target_words: Sequence[int], source_words: Sequence[int]
 ) -> Tensor:
-    """Return a map over words from a map over tokens: sums over source, means over target tokens.
+    """Convert a map over tokens to a map over words (Ferrando et al. 2022).
 
-    A source word's relevance is the sum over its tokens, a target word's row the mean over its
-    tokens (Ferrando et al. 2022)::
+    The relevance of a source word is the sum over its tokens, and the row of a target word is the
+    mean over its tokens::
 
         words[t, s] = mean over the tokens i of t of the sum over the tokens j of s of maps[i, j]
 
     Args:
-        maps: (..., T', S') over tokens.
-        target_words: the word, from 0, that each target token is a part of; -1 for none.
-        source_words: the word of each source token, from 0; -1 for none.
+        maps: relevance of source tokens for target tokens, (..., T', S').
+        target_words: for each target token, the index of its word, or -1 if it belongs to no word.
+        source_words: for each source token, the index of its word, or -1 if it belongs to no word.
 
     Returns:
-        (..., T, S); words without a token are rows or columns of 0.
+        A map over words, (..., T, S). Rows and columns of words without a token are 0.
 
     Raises:
-        InputError: when there is not one word per token, or a word is not an integer from -1.
+        InputError: when the number of indices and tokens differs, or an index is not an integer of
+            at least -1.
 
     Example:
         >>> import torch
@@ -82,8 +83,8 @@ def words_of_tokens(
     scores = as_scores(maps, "maps")
     if scores.shape[-2:] != (len(target_words), len(source_words)):
         raise InputError(
-            f"maps has shape {tuple(scores.shape)}, but target_words names {len(target_words)} and "
-            f"source_words {len(source_words)} tokens."
+            f"maps has shape {tuple(scores.shape)}, but target_words has {len(target_words)} and "
+            f"source_words {len(source_words)} entries. Pass one entry per token."
         )
     rows = _membership(target_words, "target_words").to(scores)  # (T', T)
     columns = _membership(source_words, "source_words").to(scores)
@@ -91,13 +92,13 @@ def words_of_tokens(
 
 
 class LinkCounts(NamedTuple):
-    """The counts of an alignment error rate, one number per sentence, (B,).
+    """The counts from which an alignment error rate is computed, for each sentence (B,).
 
     Attributes:
-        predicted: ``|A|``.
-        sure: ``|S|``.
-        hit_sure: ``|A & S|``.
-        hit_possible: ``|A & P|``.
+        predicted: ``|A|``, the number of predicted links.
+        sure: ``|S|``, the number of sure links.
+        hit_sure: ``|A & S|``, the number of predicted links that are sure.
+        hit_possible: ``|A & P|``, the number of predicted links that are possible.
     """
 
     predicted: Tensor
@@ -107,16 +108,16 @@ class LinkCounts(NamedTuple):
 
 
 def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None) -> LinkCounts:
-    """Count predicted and gold links.
+    """Count predicted links, sure links, and predicted links that are right.
 
     Args:
-        predicted: links (B, T, S) of booleans, as of :func:`best_links`.
+        predicted: predicted links, booleans (B, T, S), for example from :func:`best_links`.
         sure: sure gold links, (B, T, S).
-        possible: possible gold links, (B, T, S); sure links are possible even if not marked.
-            Default: None, the sure links alone.
+        possible: possible gold links, (B, T, S); sure links always count as possible. Default:
+            None, only the sure links.
 
     Returns:
-        :class:`LinkCounts`, (B,) each.
+        :class:`LinkCounts`, with tensors (B,).
 
     Raises:
         InputError: when the shapes differ, or an entry is neither 0 nor 1.
@@ -131,7 +132,7 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
     """
     given = as_flags(predicted, predicted, "predicted")
     if given.dim() != 3:
-        raise InputError(f"predicted has shape {tuple(given.shape)}; (B, T, S) is needed.")
+        raise InputError(f"predicted has shape {tuple(given.shape)}. Pass a tensor (B, T, S).")
     certain = as_flags(sure, given, "sure")
     allowed = certain if possible is None else certain | as_flags(possible, given, "possible")
     parts = (given, certain, given & certain, given & allowed)
@@ -139,10 +140,10 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
 
 
 class Alignment(NamedTuple):
-    """Rates of an alignment.
+    """The alignment error rate, precision and recall of links.
 
     Attributes:
-        error_rate: AER; NaN if there are neither predicted nor sure links.
+        error_rate: the alignment error rate (AER); NaN if there are no predicted and no sure links.
         precision: ``|A & P| / |A|``; NaN without predicted links.
         recall: ``|A & S| / |S|``; NaN without sure links.
     """
@@ -153,7 +154,7 @@ class Alignment(NamedTuple):
 
 
 def alignment_rates(counts: LinkCounts) -> Alignment:
-    """Return the rates of each sentence, (B,), or of sums over sentences.
+    """Compute alignment error rate, precision and recall from counts.
 
     ::
 
@@ -162,10 +163,11 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
         recall    = |A & S| / |S|
 
     Args:
-        counts: as of :func:`link_counts`, each of one shape (...).
+        counts: the result of :func:`link_counts`, or sums of it over sentences; tensors of one
+            shape (...).
 
     Returns:
-        :class:`Alignment`, (...) each, float64.
+        :class:`Alignment`, with float64 tensors (...).
 
     Example:
         >>> import torch
@@ -180,19 +182,19 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
 def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the share of target words whose most relevant source word is linked to them, (B,).
 
-    A word whose best sources are tied counts by the share of them that are linked.
+    If several source words are equally relevant, the share of them with a gold link counts.
 
     Args:
-        maps: (B, T, S).
-        gold: links that count as right, (B, T, S).
-        mask: pairs of real words, (B, T, S). Default: None, all.
+        maps: relevance of source words for target words, (B, T, S).
+        gold: the right links, (B, T, S).
+        mask: True for pairs of real words, (B, T, S). Default: None, all.
 
     Returns:
-        (B,); words without a gold link do not count; NaN for a sentence without a gold link.
+        Shares (B,) of the target words with a gold link; NaN for a sentence without a gold link.
 
     Raises:
-        InputError: when the shapes differ, or gold holds something but 0 and 1.
-        NonFiniteError: when maps holds NaN or infinity at a pair of real words.
+        InputError: when the shapes differ, or gold has an entry other than 0 and 1.
+        NonFiniteError: when maps contains NaN or infinity at a pair of real words.
 
     Example:
         >>> import torch
@@ -209,7 +211,7 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
 
 
 class AlignmentScores:
-    """Gathers :class:`Alignment` over batches of sentences, as rates of all links together.
+    """Compute :class:`Alignment` for the links of all sentences in several batches.
 
     Raises:
         InputError: when rates are read before the first sentence.
@@ -228,7 +230,7 @@ class AlignmentScores:
         self._sample = Sample(_sample_rates)
 
     def update(self, predicted: Tensor, sure: Tensor, possible: Tensor | None = None) -> None:
-        """Add sentences; see :func:`link_counts`."""
+        """Add a batch of sentences; see :func:`link_counts` for the arguments."""
         self._sample.update(torch.stack(link_counts(predicted, sure, possible), -1))
 
     def merge(self, other: AlignmentScores) -> None:
@@ -236,23 +238,24 @@ class AlignmentScores:
         self._sample.merge(other._sample)
 
     def compute(self) -> Alignment:
-        """Return the rates of all sentences, each a tensor without dimensions."""
+        """Return the rates for the links of all sentences, as tensors without dimensions."""
         return Alignment(*self._sample.value().unbind(-1))
 
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return bounds of the rates, as :meth:`~captum_ssm.metrics.Sample.interval`."""
+        """Return confidence bounds, see :meth:`~captum_ssm.metrics.Sample.interval`."""
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
 def best_layer(rates: Sequence[float]) -> int:
     """Return the index of the layer with the lowest error rate, the first of equal layers.
 
-    The paper's table takes the best layer on the test data; choose it on other data to claim more.
+    The paper's table uses the best layer on the test data. Choose the layer on different data to
+    avoid this bias.
 
     Args:
-        rates: the error rate of each layer, NaN for none.
+        rates: the error rate of each layer, or NaN if it is undefined.
 
     Returns:
         The layer's index.
@@ -267,25 +270,25 @@ def best_layer(rates: Sequence[float]) -> int:
     """
     known = [(float(rate), layer) for layer, rate in enumerate(rates) if float(rate) == float(rate)]
     if not known:
-        raise InputError(f"rates={list(rates)!r}: there is no rate to choose from.")
+        raise InputError(f"rates={list(rates)!r} has no defined rate. Pass at least one number.")
     return min(known)[1]
 
 
 def _rates(counts: Tensor) -> Tensor:
-    """Return alignment error rate, precision and recall (..., 3) of counts (..., 4)."""
+    """Compute alignment error rate, precision and recall (..., 3) from counts (..., 4)."""
     predicted, sure, hit_sure, hit_possible = counts.unbind(-1)
     error = 1 - (hit_sure + hit_possible) / (predicted + sure)
     return torch.stack([error, hit_possible / predicted, hit_sure / sure], -1)
 
 
 def _sample_rates(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the three rates of counts that are summed over sentences."""
+    """Compute the rates from sums over sentences; a statistic of :class:`Sample`."""
     return _rates(sums)
 
 
 def _membership(words: Sequence[int], name: str) -> Tensor:
-    """Return a matrix (tokens, words), 1 at the word of each token and else 0."""
+    """Return a matrix (tokens, words) that is 1 at the word of each token and 0 elsewhere."""
     index = torch.as_tensor(words)
     if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < -1:
-        raise InputError(f"{name}={list(words)!r}: pass a word from 0, or -1, for each token.")
+        raise InputError(f"{name}={list(words)!r}: pass a word's index, or -1, for each token.")
     return (index[:, None] == torch.arange(int(index.max()) + 1)).float()

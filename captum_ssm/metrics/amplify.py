@@ -1,8 +1,8 @@
-"""AMPLIFY: few-shot prompts whose examples name important words (HA table 7, UN table 5).
+"""AMPLIFY: few-shot prompts that list important words of each example (HA table 7, UN table 5).
 
-Krishna et al. (2023) take the training examples with the most confident errors. A small proxy
-model's attribution names words for the right label, which sentences put between each example and
-its label.
+Krishna et al. (2023) use the training examples with the most confident errors of a small proxy
+model. Attribution on the proxy model finds important words for the right label. A sentence with
+these words is inserted between each example and its label.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Demonstration:
     """One example of a few-shot prompt.
 
     Attributes:
-        text: the question.
-        words: the words of the rationale.
-        label: the right answer.
+        text: the question of the example.
+        words: the important words, which the rationale lists.
+        label: the right answer to the question.
 
     Example:
         >>> from captum_ssm.metrics import Demonstration
@@ -39,7 +39,7 @@ class Demonstration:
 
     @property
     def rationale(self) -> str:
-        """The sentence that names the words."""
+        """The sentence that lists the important words."""
         return (
             f"The key words: {', '.join(self.words)} are crucial clues for predicting {self.label} "
             "as the correct answer."
@@ -47,22 +47,22 @@ class Demonstration:
 
 
 def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor) -> Tensor:
-    """Return the probability of the best wrong class less the right one's, (B,).
+    """Return the probability of the best wrong class minus that of the right class, (B,).
 
     ::
 
-        max over k != y of p[k], less p[y],    p = softmax(logits)
+        max over k != y of p[k], minus p[y],    p = softmax(logits)
 
     Args:
-        logits: (B, K), of two classes or more.
+        logits: logits of at least two classes, (B, K).
         labels: the right class y of each example, (B,).
 
     Returns:
-        (B,), from -1 to 1, above 0 if the example is misclassified.
+        Differences (B,) from -1 to 1, above 0 if the example is misclassified.
 
     Raises:
-        InputError: when there is one class alone.
-        TargetError: when labels are not classes, or not one for each example.
+        InputError: when there is only one class.
+        TargetError: when labels are not class indices, or not one for each example.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
     """
     scores = as_scores(logits, "logits", dims=2).double()
     if scores.shape[1] < 2:
-        raise InputError(f"logits has shape {tuple(scores.shape)}; one class leaves none wrong.")
+        raise InputError(f"logits has shape {tuple(scores.shape)}. Pass two or more classes.")
     right = class_targets(labels, scores)[:, None]
     chances = scores.softmax(-1)
     wrong = chances.scatter(-1, right, -1).amax(-1)
@@ -81,14 +81,15 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
 
 
 def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Return the examples of the highest :func:`misclassification_confidence`, (count,).
+    """Return the indices of the examples with the most confident errors, (count,).
 
     Args:
         logits, labels: as in :func:`misclassification_confidence`.
-        count: the number of examples; equally confident ones keep their order.
+        count: the number of examples to return.
 
     Returns:
-        Indices of examples, (count,).
+        Indices of the examples with the highest :func:`misclassification_confidence`; the order of
+        equal examples does not change.
 
     Raises:
         InputError: when there are fewer examples than ``count``.
@@ -103,23 +104,23 @@ def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int)
     check_positive(count, "count")
     confidence = misclassification_confidence(logits, labels)
     if count > len(confidence):
-        raise InputError(f"count={count}, but there are {len(confidence)} examples.")
+        raise InputError(f"count={count}, but logits has {len(confidence)}. Pass at most that.")
     return confidence.argsort(descending=True, stable=True)[:count]
 
 
 def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[str, ...]:
-    """Return the most relevant words, each once, the most relevant first.
+    """Return the most relevant words without repetition, starting with the most relevant word.
 
     Args:
         words: the words of a text.
-        relevance: one number per word, (n,).
+        relevance: the relevance of each word, (n,).
         count: the number of words; all distinct words if there are fewer. Default: 5.
 
     Returns:
-        The words.
+        The most relevant words.
 
     Raises:
-        InputError: when words and relevance are not equally many.
+        InputError: when the numbers of words and of entries of relevance differ.
 
     Example:
         >>> import torch
@@ -130,17 +131,17 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
     check_positive(count, "count")
     scores = as_scores(relevance, "relevance", dims=1)
     if len(words) != len(scores):
-        raise InputError(f"There are {len(words)} words, but relevance has {len(scores)} numbers.")
+        raise InputError(f"words has {len(words)}, relevance {len(scores)} entries. Pass one each.")
     order = torch.argsort(scores, descending=True, stable=True).tolist()
     return tuple(list(dict.fromkeys(words[i] for i in order))[:count])
 
 
 def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> str:
-    """Return the demonstrations, each with its rationale and answer, then the open question.
+    """Return a prompt of demonstrations with rationales and answers, and a question.
 
     Args:
-        demonstrations: one or more.
-        question: the question.
+        demonstrations: one or more examples with answers.
+        question: the question to answer.
 
     Returns:
         The prompt, which ends in ``Answer:``.
@@ -159,6 +160,6 @@ def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> st
         Answer:
     """
     if not demonstrations:
-        raise InputError("demonstrations is empty: a few-shot prompt shows at least one.")
+        raise InputError("demonstrations is empty. Pass at least one Demonstration.")
     shown = [f"{d.text}\n{d.rationale}\nAnswer: {d.label}" for d in demonstrations]
     return "\n\n".join([*shown, f"{question}\nAnswer:"])

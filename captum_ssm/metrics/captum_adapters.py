@@ -1,9 +1,9 @@
-"""Captum's infidelity and sensitivity_max for sequences, by changes of whole tokens.
+"""Captum's infidelity and sensitivity_max for sequences, with changes of whole tokens.
 
-Captum's own perturbations add noise to numbers. Token ids cannot change a little, and noise on
-padding would count against a method that rightly ignores it. These adapters remove, replace or
-perturb real tokens only. They take token ids and embeddings, and attributions of Captum and of this
-package.
+Captum's perturbations add noise to numbers. But noise cannot be added to token ids, and with noise
+on padding, a method that ignores padding would get a worse score. These functions remove, replace
+or perturb only unpadded tokens. They accept token ids and embeddings, and methods of Captum and of
+this package.
 
 Shapes: B examples, L tokens, E width; R = B times the draws for each example.
 """
@@ -43,33 +43,37 @@ def token_infidelity(
 ) -> Tensor:
     """Measure infidelity under the removal of random tokens (Yeh et al. 2019), (B,).
 
-    The expected square of the relevance of removed tokens less the target's loss::
+    Infidelity is the expected squared difference between the relevance of the removed tokens and
+    the decrease of the target::
 
         E over draws I of (sum over i in I of r[i]  -  (f(x) - f(x without I)))^2
 
-    Relevance must be in the output's units to score well, unless it is normalized.
+    For a low value, relevance must have the units of the output, unless ``normalize`` is True.
 
     Args:
-        method: an attribution, whose forward_func is the function explained.
+        method: an attribution method; its ``forward_func`` is the explained function.
         inputs: token ids (B, L) or embeddings (B, L, E).
-        target: in Captum's forms. Default: None.
+        target: the target, in all forms that Captum accepts. Default: None.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         fill: the replacement of removed tokens: an id, or for embeddings a number or vector (E,).
-        attributions: the method's attributions of inputs, of their shape. Default: None, computed.
-        mask: tokens that may be removed, (B, L), such as an attention mask. Default: None, all.
-        share: the share of an example's tokens that each draw removes, at least one. Default: 0.25.
-        samples: draws for each example. Default: 10.
-        normalize: scale relevance by the factor that fits best, see Captum. Default: False.
-        seed: of the draws. Default: 0.
-        internal_batch_size: run at most so many changed inputs at a time, B or more. Default: None.
+        attributions: the method's attributions, in the inputs' shape. Default: None, computed with
+            ``method``.
+        mask: True for tokens that may be removed, (B, L), such as an attention mask. Default: None,
+            all.
+        share: the share of an example's tokens that is removed in each draw; at least one token.
+            Default: 0.25.
+        samples: the number of draws for each example. Default: 10.
+        normalize: multiply relevance by the factor that fits best, as in Captum. Default: False.
+        seed: the seed of the random draws. Default: 0.
+        internal_batch_size: the largest number of changed inputs per run, B or more. Default: None.
         options: further arguments of ``attribute``. Default: None.
 
     Returns:
-        (B,); 0 is best.
+        The infidelity of each example, (B,); 0 is best.
 
     Raises:
-        InputError: when inputs are not a sequence, attributions differ in shape, or mask leaves an
-            example without a token to remove.
+        InputError: when inputs are not a sequence, the shapes of attributions and inputs differ, or
+            mask is False for all tokens of an example.
         OptionError: when share, samples, fill or internal_batch_size is not accepted.
 
     Example:
@@ -97,8 +101,8 @@ def token_infidelity(
     found = as_scores(single_input(attributions, "attributions")[0], "attributions")
     if found.shape != tensor.shape:
         raise InputError(
-            f"attributions has shape {tuple(found.shape)}, inputs {tuple(tensor.shape)}: they must "
-            "be the same, so leave per_token=False."
+            f"attributions has shape {tuple(found.shape)}, but inputs has {tuple(tensor.shape)}. "
+            "Pass attributions of the same shape, computed with per_token=False."
         )
 
     def remove(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,33 +140,35 @@ def token_sensitivity(
     internal_batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return the largest relative change of relevance under small changes of the input, (B,).
+    """Return the largest relative change of relevance for small changes of the input, (B,).
 
-    Uniform noise is added to embeddings (Yeh et al. 2019; Captum's sensitivity_max).  A share of
-    token ids is replaced by random ids::
+    For embeddings, uniform noise is added (Yeh et al. 2019; Captum's sensitivity_max). For token
+    ids, a share of them is replaced by random ids::
 
         max over draws x' of ||r(x') - r(x)|| / ||r(x)||
 
     Args:
         method, inputs, target, additional_forward_args: as in :func:`token_infidelity`, with the
             same defaults.
-        replacements: ids that may take a token's place, (n,). Default: None; token ids need it.
-        radius: largest noise on a feature of an embedding. Default: 0.02.
-        mask: tokens that may be changed, (B, L), such as an attention mask. Default: None, all.
-        share: of an example's token ids that each draw replaces, at least one. Default: 0.1.
-        samples: draws for each example. Default: 10.
-        seed: of the draws. Default: 0.
-        internal_batch_size: run at most so many changed inputs at a time, B or more. Default: None.
+        replacements: the ids from which random ids are drawn, (n,); required for token ids.
+            Default: None.
+        radius: the largest absolute value of the noise. Default: 0.02.
+        mask: True for tokens that may be changed, (B, L), such as an attention mask. Default: None,
+            all.
+        share: the share of an example's token ids that is replaced in each draw; at least one.
+            Default: 0.1.
+        samples: the number of draws for each example. Default: 10.
+        seed: the seed of the random draws. Default: 0.
+        internal_batch_size: the largest number of changed inputs per run, B or more. Default: None.
         options: further arguments of ``attribute``, the same for all examples. Default: None.
 
     Returns:
-        (B,); 0 if relevance does not change.
+        The largest relative changes (B,); 0 if relevance does not change.
 
     Raises:
-        InputError: when inputs are no sequence, or mask leaves an example without a token to
-            change.
-        OptionError: when radius, share, samples or internal_batch_size is not accepted, or token
-            ids come without replacements.
+        InputError: when inputs are not a sequence, or mask is False for all tokens of an example.
+        OptionError: when radius, share, samples or internal_batch_size is not accepted, or inputs
+            are token ids and replacements is None.
 
     Example:
         >>> import torch
@@ -203,7 +209,7 @@ def token_sensitivity(
 
 def _shaking(radius: float, generator: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
     if not radius > 0:
-        raise OptionError(f"radius={radius}: use a number above 0.")
+        raise OptionError(f"radius={radius} is not above 0. Pass a number above 0.")
 
     def shake(rows: Tensor, allowed: Tensor) -> Tensor:
         noise = (torch.rand(rows.shape, generator=generator) * 2 - 1) * radius
@@ -218,8 +224,8 @@ def _replacing(
     check_share(share)
     if replacements is None or replacements.dim() != 1 or not len(replacements):
         raise OptionError(
-            "replacements: token ids cannot be shaken; pass a tensor of ids that may take their "
-            "place, for example torch.arange(vocabulary_size)."
+            "replacements: noise cannot be added to token ids. Pass a tensor of ids (n,) that may "
+            "replace them, for example torch.arange(vocabulary_size)."
         )
 
     def replace(rows: Tensor, allowed: Tensor) -> Tensor:
@@ -231,7 +237,7 @@ def _replacing(
 
 
 def _scores_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Return a function of inputs whose output is the model's logits, as finite numbers."""
+    """Return a function that computes the model's logits and raises if they are not finite."""
 
     def scores(inputs: Tensor, *additional: Any) -> Tensor:
         output = logits_of(call_model(forward_func, inputs, as_tuple(additional)))
@@ -244,22 +250,22 @@ def _sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
     tensor, _ = single_input(inputs)
     if not is_sequence(tensor):
         raise InputError(
-            f"inputs has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; token ids (B, L) or "
-            "embeddings (B, L, E) are needed. For images use captum.metrics itself."
+            f"inputs has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass token ids "
+            "(B, L) or embeddings (B, L, E). For images use captum.metrics."
         )
     return tensor
 
 
 def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Return True for tokens that may be changed, (B, L)."""
+    """Return the mask of tokens that may be changed, (B, L), for ids or embeddings."""
     allowed = as_mask(mask, tensor if tensor.dim() == 2 else tensor[..., 0])
     if not bool(allowed.any(-1).all()):
-        raise InputError("mask leaves an example without any token that may be changed.")
+        raise InputError("mask is False for all tokens of an example. Set one or more to True.")
     return allowed
 
 
 def _repeated(mask: Tensor, rows: Tensor) -> Tensor:
-    """Return the mask (B, L) for rows (R, ...) in which Captum repeats each example in place."""
+    """Repeat each row of a mask (B, L) for rows (R, ...), as Captum repeats the examples."""
     return mask.repeat_interleave(len(rows) // len(mask), dim=0)
 
 
@@ -267,6 +273,6 @@ def _check(samples: int, internal_batch_size: int | None, batch: int) -> None:
     check_positive(samples, "samples")
     if internal_batch_size is not None and internal_batch_size < batch:
         raise OptionError(
-            f"internal_batch_size={internal_batch_size}: Captum runs the whole batch of {batch} "
-            "for each draw. Pass that or more, or a smaller batch."
+            f"internal_batch_size={internal_batch_size} is below the batch size {batch}, and "
+            "Captum runs the whole batch for each draw. Pass at least that, or fewer examples."
         )

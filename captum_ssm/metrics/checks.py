@@ -1,4 +1,4 @@
-"""Checks of the tensors that metrics take."""
+"""Check and convert the arguments of metrics."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..operators.kernels.arithmetic import where_double_is
 
 
 def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
-    """Return ``scores``, half precision converted to float32 and integers to float64.
+    """Return ``scores`` as float32 or float64, and raise if they are not finite real numbers.
 
     Args:
-        scores: finite numbers of any real dtype.
-        name: their name in errors.
+        scores: a tensor of any real dtype; half precision becomes float32, integers float64.
+        name: the name of the argument, for errors.
         dims: the required number of dimensions. Default: None, any number.
     """
     return _finite(_numbers(scores, name, dims), name)
@@ -25,14 +25,14 @@ def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
 def masked_scores(
     scores: Any, mask: Tensor | None, name: str, dims: int | None = None, *, features: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return scores as :func:`as_scores`, 0 where the mask is False, and the mask as booleans.
+    """Return scores like :func:`as_scores`, set to 0 where the mask is False, and the mask.
 
-    Scores that do not count, such as padding, may be NaN or infinite.
+    Scores where the mask is False, such as padding, may be NaN or infinite.
 
     Args:
         scores, name, dims: as in :func:`as_scores`.
-        mask: True for scores that count. Default: None, all.
-        features: whether the mask lacks the scores' last dimension. Default: False.
+        mask: True for scores that are used. Default: None, all.
+        features: whether scores have a last dimension that the mask does not have. Default: False.
     """
     found = _numbers(scores, name, dims)
     counts = as_mask(mask, found[..., 0] if features else found)
@@ -40,17 +40,17 @@ def masked_scores(
 
 
 def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
-    """Convert half precision to float32, integers to float64."""
+    """Return a tensor with half precision converted to float32 and integers to float64."""
     if not isinstance(scores, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(scores).__name__}.")
+        raise InputError(f"{name} is of type {type(scores).__name__}. Pass a tensor.")
     if scores.is_complex():
-        raise InputError(f"{name} is complex, so it has no order. Pass real numbers.")
+        raise InputError(f"{name} is complex and cannot be ranked. Pass real numbers.")
     if dims is not None and scores.dim() != dims:
         raise InputError(
-            f"{name} has shape {tuple(scores.shape)}; {dims} dimensions are needed, examples first."
+            f"{name} has shape {tuple(scores.shape)}. Pass {dims} dimensions, examples first."
         )
     if scores.numel() == 0:
-        raise InputError(f"{name} is empty: shape {tuple(scores.shape)}.")
+        raise InputError(f"{name} is empty: shape {tuple(scores.shape)}. Pass at least one number.")
     found = where_double_is(scores.detach())
     if not found.is_floating_point():
         return found.double()
@@ -58,39 +58,39 @@ def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
 
 
 def _finite(x: Tensor, name: str) -> Tensor:
-    """Return ``x``; raise if a number is NaN or infinite, because such a number has no rank."""
+    """Return ``x``, and raise if an entry is NaN or infinite, because it could not be ranked."""
     bad = int((~x.isfinite()).sum())
     if bad:
         raise NonFiniteError(
-            f"{name} holds NaN or infinity in {bad} of {x.numel()} entries. Find out where they "
-            "come from; a metric of them would mean nothing."
+            f"{name} has NaN or infinity in {bad} of {x.numel()} entries. Pass finite numbers; for "
+            "padding use mask, if the function has one."
         )
     return x
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """Return flags (booleans, or 0 and 1) as booleans of the shape and device of ``like``."""
+    """Return booleans, or numbers 0 and 1, as booleans; raise unless their shape is ``like``'s."""
     if not isinstance(flags, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(flags).__name__}.")
+        raise InputError(f"{name} is of type {type(flags).__name__}. Pass a tensor.")
     if flags.shape != like.shape:
         raise InputError(
-            f"{name} has shape {tuple(flags.shape)}, but {tuple(like.shape)} is needed: one entry "
-            "for each that is scored."
+            f"{name} has shape {tuple(flags.shape)}, but needs {tuple(like.shape)}. Pass one entry "
+            "for each score."
         )
     if flags.dtype != torch.bool and not bool(((flags == 0) | (flags == 1)).all()):
-        raise InputError(f"{name} must hold nothing but 0 and 1, or be boolean.")
+        raise InputError(f"{name} has entries other than 0 and 1. Pass booleans, or only 0 and 1.")
     return flags.detach().to(like.device).bool()
 
 
 def as_mask(mask: Tensor | None, like: Tensor, name: str = "mask") -> Tensor:
-    """Return ``mask`` as booleans; without a mask, True everywhere."""
+    """Return ``mask`` as booleans; for None, return True for every entry of ``like``."""
     if mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     return as_flags(mask, like, name)
 
 
 def as_fractions(fractions: Any) -> Tensor:
-    """Return shares to change, (F,), in float64 on the CPU."""
+    """Return increasing shares from 0 to 1 as a float64 tensor (F,) on the CPU."""
     try:
         found = torch.as_tensor(fractions, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -98,13 +98,13 @@ def as_fractions(fractions: Any) -> Tensor:
     if found.dim() != 1 or not len(found):
         raise OptionError(f"fractions={fractions!r}: pass a list of one or more numbers.")
     if not bool(((found >= 0) & (found <= 1)).all()):
-        raise OptionError(f"fractions={fractions!r}: each must be between 0 and 1.")
+        raise OptionError(f"fractions={fractions!r}: pass only numbers from 0 to 1.")
     if bool((found[1:] <= found[:-1]).any()):
-        raise OptionError(f"fractions={fractions!r}: each must be above the one before.")
+        raise OptionError(f"fractions={fractions!r}: pass numbers in increasing order.")
     return found
 
 
 def check_positive(value: int, name: str) -> None:
-    """Raise unless ``value`` is a whole number, 1 or above."""
+    """Raise OptionError unless ``value`` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name}={value!r}: use a whole number, 1 or above.")
+        raise OptionError(f"{name}={value!r}: pass an integer of at least 1.")

@@ -1,4 +1,4 @@
-"""A model's class scores, before and after changes of its input."""
+"""Compute a model's class scores before and after changes of the input."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..errors import InputError, TargetError
 from .checks import as_scores
 from .curve import Curve
 
-#: Changed inputs (R, ...) in, logits over classes (R, K) out.
+#: A function from changed inputs (R, ...) to logits of classes (R, K).
 Classifier = Callable[[Tensor], Any]
 
 
 class Perturbed(NamedTuple):
-    """Effects of changed inputs on a class: curves of a value per example and share.
+    """Curves of a class's scores for changed inputs, with one value per example and share.
 
     Attributes:
         correct: 1 if the class is still the most likely one, else 0.
-        probability: of the class, after a softmax.
-        logit: of the class.
+        probability: the probability of the class, after a softmax.
+        logit: the logit of the class.
     """
 
     correct: Curve
@@ -33,7 +33,7 @@ class Perturbed(NamedTuple):
 
 
 def class_logits(forward_func: Classifier, inputs: Tensor) -> Tensor:
-    """Return the logits (R, K) of a batch; of a language model, those at the last token."""
+    """Return a model's logits (R, K) for a batch; for a language model, at the last token."""
     with torch.no_grad():
         logits = logits_of(call_model(forward_func, inputs, ()))
     if logits.dim() == 3:
@@ -41,8 +41,8 @@ def class_logits(forward_func: Classifier, inputs: Tensor) -> Tensor:
     logits = as_scores(logits, "the model's output", dims=2)
     if len(logits) != len(inputs):
         raise InputError(
-            f"forward_func returned {len(logits)} rows of logits for {len(inputs)} inputs: it must "
-            "return one row for each."
+            f"forward_func returned {len(logits)} rows of logits for {len(inputs)} inputs. Return "
+            "one row for each input."
         )
     return logits
 
@@ -51,8 +51,9 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
     """Return the class of each example, (B,).
 
     Args:
-        target: an int, a list or tensor of one per example, or None for the model's prediction.
-        logits: of the unchanged inputs, (B, K).
+        target: a class for all examples, a list or tensor of one class per example, or None for the
+            model's predictions.
+        logits: the model's logits for the unchanged inputs, (B, K).
     """
     batch, classes = logits.shape
     if target is None:
@@ -67,12 +68,12 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
             "None for the model's predictions."
         )
     if not bool(((found >= 0) & (found < classes)).all()):
-        raise TargetError(f"target={target!r}: the model has classes 0 to {classes - 1}.")
+        raise TargetError(f"target={target!r} is no class. Pass classes from 0 to {classes - 1}.")
     return found.long().expand(batch)
 
 
 def curves(logits: Tensor, target: Tensor, fractions: Tensor) -> Perturbed:
-    """Return curves of each example's class (B,) from logits (B, F, K)."""
+    """Compute the curves of each example's class, ``target`` (B,), from logits (B, F, K)."""
     index = target[:, None, None].expand(*logits.shape[:2], 1)
     chosen = [logits.argmax(-1) == target[:, None]]
     chosen += [x.gather(-1, index)[..., 0] for x in (logits.double().softmax(-1), logits)]

@@ -1,7 +1,7 @@
-"""Errors of decompositions (LATIM, figure 4 and table 4).
+"""Measure the errors of decompositions (LATIM, figure 4 and table 4).
 
-:meth:`LatimNorm.decomposition_error <captum_ssm.LatimNorm.decomposition_error>` measures the mixers
-of a model; these functions take any parts.
+:meth:`LatimNorm.decomposition_error <captum_ssm.LatimNorm.decomposition_error>` computes the errors
+of a model's mixers. The functions here take tensors of any decomposition.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from .checks import as_scores, masked_scores
 
 
 def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the error of an output y's parts over tokens and features, (B,).
+    """Return the relative error of a decomposition of an output y, (B,).
 
     ::
 
-        mean |y - sum of its parts| / mean |y|
+        mean |y - sum of the parts of y| / mean |y|
 
     Args:
-        outputs: y, (B, L, E).
-        decomposed: the sum of the parts, constants included, (B, L, E).
-        mask: real tokens, (B, L). Default: None, all.
+        outputs: the decomposed output y, (B, L, E).
+        decomposed: the sum of all parts, including constants, (B, L, E).
+        mask: True for tokens that are not padding, (B, L). Default: None, all.
 
     Returns:
-        (B,); NaN if the output is all zeros.
+        Errors (B,), which are means over tokens and features; NaN if the output is 0.
 
     Raises:
         InputError: when the shapes differ.
-        NonFiniteError: when a real token holds NaN or infinity.
+        NonFiniteError: when an unpadded token contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -42,8 +42,8 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
     parts, _ = masked_scores(decomposed, mask, "decomposed", dims=3, features=True)
     if whole.shape != parts.shape:
         raise InputError(
-            f"outputs has shape {tuple(whole.shape)}, decomposed {tuple(parts.shape)}: they must "
-            "be the same."
+            f"outputs has shape {tuple(whole.shape)}, decomposed {tuple(parts.shape)}. Pass "
+            "tensors of the same shape."
         )
     whole, parts = whole.double(), parts.double().to(whole.device)
     missed, size = (x.abs().sum((1, 2)) for x in (whole - parts, whole))
@@ -51,19 +51,19 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
 
 def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
-    """Return the relative error of the sum of relevance, (B,).
+    """Return the relative difference between the sum of relevance and the right sum, (B,).
 
     ::
 
         |explained - sum of relevance| / |explained|
 
     Args:
-        relevance: (B, ...).
-        explained: the number that relevance should sum to, (B,): the output, less the constants if
+        relevance: relevance of any shape, (B, ...).
+        explained: the number that relevance should sum to, (B,): the output, minus the constants if
             a method reports them.
 
     Returns:
-        (B,); NaN if there is nothing to explain.
+        Errors (B,); NaN if ``explained`` is 0.
 
     Raises:
         InputError: when ``explained`` does not have one number per example.
@@ -78,5 +78,8 @@ def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
     scores = as_scores(relevance, "relevance").double()
     target = as_scores(explained, "explained", dims=1).double().to(scores.device)
     if len(scores) != len(target):
-        raise InputError(f"relevance has {len(scores)} examples, explained {len(target)} numbers.")
+        raise InputError(
+            f"relevance has {len(scores)} examples, explained {len(target)} numbers. Pass one for "
+            "each example."
+        )
     return (target - scores.flatten(1).sum(1)).abs() / target.abs().where(target != 0, float("nan"))

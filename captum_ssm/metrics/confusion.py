@@ -1,8 +1,9 @@
-"""Confusion counts of pixels' predicted and true classes, the basis of segmentation scores.
+"""Count pixels by true and predicted class, and compute segmentation scores from the counts.
 
-Counts add up over images, so a score can cover one image or a whole data set.
+Sum the counts over images to compute a score of a whole data set.
 
-Shapes: K classes; confusion[..., i, j] counts the pixels of true class i that were given class j.
+Shapes: K classes; confusion[..., i, j] is the number of pixels of true class i with predicted class
+    j.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from .checks import check_positive
 
 
 def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None = None) -> Tensor:
-    """Return pixels by true and given class, for each image, (B, K, K).
+    """Count the pixels of each image by true and predicted class, (B, K, K).
 
     Args:
-        predicted: classes 0 to K - 1, (B, ...) of integers or booleans.
-        gold: true classes, of the shape of ``predicted``; pixels of class ``ignored`` do not count.
-        classes: K.
-        ignored: a label whose pixels do not count. Default: None, every pixel counts.
+        predicted: predicted classes 0 to K - 1, integers or booleans (B, ...).
+        gold: true classes, in the shape of ``predicted``.
+        classes: the number K of classes.
+        ignored: a label in ``gold`` whose pixels are not counted. Default: None.
 
     Returns:
-        (B, K, K) of integers: rows are true classes, columns given ones.
+        Integers (B, K, K); rows are true classes, and columns are predicted classes.
 
     Raises:
-        InputError: when the shapes differ, or a class is not below K.
+        InputError: when the shapes differ, or a class is not from 0 to K - 1.
 
     Example:
         >>> import torch
@@ -39,8 +40,8 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
     check_positive(classes, "classes")
     if predicted.shape != gold.shape or predicted.dim() < 2:
         raise InputError(
-            f"predicted has shape {tuple(predicted.shape)} and gold {tuple(gold.shape)}; both must "
-            "be (B, ...), examples first, and the same."
+            f"predicted has shape {tuple(predicted.shape)} and gold {tuple(gold.shape)}. Pass "
+            "tensors of the same shape (B, ...), examples first."
         )
     true = where_double_is(gold.flatten(1))
     given = predicted.flatten(1).to(true.device)
@@ -55,13 +56,14 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
 
 
 def pixel_accuracy(counts: Tensor) -> Tensor:
-    """Return the share of pixels given their class, (...); NaN if no pixel counts.
+    """Return the share of pixels with the right class, (...).
 
     Args:
-        counts: (..., K, K), of :func:`confusion` or a sum over images.
+        counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
-        (...), float64: the diagonal's sum divided by the sum of all counts.
+        Shares (...), float64: the sum of the diagonal divided by the sum of all counts; NaN if no
+        pixel was counted.
 
     Raises:
         InputError: when counts is not (..., K, K).
@@ -77,17 +79,17 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
 
 
 def iou(counts: Tensor) -> Tensor:
-    """Return intersection over union by class, (..., K); NaN for a class neither true nor given.
+    """Return the intersection over union (IoU) of each class, (..., K).
 
     ::
 
         IoU = TP / (TP + FP + FN)
 
     Args:
-        counts: (..., K, K), as for :func:`pixel_accuracy`.
+        counts: as in :func:`pixel_accuracy`, (..., K, K).
 
     Returns:
-        (..., K), float64.
+        Scores (..., K), float64; NaN if no pixel has or gets the class.
 
     Raises:
         InputError: when counts is not (..., K, K).
@@ -104,13 +106,13 @@ def iou(counts: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """Return the mean of :func:`iou` over the classes that are true or given anywhere, (...).
+    """Return the mean of :func:`iou` over the classes that occur as true or predicted class, (...).
 
     Args:
-        counts: (..., K, K), as for :func:`pixel_accuracy`.
+        counts: as in :func:`pixel_accuracy`, (..., K, K).
 
     Returns:
-        (...), float64; NaN if no pixel counts.
+        Means (...), float64; NaN if no pixel was counted.
 
     Raises:
         InputError: when counts is not (..., K, K).
@@ -125,13 +127,13 @@ def mean_iou(counts: Tensor) -> Tensor:
 
 
 def f1(counts: Tensor) -> Tensor:
-    """Return 2 TP / (2 TP + FP + FN) by class, (..., K); NaN for a class neither true nor given.
+    """Return the F1 score of each class, 2 TP / (2 TP + FP + FN), (..., K).
 
     Args:
-        counts: (..., K, K), as for :func:`pixel_accuracy`.
+        counts: as in :func:`pixel_accuracy`, (..., K, K).
 
     Returns:
-        (..., K), float64.
+        Scores (..., K), float64; NaN if no pixel has or gets the class.
 
     Raises:
         InputError: when counts is not (..., K, K).
@@ -148,18 +150,18 @@ def f1(counts: Tensor) -> Tensor:
 
 def _diagonal(counts: Tensor) -> Tensor:
     if counts.dim() < 2 or counts.shape[-1] != counts.shape[-2]:
-        raise InputError(f"counts has shape {tuple(counts.shape)}; (..., K, K) is needed.")
+        raise InputError(f"counts has shape {tuple(counts.shape)}. Pass a tensor (..., K, K).")
     return counts.diagonal(dim1=-2, dim2=-1)
 
 
 def _labels(labels: Tensor, counts: Tensor, classes: int, name: str) -> Tensor:
-    """Return labels as integers, 0 at pixels that do not count."""
+    """Return labels as integers, with 0 at ignored pixels; raise if a label is no class."""
     if labels.is_floating_point():
-        raise InputError(f"{name} is of dtype {labels.dtype}; classes are integers or booleans.")
+        raise InputError(f"{name} has dtype {labels.dtype}. Pass classes as integers or booleans.")
     labels = labels.long().where(counts, 0)
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
-            f"{name} holds classes {int(labels.min())} to {int(labels.max())}, but classes="
-            f"{classes} allows 0 to {classes - 1}. Is there a class to be ignored?"
+            f"{name} has classes {int(labels.min())} to {int(labels.max())}, but classes={classes} "
+            f"allows 0 to {classes - 1}. Pass more classes, or a label to ignore as ignored=."
         )
     return labels

@@ -1,8 +1,8 @@
-"""A measurement taken at several shares of a change, and the area under it.
+"""Curves of measurements at several shares of changed units, and the areas under them.
 
-The order in which units change by relevance, and the units changed at each share.
+Units, such as pixels or tokens, are changed in the order of their relevance.
 
-Shapes: B examples, N units (pixels, tokens) of each, F shares.
+Shapes: B examples, N units per example, F shares.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from .checks import as_mask, masked_scores
 
-#: 10 % to 90 %, the shares of HA table 1.
+#: The shares 10 %, 20 %, ..., 90 %, as in HA table 1.
 TENTHS = tuple(i / 10 for i in range(1, 10))
 
-#: 0 % to 100 %.
+#: The shares 0 %, 10 %, ..., 100 %.
 WHOLE = tuple(i / 10 for i in range(11))
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One measurement per example and share.
+    """A curve for each example: measurements at several shares of changed units.
 
     Attributes:
-        fractions: the shares, rising, (F,).
+        fractions: the shares in increasing order, (F,).
         values: the measurements, (B, F), float64.
 
     Raises:
@@ -48,7 +48,7 @@ class Curve:
         if self.values.dim() != 2 or self.values.shape[1:] != self.fractions.shape:
             raise InputError(
                 f"values has shape {tuple(self.values.shape)}, fractions "
-                f"{tuple(self.fractions.shape)}: one column for each fraction is needed."
+                f"{tuple(self.fractions.shape)}. Pass values with one column for each fraction."
             )
 
     def mean(self) -> Tensor:
@@ -56,21 +56,22 @@ class Curve:
         return self.values.mean(0)
 
     def area(self, *, normalized: bool = True) -> Tensor:
-        """Return the area under each example's curve by the trapezoid rule, (B,).
+        """Return the area under each example's curve with the trapezoid rule, (B,).
 
         Args:
-            normalized: divide by the width: a constant curve's area is then its height. Without it,
-                nine shares from 10 % to 90 % give at most 0.8. Default: True.
+            normalized: divide by the distance between the first and last share, so that the area
+                under a constant curve is its value. With False, the area under a curve from 10 % to
+                90 % is at most 0.8 times its maximum. Default: True.
 
         Returns:
-            The areas (B,); the mean of the areas is the score of all examples.
+            The areas (B,); their mean is the score of all examples.
 
         Raises:
             OptionError: when the curve has only one share.
         """
         if len(self.fractions) < 2:
             raise OptionError(
-                f"fractions={self.fractions.tolist()}: one point has no area. Use two or more."
+                f"fractions={self.fractions.tolist()} has one point. Pass two or more for an area."
             )
         at = self.fractions.to(self.values)
         area = torch.trapezoid(self.values, at, dim=-1)
@@ -84,21 +85,23 @@ def change_order(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the place of each unit in the order of changes, from 0, (B, N).
+    """Return the rank of each unit in the order of changes, from 0 to N - 1, (B, N).
 
     Args:
-        relevance: (B, N).
-        most_first: the most relevant units first, or the least relevant.
-        mask: units that may be changed, (B, N); all other units come last. Default: None, all.
-        generator: breaks ties at random, on the CPU; constant relevance is then a random order.
-            Default: None, the unit further left comes first.
+        relevance: the relevance of each unit, (B, N).
+        most_first: True to start with the most relevant unit, False to start with the least
+            relevant.
+        mask: True for units that may be changed, (B, N); all other units come last. Default: None,
+            all.
+        generator: a CPU generator for a random order of units with equal relevance. Default: None,
+            units with equal relevance keep their order.
 
     Returns:
-        (B, N) of integers, each of 0 to N - 1 once in a row.
+        Integers (B, N); each row is a permutation of 0 to N - 1.
 
     Raises:
-        InputError: when relevance is not (B, N), or mask is not of its shape.
-        NonFiniteError: when a unit that may be changed has relevance NaN or infinity.
+        InputError: when relevance is not (B, N), or the shapes of mask and relevance differ.
+        NonFiniteError: when the relevance of a unit that may be changed is NaN or infinite.
 
     Example:
         >>> import torch
@@ -118,16 +121,16 @@ def change_order(
 
 
 def changed(order: Tensor, fractions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return True for the units that change at each share, (B, F, N).
+    """Return True for the units that are changed at each share, (B, F, N).
 
-    Of n units that may be changed, the share f changes the first floor(f n).
+    If n units of an example may be changed, the first floor(f n) of them are changed at share f.
 
     Args:
-        order: of :func:`change_order` with the same mask, (B, N).
-        fractions: (F,).
-        mask: units that may be changed, (B, N). Default: None, all.
+        order: the result of :func:`change_order` with the same mask, (B, N).
+        fractions: the shares, (F,).
+        mask: True for units that may be changed, (B, N). Default: None, all.
     """
     units = as_mask(mask, order).sum(-1)
-    # 0.7 * 10 is a little below 7 in some binary arithmetic
+    # add a little, because 0.7 * 10 may be rounded to a number below 7
     counts = (fractions.to(units.device) * units[:, None] + 1e-9).floor()  # (B, F)
     return order[:, None] < counts[..., None]

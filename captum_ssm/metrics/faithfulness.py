@@ -1,7 +1,7 @@
-"""Token-to-token faithfulness: maps against a gold matrix of sources (LATIM, section 4.1).
+"""Compare token-to-token maps with the true sources of each token (LATIM, section 4.1).
 
-For the copying task the gold has ones along the three main diagonals of the copy-source block, and
-the mask is that block (LATIM, table 2).
+For the copying task, the true pairs are the three main diagonals of the block of copied and source
+tokens, and the mask selects this block (LATIM, table 2).
 
 Shapes: B examples, T target tokens, S source tokens.
 """
@@ -18,7 +18,7 @@ from .ranking import average_precision, recall_at_k, roc_auc
 
 
 class Faithfulness(NamedTuple):
-    """The columns of LATIM's table 2, one number per example, (B,).
+    """The measures of LATIM's table 2, for each example (B,).
 
     Attributes:
         auc: area under the ROC curve.
@@ -39,23 +39,25 @@ def token_faithfulness(
     k: int | None = None,
     per_row: bool = False,
 ) -> Faithfulness:
-    """Score the ranking of gold pairs of tokens by maps.
+    """Measure how high maps rank the true pairs of tokens.
 
     Args:
         maps: relevance of sources for targets, (B, T, S).
-        gold: the true pairs, (B, T, S) of booleans or of 0 and 1.
-        mask: the pairs that count, (B, T, S). Default: None, all.
-        k: K of the recall. Default: None, the number of true pairs in the matrix or row.
-        per_row: rank the sources of each target separately, and average over the targets with both
-            true and other sources. Default: False, all pairs of a matrix in one ranking.
+        gold: the true pairs, (B, T, S), as booleans or 0 and 1.
+        mask: True for the pairs to rank, (B, T, S). Default: None, all.
+        k: the number K for recall at K. Default: None, the number of true pairs in the matrix or
+            row.
+        per_row: rank the sources of each target separately, and average over the targets that have
+            both true and false sources. Default: False, rank all pairs of a matrix together.
 
     Returns:
-        (B,) each; NaN if undefined, see :mod:`~captum_ssm.metrics.ranking`.
+        :class:`Faithfulness` with tensors (B,); NaN if undefined, see
+        :mod:`~captum_ssm.metrics.ranking`.
 
     Raises:
-        InputError: when the shapes differ, or gold holds something but 0 and 1.
+        InputError: when the shapes differ, or gold has an entry other than 0 and 1.
         OptionError: when k is below 1.
-        NonFiniteError: when maps holds NaN or infinity at a pair that counts.
+        NonFiniteError: when maps contains NaN or infinity where mask is True.
 
     Example:
         >>> import torch
@@ -81,19 +83,19 @@ def token_faithfulness(
 
 
 def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the share of the positive relevance that falls on true units, (B,).
+    """Return the share of the positive relevance that belongs to true units, (B,).
 
     Args:
-        relevance: (B, ...).
-        gold: which units are true, of the same shape.
-        mask: which units count, of the same shape. Default: None, all.
+        relevance: the relevance of each unit, (B, ...).
+        gold: True for true units, in the same shape.
+        mask: True for units to use, in the same shape. Default: None, all.
 
     Returns:
-        (B,); NaN if nothing has positive relevance.
+        Shares (B,); NaN if no unit has positive relevance.
 
     Raises:
-        InputError: when the shapes differ, or gold holds something but 0 and 1.
-        NonFiniteError: when relevance holds NaN or infinity at a unit that counts.
+        InputError: when the shapes differ, or gold has an entry other than 0 and 1.
+        NonFiniteError: when relevance contains NaN or infinity where mask is True.
 
     Example:
         >>> import torch

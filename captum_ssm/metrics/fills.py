@@ -1,4 +1,4 @@
-"""Replacements of removed pixels."""
+"""Compute the values that replace removed pixels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 
-#: A number, a value per channel (C,), images (B or 1, C, H, W), or a name.
+#: A number, a value per channel (C,), images (B or 1, C, H, W), or one of NAMES.
 Fill = float | str | Tensor
 
 NAMES = ("mean", "blur")
 
 
 def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return a black pixel after the images' normalization, by channel (C,): -mean / std.
+    """Return the value of a black pixel in normalized images, -mean / std per channel, (C,).
 
     Args:
-        mean, std: the normalization, by channel.
+        mean, std: the mean and standard deviation of the normalization, one number per channel.
 
     Returns:
-        (C,), float64; a ``fill`` of :func:`~captum_ssm.metrics.image_perturbation`.
+        Values (C,), float64, for the argument ``fill`` of
+        :func:`~captum_ssm.metrics.image_perturbation`.
 
     Raises:
         OptionError: when mean or std is not one number per channel, or std is not above 0.
@@ -37,22 +38,23 @@ def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
     shift, scale = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, std))
     if shift.dim() != 1 or shift.shape != scale.shape or not bool((scale > 0).all()):
         raise OptionError(
-            f"mean={mean!r}, std={std!r}: pass one number per channel each, std above 0."
+            f"mean={mean!r}, std={std!r}: pass one number per channel for each, with std above 0."
         )
     return -shift / scale
 
 
 def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
-    """Return the images under a Gaussian of standard deviation ``sigma``, in pixels.
+    """Blur images with a Gaussian of standard deviation ``sigma`` pixels.
 
-    Beyond its edge an image repeats the pixels of the edge.
+    At the edges, images are padded with the values of the edge pixels.
 
     Args:
         images: (B, C, H, W).
-        sigma: Default: 11, the radius with which the published code blurs images of 224 pixels.
+        sigma: the standard deviation in pixels. Default: 11, the value in the published code for
+            images of 224 pixels.
 
     Returns:
-        (B, C, H, W), of the images' dtype.
+        Blurred images (B, C, H, W) in the images' dtype.
 
     Raises:
         OptionError: when sigma is not above 0.
@@ -65,7 +67,7 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
         [0.0, 0.11, 0.79, 0.11, 0.0]
     """
     if not sigma > 0:
-        raise OptionError(f"sigma={sigma}: use a number above 0.")
+        raise OptionError(f"sigma={sigma} is not above 0. Pass a number above 0.")
     radius = max(1, math.ceil(3 * sigma))
     out = images if images.dtype == torch.float64 else images.float()
     at = torch.arange(-radius, radius + 1, dtype=out.dtype, device=out.device)
@@ -80,16 +82,16 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
 
 
 def filled(images: Tensor, fill: Fill) -> Tensor:
-    """Return the replacement of every pixel, broadcastable to (B, C, H, W).
+    """Return the values that replace pixels, in a shape that can be broadcast to (B, C, H, W).
 
     Args:
         images: (B, C, H, W).
-        fill: a number; one per channel (C,), such as :func:`black`; images of the same shape;
+        fill: a number; a number per channel (C,), such as :func:`black`; images of the same shape;
             ``"mean"``, each image's mean color; or ``"blur"``, :func:`blurred`.
     """
     if isinstance(fill, str):
         if fill not in NAMES:
-            raise OptionError(f"fill={fill!r}: use one of {NAMES}, a number or a tensor.")
+            raise OptionError(f"fill={fill!r}: pass one of {NAMES}, a number or a tensor.")
         return blurred(images) if fill == "blur" else images.mean((2, 3), keepdim=True)
     values = torch.as_tensor(fill, dtype=images.dtype, device=images.device)
     if values.dim() == 1 and len(values) in (1, images.shape[1]):
@@ -98,6 +100,6 @@ def filled(images: Tensor, fill: Fill) -> Tensor:
     if values.dim() and not (same and len(values) in (1, len(images))):
         raise InputError(
             f"fill has shape {tuple(values.shape)} for images of shape {tuple(images.shape)}: pass "
-            "a number, one per channel, or images of the same shape."
+            "a number, one number per channel, or images of the same shape."
         )
     return values

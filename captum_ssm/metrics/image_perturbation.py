@@ -1,7 +1,8 @@
-"""Image perturbation: pixels are removed in the order of their relevance (HA table 1, UN table 1).
+"""Measure a class while relevant pixels of an image are removed (HA table 1, UN table 1).
 
-Most relevant first (the positive test), a lower area is better, since accuracy should fall quickly.
-Least relevant first (the negative test), a higher area is better.
+In the positive test, the most relevant pixels are removed first. A lower area under the curve is
+better, since accuracy should fall quickly. In the negative test, the least relevant pixels are
+removed first, and a higher area is better.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from .fills import Fill, filled
 
 
 def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return one number per pixel, (B, H, W).
+    """Convert the relevance of images or patches to one number per pixel, (B, H, W).
 
     Args:
-        relevance: of images (B, C, H, W), summed over channels, or a map (B, h, w), for example of
-            patches, resized bilinearly as in published code.
-        size: H and W.
+        relevance: relevance of images (B, C, H, W), which is summed over channels, or a map (B, h,
+            w), for example of patches, which is resized bilinearly as in the published code.
+        size: the height H and width W of the images.
 
     Returns:
-        (B, H, W).
+        Relevance (B, H, W).
 
     Raises:
         InputError: when relevance is neither (B, C, H, W) nor (B, h, w).
-        NonFiniteError: when relevance holds NaN or infinity.
+        NonFiniteError: when relevance contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -45,7 +46,7 @@ def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
     scores = as_scores(relevance, "relevance")
     if scores.dim() not in (3, 4):
         raise InputError(
-            f"relevance has shape {tuple(scores.shape)}; (B, C, H, W) or a map (B, h, w) is needed."
+            f"relevance has shape {tuple(scores.shape)}. Pass (B, C, H, W) or a map (B, h, w)."
         )
     maps = scores.sum(1) if scores.dim() == 4 else scores
     if tuple(maps.shape[1:]) == tuple(size):
@@ -65,34 +66,34 @@ def image_perturbation(
     generator: torch.Generator | None = None,
     internal_batch_size: int | None = None,
 ) -> Perturbed:
-    """Measure a class while pixels are removed in the order of their relevance.
+    """Measure a class's scores while pixels are removed in the order of their relevance.
 
-    The published score is ``image_perturbation(...).correct.area()``, the mean over examples in
+    The published score is the mean over examples of ``image_perturbation(...).correct.area()``, in
     percent.
 
     Args:
-        forward_func: images (B, C, H, W) in, logits (B, K) out.
-        images: as the model takes them, (B, C, H, W).
-        relevance: see :func:`pixel_relevance`.
-        target: the class, or one per image. Default: None, the model's prediction for each whole
-            image.
-        most_first: remove the most relevant pixels first (positive), or the least (negative).
-            Default: True.
+        forward_func: a function from images (B, C, H, W) to logits (B, K).
+        images: the images as passed to the model, (B, C, H, W).
+        relevance: relevance of images or maps, see :func:`pixel_relevance`.
+        target: the class, or one class per image. Default: None, the model's prediction for each
+            unchanged image.
+        most_first: True to remove the most relevant pixels first (positive test), False to remove
+            the least relevant first (negative test). Default: True.
         fractions: shares of the pixels that are removed. Default: 10 % to 90 %.
-        fill: the replacement of removed pixels, see :func:`~captum_ssm.metrics.fills.filled`; the
-            published code's black is 0 before normalization, :func:`~captum_ssm.metrics.black`
-            after it. Default: 0.
-        generator: breaks ties of relevance at random. Default: None, pixels further up and left
-            are removed first.
-        internal_batch_size: run at most so many images at a time. Default: None, all.
+        fill: the value of removed pixels, see :func:`~captum_ssm.metrics.fills.filled`. The
+            published code uses black, which is 0 before normalization and
+            :func:`~captum_ssm.metrics.black` after normalization. Default: 0.
+        generator: a generator for a random order of pixels with equal relevance. Default: None,
+            such pixels are removed row by row from the top left.
+        internal_batch_size: the largest number of images to run at a time. Default: None, all.
 
     Returns:
-        Curves over ``fractions``, one row per image: of N pixels, the share f removes the first
-        floor(f N).
+        Curves over ``fractions``, one row per image. At share f, the first floor(f N) of N pixels
+        are removed.
 
     Raises:
         InputError: when the shapes of images, relevance and fill do not fit.
-        OptionError: when fractions do not rise within 0 to 1, or a named fill is unknown.
+        OptionError: when fractions do not increase from 0 to 1, or the name of a fill is unknown.
         TargetError: when target is not a class of the model.
 
     Example:
@@ -107,11 +108,11 @@ def image_perturbation(
     """
     if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
         found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise InputError(f"images must be a floating tensor (B, C, H, W), got {found}.")
+        raise InputError(f"images is {found}. Pass a floating-point tensor (B, C, H, W).")
     shares = as_fractions(fractions)
     maps = pixel_relevance(relevance, (images.shape[2], images.shape[3]))
     if len(maps) != len(images):
-        raise InputError(f"relevance has {len(maps)} maps for {len(images)} images.")
+        raise InputError(f"relevance has {len(maps)} maps for {len(images)} images. Pass one each.")
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
     parts, whole = [], []
     for cut in batch_parts(len(images), internal_batch_size):

@@ -1,7 +1,7 @@
-"""Retrieval from long texts: correct answers, and relevance of the evidence (LATIM, 4.3).
+"""Measure answers from long texts, and the relevance of passages (LATIM, section 4.3).
 
-Answers are scored as in RULER (Hsieh et al. 2024): a reference is found if it occurs anywhere in
-the model's text, regardless of case.
+Answers are scored as in RULER (Hsieh et al. 2024): a reference answer is found if it occurs
+anywhere in the model's text, in upper or lower case.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MODES = ("all", "any")
 def answers_found(
     predictions: Sequence[str], answers: Sequence[Sequence[str]], mode: str = "all"
 ) -> Tensor:
-    """Return the share of references in each prediction, (n,).
+    """Return the share of reference answers that occur in each prediction, (n,).
 
     Args:
-        predictions: the model's texts, one per example.
-        answers: the references of each example, one or more.
-        mode: ``"all"``, the share of references that occur, RULER's score for needles, keys and
-            frequent words. ``"any"``, 1 if a reference occurs, RULER's score for questions.
-            Default: ``"all"``.
+        predictions: the text that the model generated for each example.
+        answers: one or more reference answers for each example.
+        mode: ``"all"``, the share of references that occur, which RULER uses for needles, keys and
+            frequent words; or ``"any"``, 1 if at least one reference occurs, which RULER uses for
+            questions. Default: ``"all"``.
 
     Returns:
-        (n,), float64, from 0 to 1.
+        Scores (n,), float64, from 0 to 1.
 
     Raises:
-        InputError: when there are not as many predictions as examples, or an example has no list
+        InputError: when the numbers of predictions and examples differ, or an example has no list
             of references.
         OptionError: when mode is unknown.
 
@@ -45,11 +45,13 @@ def answers_found(
         [1.0]
     """
     if mode not in MODES:
-        raise OptionError(f"mode={mode!r}: use one of {MODES}.")
+        raise OptionError(f"mode={mode!r}: pass one of {MODES}.")
     if len(predictions) != len(answers):
-        raise InputError(f"There are {len(predictions)} predictions for {len(answers)} examples.")
+        raise InputError(
+            f"predictions has {len(predictions)} entries, answers {len(answers)}. Pass one each."
+        )
     if any(isinstance(wanted, str) or not len(wanted) for wanted in answers):
-        raise InputError("answers must hold a list of one or more references for each example.")
+        raise InputError("answers: pass a list of one or more references for each example.")
     found = []
     for said, wanted in zip(predictions, answers, strict=True):
         hits = [float(reference.lower() in said.lower()) for reference in wanted]
@@ -58,18 +60,18 @@ def answers_found(
 
 
 def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the mean relevance of ranges of tokens (LATIM, figure 3), (B, n).
+    """Return the mean relevance of the tokens in each range (LATIM, figure 3), (B, n).
 
     Args:
-        relevance: (B, L).
-        spans: n ranges of tokens, the first and one past the last.
+        relevance: the relevance of each token, (B, L).
+        spans: n ranges (start, stop) of tokens; ``stop`` is not included.
 
     Returns:
-        (B, n), float64.
+        Means (B, n), float64.
 
     Raises:
-        InputError: when there is no range, or one is empty or leaves the text.
-        NonFiniteError: when relevance holds NaN or infinity.
+        InputError: when there is no range, or a range is empty or outside of the text.
+        NonFiniteError: when relevance contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -82,9 +84,9 @@ def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tenso
     for start, stop in spans:
         if not 0 <= start < stop <= tokens:
             raise InputError(
-                f"spans holds ({start}, {stop}), which is not a range of one or more of the "
-                f"{tokens} tokens."
+                f"spans has ({start}, {stop}). Pass ranges of at least one token, with "
+                f"0 <= start < stop <= {tokens}."
             )
     if not spans:
-        raise InputError("spans is empty: name at least one range of tokens.")
+        raise InputError("spans is empty. Pass at least one range of tokens.")
     return torch.stack([scores[:, start:stop].mean(1) for start, stop in spans], 1)

@@ -1,4 +1,4 @@
-"""Oversmoothing: how alike a layer's tokens have become (HA, appendix of the arXiv version)."""
+"""Measure oversmoothing: the similarity of a layer's tokens (HA, appendix on arXiv)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .checks import masked_scores
 def token_similarity(
     tokens: Tensor, mask: Tensor | None = None, *, query: int | Tensor | None = None
 ) -> Tensor:
-    """Return the mean cosine similarity of all pairs of tokens, (B,), at a linear cost.
+    """Return the mean cosine similarity of all pairs of tokens, (B,), in linear time.
 
-    With u the tokens scaled to length 1, the mean over the L (L - 1) ordered pairs is::
+    If u are the tokens' vectors scaled to length 1, the mean over the L (L - 1) ordered pairs is::
 
         (|sum of u|^2 - sum of |u|^2) / (L (L - 1))
 
     Args:
-        tokens: a layer's output, (B, L, E).
-        mask: real tokens, (B, L). Default: None, all.
-        query: a token to leave out, such as cls: one position, negative ones counting from the
-            end, or one per example (B,). Default: None.
+        tokens: the output of a layer, (B, L, E).
+        mask: True for tokens that are not padding, (B, L). Default: None, all.
+        query: the position of a token to leave out, such as the class token, or one position per
+            example (B,); negative positions count from the end. Default: None.
 
     Returns:
-        (B,); 0 with a token of zeros, and NaN if less than two tokens count.
+        Similarities (B,); NaN if an example has fewer than two tokens. Pairs with a vector of zeros
+        have similarity 0.
 
     Raises:
         InputError: when tokens is not (B, L, E), or mask is not (B, L).
@@ -56,5 +57,7 @@ def _at(query: int | Tensor, like: Tensor) -> Tensor:
     if at.is_floating_point() or at.shape not in ((), (batch,)):
         raise QueryError(f"query={query!r}: pass a position, or one for each of {batch} examples.")
     if not bool(((at >= -tokens) & (at < tokens)).all()):
-        raise QueryError(f"query={query!r} is outside the sequence of {tokens} tokens.")
+        raise QueryError(
+            f"query={query!r} is outside of the {tokens} tokens. Pass a token's position."
+        )
     return torch.arange(tokens, device=like.device) == (at % tokens).expand(batch)[:, None]

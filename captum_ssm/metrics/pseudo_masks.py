@@ -1,7 +1,7 @@
-"""Weakly supervised segmentation: relevance maps as pseudo-masks (UN table 6, appendix B).
+"""Evaluate relevance maps as masks for weakly supervised segmentation (UN table 6, appendix B).
 
-Labels name the classes of an image; the maps of these classes locate them. The table's numbers are
-the IoU of each class and their mean, over the pixels of all images.
+The labels of an image list its classes, and the relevance map of each class shows where it is. The
+table contains the IoU of each class over the pixels of all images, and their mean.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from .sample import Interval, Sample
 
 
 def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tensor:
-    """Return a class for each pixel, 0 for background and k + 1 for the k-th map, (B, H, W).
+    """Return a class for each pixel: 0 for background and k + 1 for map k, (B, H, W).
 
-    Each present class's map is cut at 0 and divided by its maximum. A pixel takes the class of the
-    highest map, the first of equal maps, or background if no map is above ``background``.
+    Negative values of each present class's map are set to 0, and the map is divided by its maximum.
+    A pixel gets the class of the map with the highest value (the first of equal maps), or
+    background if no map is above ``background``.
 
     Args:
-        maps: relevance for each class, (B, K, H, W).
-        present: the classes shown in each image, (B, K).
-        background: the background's score, from 0 to 1. The paper gives none. Default: 0.5.
+        maps: a relevance map for each class, (B, K, H, W).
+        present: True for the classes in each image, (B, K).
+        background: the threshold for background, from 0 to 1. The paper does not report a value.
+            Default: 0.5.
 
     Returns:
-        (B, H, W) of integers.
+        Integers (B, H, W).
 
     Raises:
         InputError: when maps is not (B, K, H, W), or present is not (B, K).
@@ -43,7 +45,7 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
     scores = as_scores(maps, "maps", dims=4)
     shown = as_flags(present, scores[:, :, 0, 0], "present")
     if not 0 <= background <= 1:
-        raise OptionError(f"background={background}: use a number from 0 to 1.")
+        raise OptionError(f"background={background}: pass a number from 0 to 1.")
     positive = scores.clamp_min(0) * shown[..., None, None]
     peak = positive.amax((2, 3), keepdim=True)
     positive = positive / peak.where(peak > 0, 1)
@@ -52,15 +54,15 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
 
 
 class PseudoMaskScores:
-    """Gathers the IoU of each class over batches of images.
+    """Compute the IoU of each class over the images of several batches.
 
     Args:
-        classes: K, the background among them; 21 for Pascal VOC. Default: 21.
-        ignored: a label whose pixels do not count. Default: 255, VOC's outlines.
+        classes: the number K of classes, including background; 21 for Pascal VOC. Default: 21.
+        ignored: a label whose pixels are not counted. Default: 255, the outlines in Pascal VOC.
 
     Raises:
-        InputError: when masks and gold differ in shape or hold a class not below K, before the
-            first image, or when merged scores have other options.
+        InputError: when the shapes of masks and gold differ, a class is not below K, scores are
+            read before the first image, or the options of merged scores differ.
 
     Example:
         >>> import torch
@@ -77,10 +79,10 @@ class PseudoMaskScores:
         self._sample = Sample(_ious)
 
     def update(self, masks: Tensor, gold: Tensor) -> None:
-        """Add images.
+        """Add a batch of images.
 
         Args:
-            masks: a class for each pixel, (B, H, W), as of :func:`pseudo_masks`.
+            masks: a class for each pixel, (B, H, W), for example from :func:`pseudo_masks`.
             gold: the true classes, (B, H, W).
         """
         counts = confusion(masks, gold, self.classes, self.ignored)
@@ -89,25 +91,28 @@ class PseudoMaskScores:
     def merge(self, other: PseudoMaskScores) -> None:
         """Add the images of another :class:`PseudoMaskScores` with the same options."""
         if (self.classes, self.ignored) != (other.classes, other.ignored):
-            raise InputError("other has other classes or ignores another label; they cannot merge.")
+            raise InputError(
+                "other has different options. Merge scores with the same classes and ignored."
+            )
         self._sample.merge(other._sample)
 
     def compute(self) -> Tensor:
-        """Return the IoU of each class, then their mean, (K + 1,).
+        """Return the IoU of each class and, as the last entry, the mean, (K + 1,).
 
-        A class neither true nor given anywhere is NaN and left out of the mean.
+        A class that is neither a true nor a predicted class of any pixel is NaN and not part of the
+        mean.
         """
         return self._sample.value()
 
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return bounds of the scores, as :meth:`~captum_ssm.metrics.Sample.interval`."""
+        """Return confidence bounds, see :meth:`~captum_ssm.metrics.Sample.interval`."""
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
 def _ious(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the K IoUs and the mean IoU of counts (..., K * K) summed over images."""
+    """Compute the K IoUs and the mean IoU from sums of counts (..., K * K) over images."""
     size = round(sums.shape[-1] ** 0.5)
     found = iou(sums.reshape(*sums.shape[:-1], size, size))
     return torch.cat([found, found.nanmean(-1, keepdim=True)], -1)

@@ -1,12 +1,12 @@
-"""Ranking: scores of true units above others, and agreement with other scores.
+"""Measure how high scores rank true units, and how well two rankings agree.
 
 All functions take a batch: scores (B, N), gold (B, N) and, for padded examples, a mask (B, N). They
-return one float64 number per example, (B,). The order of the units does not matter: every order of
-equal scores counts alike. Constant scores have ROC AUC 0.5, and average precision and recall at K
-of chance. A number is NaN if everything or nothing is true, or all scores are equal;
-:class:`~captum_ssm.metrics.Sample` leaves such examples out and counts them.
+return one float64 number per example, (B,). Results do not depend on the order of the units, also
+if scores are equal. For constant scores, ROC AUC is 0.5, and average precision and recall at K have
+their chance values. Undefined results are NaN, for example if no unit is true;
+:class:`~captum_ssm.metrics.Sample` excludes and counts such examples.
 
-Shapes: B examples, N scored units of each.
+Shapes: B examples, N units per example, such as tokens or pixels.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .checks import as_flags, as_scores, check_positive, masked_scores
 
 
 def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the probability that a true unit scores higher than another one; a tie is half.
+    """Return the area under the ROC curve, (B,).
 
     ::
 
-        mean over true units t and others f of [s_t > s_f] + [s_t = s_f] / 2
+        mean over true units t and false units f of [s_t > s_f] + [s_t = s_f] / 2
 
     Args:
-        scores: (B, N), any order of magnitude.
-        gold: which units are true, (B, N) of booleans or of 0 and 1.
-        mask: which units count, (B, N). Default: None, all.
+        scores: the score of each unit, (B, N).
+        gold: the true units, (B, N), as booleans or 0 and 1.
+        mask: True for the units to use, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN if no unit is true, or every unit is.
+        Areas (B,); NaN if no unit is true, or every unit is true.
 
     Raises:
-        InputError: when the shapes differ, or gold holds something but 0 and 1.
-        NonFiniteError: when a unit that counts has a score NaN or infinity.
+        InputError: when the shapes differ, or gold has an entry other than 0 and 1.
+        NonFiniteError: when a score is NaN or infinite where mask is True.
 
     Example:
         >>> import torch
@@ -55,19 +55,19 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over true units of the precision among units of at least their score.
+    """Return the average precision: the mean precision at the scores of the true units, (B,).
 
-    This is the area under the steps of the precision-recall curve, without interpolation::
+    This is the area under the precision-recall curve, without interpolation::
 
         mean over true units t of |{true u: s_u >= s_t}| / |{u: s_u >= s_t}|
 
     Args:
-        scores: (B, N).
-        gold: which units are true, (B, N) of booleans or of 0 and 1.
-        mask: which units count, (B, N). Default: None, all.
+        scores: the score of each unit, (B, N).
+        gold: the true units, (B, N), as booleans or 0 and 1.
+        mask: True for the units to use, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN if no unit is true, 1 if every unit is.
+        Average precisions (B,); NaN if no unit is true, 1 if every unit is true.
 
     Raises:
         InputError, NonFiniteError: as :func:`roc_auc`.
@@ -87,15 +87,16 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
 def recall_at_k(
     scores: Tensor, gold: Tensor, k: int | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the share of the true units among the K highest scores (Fomicheva et al. 2021).
+    """Return the share of true units that are among the K highest scores (Fomicheva et al. 2021).
 
-    If several units share the K-th score, the expected share over their random orders is returned.
+    If several units have the K-th highest score, the result is the expected share for a random
+    order of these units.
 
     Args:
-        scores: (B, N).
-        gold: the true units, (B, N) of booleans or of 0 and 1.
-        k: number of units; at most all. Default: None, as many as are true in each example.
-        mask: the units that count, (B, N). Default: None, all.
+        scores: the score of each unit, (B, N).
+        gold: the true units, (B, N), as booleans or 0 and 1.
+        k: the number K of units. Default: None, the number of true units in each example.
+        mask: True for the units to rank, (B, N). Default: None, all.
 
     Returns:
         (B,); NaN if no unit is true.
@@ -121,11 +122,11 @@ def precision_at_k(
     """Return the share of true units among the K highest scores; K = 1 is the top-1 accuracy.
 
     Args:
-        scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults and the same
-            answer to ties.
+        scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults. Equal scores are
+            also treated as there.
 
     Returns:
-        (B,); NaN if there is nothing to look at.
+        Shares (B,); NaN if K is 0 or no unit is ranked.
 
     Raises:
         InputError, NonFiniteError, OptionError: as :func:`recall_at_k`.
@@ -142,19 +143,19 @@ def precision_at_k(
 
 
 def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Pearson's correlation of two scores of the same units.
+    """Return Pearson's correlation between two sets of scores of the same units, (B,).
 
     Args:
-        scores: (B, N).
-        others: other scores of the same units, (B, N).
-        mask: which units count, (B, N). Default: None, all.
+        scores: the score of each unit, (B, N).
+        others: the second scores of the same units, (B, N).
+        mask: True for the units to use, (B, N). Default: None, all.
 
     Returns:
-        (B,), from -1 to 1; NaN if either is the same everywhere.
+        Correlations (B,); NaN if all scores of an example are equal in either argument.
 
     Raises:
         InputError: when the shapes differ.
-        NonFiniteError: when a unit that counts has a score NaN or infinity.
+        NonFiniteError: when a score is NaN or infinite where mask is True.
 
     Example:
         >>> import torch
@@ -166,13 +167,13 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Spearman's rank correlation; equal scores share their mean rank.
+    """Return Spearman's rank correlation, (B,); equal scores have their mean rank.
 
     Args:
         scores, others, mask: as in :func:`pearson`, with the same defaults.
 
     Returns:
-        (B,), from -1 to 1; NaN if either is the same everywhere.
+        Correlations (B,); NaN if all scores of an example are equal in either argument.
 
     Raises:
         InputError, NonFiniteError: as :func:`pearson`.
@@ -188,15 +189,15 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Kendall's tau-b: pairs of units in the same order less pairs in opposite order.
+    """Return Kendall's rank correlation tau-b, (B,).
 
-    Time and memory grow with the square of N.
+    It compares all pairs of units, so time and memory grow with the square of N.
 
     Args:
         scores, others, mask: as in :func:`pearson`, with the same defaults.
 
     Returns:
-        (B,), from -1 to 1; NaN if either is the same everywhere.
+        Correlations (B,); NaN if all scores of an example are equal in either argument.
 
     Raises:
         InputError, NonFiniteError: as :func:`pearson`.
@@ -219,9 +220,10 @@ class PrecisionRecall(NamedTuple):
     """A precision-recall curve, from the highest threshold to the lowest.
 
     Attributes:
-        precision: among the units of at least each threshold, (T,).
-        recall: of all true units, (T,).
-        thresholds: the distinct scores, falling, (T,).
+        precision: the share of true units among the units with a score of at least each threshold,
+            (T,).
+        recall: the share of all true units with a score of at least each threshold, (T,).
+        thresholds: the distinct scores in decreasing order, (T,).
     """
 
     precision: Tensor
@@ -230,17 +232,17 @@ class PrecisionRecall(NamedTuple):
 
 
 def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
-    """Return precision and recall at every distinct score of one set of units.
+    """Return precision and recall at every distinct score of one example.
 
     Args:
-        scores: (N,).
-        gold: which units are true, (N,) of booleans or of 0 and 1; at least one.
+        scores: the score of each unit, (N,).
+        gold: the true units, (N,), as booleans or 0 and 1; at least one unit is true.
 
     Returns:
-        :class:`PrecisionRecall`, (T,) each for T distinct scores.
+        :class:`PrecisionRecall`, with tensors (T,) for T distinct scores.
 
     Raises:
-        InputError: when the shapes differ, or nothing is true.
+        InputError: when the shapes differ, or no unit is true.
         NonFiniteError: when a score is NaN or infinite.
 
     Example:
@@ -253,7 +255,7 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
     scores = as_scores(scores, "scores", dims=1)
     true = as_flags(gold, scores, "gold")
     if not bool(true.any()):
-        raise InputError("gold holds nothing that is true, so recall is undefined.")
+        raise InputError("gold has no true unit, so recall is undefined. Pass at least one.")
     thresholds, where = torch.unique(scores, return_inverse=True)  # rising
     units = torch.bincount(where, minlength=len(thresholds)).flip(0).cumsum(0).double()
     hits = torch.bincount(where[true], minlength=len(thresholds)).flip(0).cumsum(0).double()
@@ -261,40 +263,40 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
 
 
 def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores (B, N), and masks of the true and of all other units that count."""
+    """Return scores (B, N), a mask of the true units, and a mask of the false units."""
     scores, counts = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
     return scores.contiguous(), true & counts, ~true & counts
 
 
 def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both scores in float64, and a mask of the units that count, (B, N) each."""
+    """Return both scores in float64, and the mask of the units to use, each (B, N)."""
     first, counts = masked_scores(scores, mask, "scores", dims=2)
     second, _ = masked_scores(others, mask, "others", dims=2)
     if first.shape != second.shape:
         raise InputError(
-            f"scores has shape {tuple(first.shape)}, others {tuple(second.shape)}: they must be "
-            "scores of the same units."
+            f"scores has shape {tuple(first.shape)}, others {tuple(second.shape)}. Pass two scores "
+            "of the same units."
         )
     return first.double(), second.to(first.device).double(), counts
 
 
 def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
-    """Return Pearson's correlation of the units that count, (B,)."""
+    """Return Pearson's correlation over the units where ``counts`` is True, (B,)."""
     one, other = (_centered(x, counts) for x in (first, second))
     return (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
 
 
 def _centered(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return scores less their mean; 0 at units that do not count, and if all scores are equal."""
-    # a mean of equal numbers is rounded, and the remainders would have a correlation
+    """Return scores minus their mean over the units where ``counts`` is True; 0 elsewhere."""
+    # first subtract the minimum, so that equal scores become exactly 0 without rounding error
     scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
     scores = scores.where(counts, 0)
     return (scores - scores.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).where(counts, 0)
 
 
 def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return twice the rank of each unit that counts, equal scores sharing the mean, (B, N)."""
+    """Return twice the rank of each used unit, (B, N); equal scores get their mean rank."""
     rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
@@ -302,7 +304,7 @@ def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _at_least(scores: Tensor, among: Tensor) -> Tensor:
-    """Return the number of units ``among`` that score at least as much as each unit, (B, N)."""
+    """Return how many units in ``among`` have at least the score of each unit, (B, N)."""
     rising = scores.masked_fill(~among, float("-inf")).sort(-1).values
     return scores.shape[-1] - torch.searchsorted(rising, scores)
 
@@ -310,7 +312,7 @@ def _at_least(scores: Tensor, among: Tensor) -> Tensor:
 def _hits(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the expected number of true units among the best K, K, and all true units, (B,)."""
+    """Return the expected hits among the best K units, K, and the number of true units, (B,)."""
     if k is not None:
         check_positive(k, "k")
     scores, true, false = _checked(scores, gold, mask)

@@ -1,8 +1,8 @@
-"""Numbers gathered over batches of examples: their mean or a ratio of sums, with an interval.
+"""Collect numbers of examples, and compute a statistic of them with a confidence interval.
 
-Every metric of this package returns numbers per example. A :class:`Sample` keeps the
-numbers: batches can be added one by one, results of two processes merged, and confidence intervals
-drawn by resampling examples.
+Every metric of this package returns numbers per example. A :class:`Sample` stores these numbers.
+You can add batches one by one, merge the results of two processes, and compute bootstrap intervals
+over examples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from .checks import check_positive
 
-#: (..., k) sums over examples, and (..., k) how many examples each is the sum of: (..., m)
+#: A function of sums over examples (..., k) and of numbers of examples (..., k), returns (..., m).
 Statistic = Callable[[Tensor, Tensor], Tensor]
 
-#: Elements of one block of resampling weights (64 MiB).
+#: The number of elements in one block of resampling weights (64 MiB).
 _BLOCK_ELEMENTS = 2**23
 
 
@@ -32,9 +32,9 @@ class Interval(NamedTuple):
     """A statistic with the bounds of its confidence interval, each (m,).
 
     Attributes:
-        low: the lower bound.
-        value: the statistic of the examples themselves.
-        high: the upper bound.
+        low: the lower bound of the interval.
+        value: the statistic of all examples.
+        high: the upper bound of the interval.
 
     Example:
         >>> import torch
@@ -51,15 +51,16 @@ class Interval(NamedTuple):
 
 
 class Sample:
-    """The contributions of many examples to a statistic.
+    """Numbers of many examples, and a statistic of them.
 
     Args:
-        statistic: a function of the columns' sums and numbers of defined examples. Default:
-            :func:`mean`.
+        statistic: a function of each column's sum over examples and number of examples that are not
+            NaN. Default: :func:`mean`.
 
     Raises:
-        InputError: when a batch is not (B,) or (B, k), has other columns than before or holds
-            infinity; when a sample of another statistic is merged; or before the first example.
+        InputError: when a batch is not (B,) or (B, k), has a different number of columns than
+            earlier batches or contains infinity; when the statistic of a merged sample differs; or
+            when results are read before the first example.
 
     Example:
         >>> import torch
@@ -92,32 +93,36 @@ class Sample:
         """Add a batch of examples.
 
         Args:
-            values: (B,), or (B, k) where each example has several numbers, such as the points of a
-                curve. NaN marks an example without such a number.
+            values: one number per example (B,), or several numbers per example (B, k), such as the
+                points of a curve. NaN marks a number that is not defined.
         """
         if not isinstance(values, Tensor) or values.dim() not in (1, 2):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise InputError(f"values must be a tensor (B,) or (B, k), got {found}.")
+            raise InputError(f"values is {found}. Pass a tensor (B,) or (B, k).")
         rows = values.detach().cpu().double()
         rows = rows[:, None] if rows.dim() == 1 else rows
         if self._batches and rows.shape[1] != self._batches[0].shape[1]:
             raise InputError(
-                f"values has {rows.shape[1]} numbers per example, those before had "
-                f"{self._batches[0].shape[1]}. Use one sample for each kind of number."
+                f"values has {rows.shape[1]} numbers per example, but earlier batches have "
+                f"{self._batches[0].shape[1]}. Use a separate Sample for each kind of number."
             )
         if bool(rows.isinf().any()):
-            raise InputError("values holds infinity, which leaves no mean. Pass NaN for 'none'.")
+            raise InputError(
+                "values has infinity, so no mean exists. Pass NaN for undefined numbers."
+            )
         self._batches.append(rows.clone())
 
     def merge(self, other: Sample) -> None:
-        """Add the examples of another sample of the same statistic."""
+        """Add the examples of another sample with the same statistic."""
         if other.statistic is not self.statistic:
-            raise InputError("other gathers another statistic, so the two cannot be merged.")
+            raise InputError(
+                "other has a different statistic. Merge samples with equal statistics."
+            )
         for batch in list(other._batches):
             self.update(batch)
 
     def undefined(self) -> Tensor:
-        """Return the number of examples without a number, by column (k,)."""
+        """Return the number of examples that are NaN in each column, (k,)."""
         return self.rows.isnan().sum(0)
 
     def value(self) -> Tensor:
@@ -128,22 +133,22 @@ class Sample:
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return a percentile bootstrap interval: examples are drawn anew, with replacement.
+        """Return a percentile bootstrap interval over examples, drawn with replacement.
 
         Args:
-            confidence: share of resamples within the bounds. Default: 0.95.
-            resamples: number of resamples of all examples. Default: 1000.
-            seed: of the draws; the same seed and examples give the same bounds. Default: 0.
+            confidence: the share of resamples within the bounds. Default: 0.95.
+            resamples: the number of resamples. Default: 1000.
+            seed: the seed of the random draws. Default: 0.
 
         Returns:
-            The bounds around :meth:`value`; resamples in which the statistic is undefined do not
-            count, and with none left the bounds are NaN.
+            The bounds and :meth:`value`. Resamples with an undefined statistic are ignored; if all
+            are undefined, the bounds are NaN.
 
         Raises:
             OptionError: when confidence is not between 0 and 1, or resamples is below 1.
         """
         if not 0 < confidence < 1:
-            raise OptionError(f"confidence={confidence}: use a number between 0 and 1.")
+            raise OptionError(f"confidence={confidence}: pass a number between 0 and 1.")
         check_positive(resamples, "resamples")
         drawn = self._resampled(resamples, torch.Generator().manual_seed(seed))
         tail = (1 - confidence) / 2

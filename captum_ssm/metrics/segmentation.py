@@ -1,9 +1,9 @@
-"""Segmentation: relevance as a map of the object (HA table 2, UN tables 3 and 4).
+"""Evaluate relevance maps as segmentations of an object (HA table 2, UN tables 3 and 4).
 
-A map is scaled to [0, 1] and cut at its mean into background and foreground. As in the code behind
-the published tables, pixel accuracy and mIoU are over the pixels of all images. mAP and mF1 are
-means over images of the average precision and the foreground's F1. That code's mAP ranks the scores
-of both classes in one list: ``ranking="together"``.
+A map is scaled to [0, 1]; pixels above the map's mean are foreground. As in the authors' code,
+pixel accuracy and mIoU are computed over the pixels of all images. mAP and mF1 are means over
+images of the average precision and of the foreground's F1. For mAP, the authors' code ranks the
+scores of both classes in one list: ``ranking="together"``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .sample import Interval, Sample
 
 
 def unit_range(maps: Tensor) -> Tensor:
-    """Return each map scaled to [0, 1]; a constant map, which points nowhere, to 0.
+    """Return each map scaled to [0, 1]; a constant map becomes 0.
 
     ::
 
         (m - min m) / (max m - min m)
 
     Args:
-        maps: (B, ...).
+        maps: one map per example, (B, ...).
 
     Returns:
-        The same shape.
+        The scaled maps, in the same shape.
 
     Raises:
-        InputError: when maps has no dimension behind the examples.
-        NonFiniteError: when maps holds NaN or infinity.
+        InputError: when maps has only one dimension.
+        NonFiniteError: when maps contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ def unit_range(maps: Tensor) -> Tensor:
     """
     maps = as_scores(maps, "maps")
     if maps.dim() < 2:
-        raise InputError(f"maps has shape {tuple(maps.shape)}; (B, ...) is needed, examples first.")
+        raise InputError(f"maps has shape {tuple(maps.shape)}. Pass (B, ...), examples first.")
     flat = maps.flatten(1)
     low, high = flat.min(1, keepdim=True).values, flat.max(1, keepdim=True).values
     width = (high - low).where(high > low, 1)
@@ -53,19 +53,19 @@ def unit_range(maps: Tensor) -> Tensor:
 
 
 def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
-    """Return the pixels taken for the object, booleans of the shape of ``maps``.
+    """Return True for the pixels that a map predicts as the object, (B, H, W).
 
     Args:
-        maps: (B, H, W), one number per pixel.
-        threshold: ``"mean"``, each scaled map's own mean; or a number from 0 to 1. A pixel must be
-            above it, so that a constant map has no foreground. Default: ``"mean"``.
+        maps: the relevance of each pixel, (B, H, W).
+        threshold: ``"mean"`` for the mean of each scaled map, or a number from 0 to 1. Pixels above
+            the threshold are foreground, so a constant map has no foreground. Default: ``"mean"``.
 
     Returns:
-        (B, H, W) of booleans.
+        Booleans (B, H, W).
 
     Raises:
         OptionError: when threshold is neither ``"mean"`` nor from 0 to 1.
-        NonFiniteError: when maps holds NaN or infinity.
+        NonFiniteError: when maps contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -78,10 +78,10 @@ def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
     scaled = unit_range(maps)
     if isinstance(threshold, str):
         if threshold != "mean":
-            raise OptionError(f"threshold={threshold!r}: use 'mean' or a number from 0 to 1.")
+            raise OptionError(f"threshold={threshold!r}: pass 'mean' or a number from 0 to 1.")
         return scaled > scaled.flatten(1).mean(1).view(-1, *[1] * (maps.dim() - 1))
     if not 0 <= threshold <= 1:
-        raise OptionError(f"threshold={threshold}: scaled maps run from 0 to 1.")
+        raise OptionError(f"threshold={threshold}: pass 'mean' or a number from 0 to 1.")
     return scaled > threshold
 
 
@@ -92,24 +92,25 @@ RANKINGS = ("classes", "together", "unscaled")
 def segmentation_average_precision(
     maps: Tensor, gold: Tensor, ignored: int | None = -1, ranking: str = "classes"
 ) -> Tensor:
-    """Return the average precision of foreground and background, whose scores are 1 - map, (B,).
+    """Return the average precision of foreground and background, (B,).
 
     Args:
-        maps: (B, H, W).
+        maps: the relevance of each pixel, (B, H, W).
         gold: 1 for the object, 0 for background, (B, H, W).
-        ignored: a label whose pixels do not count. Default: -1.
-        ranking: ``"classes"``, the mean of each class's own ranking. ``"together"``, one ranking of
-            the scaled map and 1 minus it, as in the code behind the published tables. A map that is
-            low nearly everywhere then scores well. ``"unscaled"``, the same without scaling, as in
-            the unified paper's script. Default: ``"classes"``.
+        ignored: a label whose pixels are ignored. Default: -1.
+        ranking: ``"classes"`` ranks the pixels for each class separately and returns the mean.
+            ``"together"`` ranks the scaled map and 1 minus the scaled map in one list, as in the
+            authors' code; a map that is low nearly everywhere then has a high score. ``"unscaled"``
+            does the same without scaling, as in the unified paper's script. Default: ``"classes"``.
 
     Returns:
-        (B,); of one class if the other is absent, and NaN if no pixel counts.
+        Average precisions (B,); of one class if the other class is absent, and NaN if all pixels
+        are ignored.
 
     Raises:
-        InputError: when the shapes differ, or gold holds something but 0, 1 and ``ignored``.
+        InputError: when the shapes differ, or gold has an entry other than 0, 1 and ``ignored``.
         OptionError: when ranking is unknown.
-        NonFiniteError: when maps holds NaN or infinity.
+        NonFiniteError: when maps contains NaN or infinity.
 
     Example:
         >>> import torch
@@ -130,17 +131,17 @@ def segmentation_average_precision(
 
 def _check_ranking(ranking: str) -> None:
     if ranking not in RANKINGS:
-        raise OptionError(f"ranking={ranking!r} is not known. Use one of {RANKINGS}.")
+        raise OptionError(f"ranking={ranking!r} is unknown. Pass one of {RANKINGS}.")
 
 
 class Segmentation(NamedTuple):
-    """The four scores of the published tables, in shares of 1.
+    """The four scores of the published tables, as numbers from 0 to 1.
 
     Attributes:
-        pixel_accuracy: over the pixels of all images.
-        mean_iou: over {background, foreground}, of the pixels of all images.
-        mean_ap: mean over images of :func:`segmentation_average_precision`.
-        mean_f1: mean over images of the foreground's F1.
+        pixel_accuracy: the share of right pixels among the pixels of all images.
+        mean_iou: the mean IoU of background and foreground over the pixels of all images.
+        mean_ap: the mean over images of :func:`segmentation_average_precision`.
+        mean_f1: the mean over images of the foreground's F1.
     """
 
     pixel_accuracy: float
@@ -150,18 +151,19 @@ class Segmentation(NamedTuple):
 
 
 class SegmentationScores:
-    """Gathers :class:`Segmentation` over batches of images.
+    """Compute :class:`Segmentation` for the images of several batches.
 
     Args:
-        threshold: see :func:`foreground`. Default: ``"mean"``.
-        ignored: a label whose pixels do not count. Default: -1.
-        ranking: of the average precision, ``"together"`` as in the published tables; see
-            :func:`segmentation_average_precision`. Default: ``"classes"``.
+        threshold: the threshold of foreground pixels, see :func:`foreground`. Default: ``"mean"``.
+        ignored: a label whose pixels are ignored. Default: -1.
+        ranking: the ranking of pixels for the average precision, see
+            :func:`segmentation_average_precision`; ``"together"`` as in the published tables.
+            Default: ``"classes"``.
 
     Raises:
-        InputError: when maps and gold differ in shape or gold holds something but 0, 1 and
+        InputError: when maps and gold differ in shape or gold has an entry other than 0, 1 and
             ``ignored``; before the first image; or when merged scores have other options.
-        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1, or ranking not known.
+        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1, or ranking is unknown.
 
     Example:
         >>> import torch
@@ -183,7 +185,7 @@ class SegmentationScores:
         self._sample = Sample(_scores)
 
     def update(self, maps: Tensor, gold: Tensor) -> None:
-        """Add images.
+        """Add a batch of images.
 
         Args:
             maps: relevance of each pixel, (B, H, W); see
@@ -202,7 +204,7 @@ class SegmentationScores:
         """Add the images of another :class:`SegmentationScores` with the same options."""
         if self._options() != other._options():
             raise InputError(
-                "other has another threshold, ignored label or ranking; the two cannot merge."
+                "other has a different threshold, ignored or ranking. Merge equal options."
             )
         self._sample.merge(other._sample)
 
@@ -216,29 +218,29 @@ class SegmentationScores:
     def interval(
         self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Return bounds of the four scores, as :meth:`~captum_ssm.metrics.Sample.interval`."""
+        """Return confidence bounds, see :meth:`~captum_ssm.metrics.Sample.interval`."""
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
 def _scores(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the four scores (..., 4) of sums (..., 6): four counts, average precision and F1."""
+    """Compute the four scores (..., 4) from sums (..., 6) of counts, average precision and F1."""
     pixels = sums[..., :4].reshape(*sums.shape[:-1], 2, 2)
     means = sums[..., 4:] / counts[..., 4:]
     return torch.cat([torch.stack([pixel_accuracy(pixels), mean_iou(pixels)], -1), means], -1)
 
 
 def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """Return masks (B, N) of the pixels that count, and of the object's pixels."""
+    """Return masks (B, N) of the pixels that are not ignored, and of the object's pixels."""
     if maps.shape != gold.shape or gold.dim() < 2:
         raise InputError(
-            f"maps has shape {tuple(maps.shape)}, gold {tuple(gold.shape)}: one label per pixel is "
-            "needed, examples first. pixel_relevance() resizes maps."
+            f"maps has shape {tuple(maps.shape)}, gold {tuple(gold.shape)}. Pass one label per "
+            "pixel, examples first. pixel_relevance() resizes maps."
         )
     flat = gold.flatten(1)
     counts = torch.ones_like(flat, dtype=torch.bool) if ignored is None else flat != ignored
     if not bool(((flat == 0) | (flat == 1) | ~counts).all()):
         raise InputError(
-            f"gold must hold nothing but 0, 1 and ignored={ignored}; it holds "
-            f"{torch.unique(flat).tolist()[:9]}."
+            f"gold has the labels {torch.unique(flat).tolist()[:9]}. Pass only 0, 1 and ignored="
+            f"{ignored}."
         )
     return counts, flat == 1

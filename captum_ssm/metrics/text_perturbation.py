@@ -1,13 +1,14 @@
-"""Text perturbation: tokens are masked, deleted or revealed in the order of their relevance.
+"""Measure a model while tokens are masked, deleted or revealed in the order of relevance.
 
-The activation task of HA appendix A (table 3, UN table 2) starts from a text of ``<UNK>`` alone and
-reveals its tokens, most relevant first. AUAC is the area under the class's probability; higher is
-better. The pruning task replaces tokens by ``<UNK>``, least relevant first. AU-MSE is the area
-under the mean squared change of the logits; lower is better.
+The activation task of HA appendix A (table 3, UN table 2) starts from a text in which all tokens
+are ``<UNK>``, and reveals the tokens, the most relevant tokens first. AUAC is the area under the
+curve of the class's probability; higher is better. The pruning task replaces tokens with ``<UNK>``,
+the least relevant tokens first. AU-MSE is the area under the curve of the mean squared change of
+the logits; lower is better.
 
-Every changed text reaches the model without padding, together with others of its length.
+The model runs on changed texts without padding, in batches of texts of equal length.
 
-Shapes: B texts, L tokens of the longest, F shares, K classes.
+Shapes: B texts, L tokens of the longest text, F shares, K classes.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from .classes import Classifier, Perturbed, class_logits, class_targets, curves
 from .curve import TENTHS, WHOLE, Curve, change_order, changed
 from .tokens import Filling, fill_for, is_sequence, replace_tokens
 
-#: ``"mask"`` puts the fill in a token's place, ``"delete"`` closes the gap.
+#: ``"mask"`` replaces a token with the fill, ``"delete"`` removes the token from the text.
 MANNERS = ("mask", "delete")
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Texts to change, and their replacements.
+    """Texts to change, with the replacement of tokens and the model.
 
     Attributes:
-        forward_func: ids (R, L) or embeddings (R, L, E) in, logits out: (R, K), or (R, L, K), read
-            at the last token. It is called on texts without padding.
+        forward_func: a function from ids (R, L) or embeddings (R, L, E) to logits (R, K), or (R, L,
+            K), of which the last token is used. The function is called with texts without padding.
         inputs: token ids (B, L) or embeddings (B, L, E).
         fill: the replacement of masked tokens: the id of ``<UNK>``, or for embeddings a number or a
             vector (E,).
         attention_mask: 1 for tokens, 0 for padding on either side, (B, L). Default: None, no
             padding.
-        fixed: tokens that never change, such as a prompt's, (B, L). Default: None, none.
-        internal_batch_size: run at most so many changed texts at a time. Default: 64.
+        fixed: True for tokens that are never changed, such as the tokens of a prompt, (B, L).
+            Default: None, no token.
+        internal_batch_size: the largest number of changed texts to run at a time. Default: 64.
 
     Raises:
         InputError: when the shapes of inputs, fill and masks do not fit, or a text has no token.
@@ -68,47 +70,47 @@ class Texts:
     def __post_init__(self) -> None:
         inputs = self.inputs
         if not isinstance(inputs, Tensor):
-            raise InputError(f"inputs must be a tensor, got {type(inputs).__name__}.")
+            raise InputError(f"inputs is of type {type(inputs).__name__}. Pass a tensor.")
         if not is_sequence(inputs):
             raise InputError(
-                f"inputs has shape {tuple(inputs.shape)} and dtype {inputs.dtype}; token ids "
-                "(B, L) or floating embeddings (B, L, E) are needed."
+                f"inputs has shape {tuple(inputs.shape)} and dtype {inputs.dtype}; pass token "
+                "ids (B, L) or floating-point embeddings (B, L, E)."
             )
         check_positive(self.internal_batch_size, "internal_batch_size")
         if not bool(self.real.any(-1).all()):
-            raise InputError("attention_mask leaves a text without any token.")
+            raise InputError("attention_mask is 0 for all tokens of a text. Remove this text.")
         fill_for(self.fill, inputs)
 
     @property
     def real(self) -> Tensor:
-        """Tokens that are not padding, (B, L)."""
+        """True for tokens that are not padding, (B, L)."""
         return as_mask(self.attention_mask, self._tokens, "attention_mask")
 
     @property
     def changeable(self) -> Tensor:
-        """Tokens that may be changed, (B, L)."""
+        """True for tokens that may be changed, (B, L)."""
         if self.fixed is None:
             return self.real
         return self.real & ~as_mask(self.fixed, self._tokens, "fixed")
 
     @property
     def _tokens(self) -> Tensor:
-        """Return a tensor of shape (B, L), one entry per token."""
+        """A tensor with one entry per token, (B, L)."""
         return self.inputs if self.inputs.dim() == 2 else self.inputs[..., 0]
 
     def logits(self, altered: Tensor, how: str = "mask") -> Tensor:
-        """Return the logits (B, F, K) of texts with ``altered`` tokens (B, F, L).
+        """Return the logits (B, F, K) of texts whose ``altered`` tokens (B, F, L) are changed.
 
-        ``how`` is ``"mask"`` or ``"delete"``.
+        ``how`` is ``"mask"`` to replace these tokens or ``"delete"`` to remove them.
         """
         if how not in MANNERS:
-            raise OptionError(f"how={how!r}: use one of {MANNERS}.")
+            raise OptionError(f"how={how!r}: pass one of {MANNERS}.")
         kept = self.real[:, None] & ~altered if how == "delete" else self.real[:, None]
         lengths = where_double_is(kept.sum(-1)).expand(altered.shape[:2])  # (B, F)
         if int(lengths.min()) == 0:
             raise OptionError(
-                "fractions: a share deletes every token of a text. Use smaller shares, name tokens "
-                "to keep by fixed=, or use how='mask'."
+                "fractions: a share deletes every token of a text. Pass smaller shares, tokens to "
+                "keep in fixed=, or how='mask'."
             )
         found: Tensor | None = None
         for example, step in _alike(lengths, self.internal_batch_size):
@@ -125,7 +127,7 @@ class Texts:
         return found
 
     def unchanged(self) -> Tensor:
-        """Return the logits of the texts as they are, (B, K)."""
+        """Return the logits of the unchanged texts, (B, K)."""
         return self.logits(torch.zeros_like(self.real)[:, None])[:, 0]
 
 
@@ -139,25 +141,29 @@ def text_perturbation(
     how: str = "mask",
     generator: torch.Generator | None = None,
 ) -> Perturbed:
-    """Measure a class while tokens are masked or deleted in the order of their relevance.
+    """Measure a class's scores while tokens are masked or deleted in the order of relevance.
 
     Args:
         texts: the texts and the model.
-        relevance: (B, L), or (B, L, E), summed over features; padding is ignored.
-        target: the class, or one per text. Default: None, the model's prediction for each.
-        most_first: the most relevant tokens first (positive), or the least (negative). Default:
-            True.
-        fractions: shares of the tokens that may be changed. Default: 10 % to 90 %.
+        relevance: relevance of tokens (B, L), or of features (B, L, E), which is summed over
+            features. Padding is ignored.
+        target: the class, or one class per text. Default: None, the model's prediction for each
+            text.
+        most_first: True to change the most relevant tokens first (positive test), False to change
+            the least relevant first (negative test). Default: True.
+        fractions: the shares of tokens to change, among those that may be changed. Default: 10 % to
+            90 %.
         how: ``"mask"`` or ``"delete"``. Default: ``"mask"``.
-        generator: breaks ties of relevance at random. Default: None, earlier tokens come first.
+        generator: a generator for a random order of tokens with equal relevance. Default: None,
+            earlier tokens come first.
 
     Returns:
-        Curves over ``fractions``, one row per text: of n tokens that may be changed, the share f
-        changes the first floor(f n).
+        Curves over ``fractions``, one row per text. At share f, the first floor(f n) of the n
+        tokens that may be changed are changed.
 
     Raises:
         InputError: when relevance is not (B, L) or (B, L, E).
-        OptionError: when fractions do not rise within 0 to 1, how is unknown, or a share deletes
+        OptionError: when fractions do not increase from 0 to 1, how is unknown, or a share deletes
             every token of a text.
         TargetError: when target is not a class of the model.
 
@@ -184,12 +190,12 @@ def text_activation(
     fractions: Sequence[float] = WHOLE,
     generator: torch.Generator | None = None,
 ) -> Curve:
-    """Return the class's probability as tokens are revealed, most relevant first; its area is AUAC.
+    """Return the class's probability while tokens are revealed; the area under it is AUAC.
 
     Args:
         texts, relevance, target, generator: as in :func:`text_perturbation`, with the same
-            defaults; the paper's class is the true one.
-        fractions: shares of the tokens that are revealed. Default: 0 % to 100 %.
+            defaults. The paper uses the true class as target.
+        fractions: the shares of tokens to reveal, the most relevant first. Default: 0 % to 100 %.
 
     Returns:
         The curve, one row per text.
@@ -220,15 +226,15 @@ def text_pruning(
     how: str = "mask",
     generator: torch.Generator | None = None,
 ) -> Curve:
-    """Return the logits' mean squared change as the least relevant tokens go; its area is AU-MSE.
+    """Return the squared change of logits while tokens are removed; the area under it is AU-MSE.
 
     Args:
         texts, relevance, how, generator: as in :func:`text_perturbation`, with the same defaults.
-        fractions: shares of the tokens that are removed. Default: 0 % to 100 %, the last of which
-            ``how="delete"`` allows only where some tokens are fixed.
+        fractions: the shares of tokens to remove, the least relevant first. Default: 0 % to 100 %.
+            With ``how="delete"``, 100 % is only possible if some tokens are fixed.
 
     Returns:
-        The curve, one row per text: at each share the mean over classes of the squared change.
+        The curve of the squared change, which is averaged over classes, with one row per text.
 
     Raises:
         InputError, OptionError: as :func:`text_perturbation`.
@@ -255,7 +261,7 @@ def _first(
     most_first: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return True for the first tokens in the order of relevance, at each share, (B, F, L)."""
+    """Return True for the tokens that are changed at each share, (B, F, L)."""
     real = texts.real
     scores = (
         relevance.sum(-1) if isinstance(relevance, Tensor) and relevance.dim() == 3 else relevance
@@ -263,8 +269,8 @@ def _first(
     if not isinstance(scores, Tensor) or scores.shape != real.shape:
         found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise InputError(
-            f"relevance must be a tensor of shape {tuple(real.shape)}, one number per token, or "
-            f"have features behind it; got {found}."
+            f"relevance is {found}. Pass a tensor {tuple(real.shape)} with one number per token, "
+            "or one with features as a third dimension."
         )
     scores, _ = masked_scores(scores, real, "relevance")
     allowed = texts.changeable
@@ -273,7 +279,7 @@ def _first(
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of indices (R,) into ``lengths``: at most ``size`` texts of one length."""
+    """Yield pairs of indices (R,) into ``lengths`` (B, F), for at most ``size`` equal lengths."""
     for length in torch.unique(lengths):
         for places in (lengths == length).nonzero().split(size):
             example, step = places.unbind(-1)

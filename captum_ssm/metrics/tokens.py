@@ -1,6 +1,6 @@
-"""Putting something else in the place of tokens, which may be ids or embeddings.
+"""Replace tokens of a sequence of ids or embeddings.
 
-Shapes: R texts, L tokens, E width.
+Shapes: R texts, L tokens, E features of an embedding.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Filling = int | float | Tensor
 
 
 def is_sequence(inputs: Tensor) -> bool:
-    """Return True for token ids (R, L) or floating embeddings (R, L, E), not empty."""
+    """Return True for nonempty token ids (R, L) or floating-point embeddings (R, L, E)."""
     return inputs.dim() == (3 if inputs.is_floating_point() else 2) and inputs.numel() > 0
 
 
 def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
-    """Return the fill as a number or vector of the dtype of ids (R, L) or embeddings (R, L, E)."""
+    """Return the fill as a tensor in the dtype of ids (R, L) or embeddings (R, L, E)."""
     if not inputs.is_floating_point():
         _check_id(fill)
     value = torch.as_tensor(fill, dtype=inputs.dtype, device=inputs.device)
@@ -42,7 +42,7 @@ def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
 
 
 def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Draw a share of the allowed tokens of each row (R, L), rounded, at least one if any."""
+    """Draw a share of each row's allowed tokens, rounded to at least one token, (R, L)."""
     check_share(share)
     chance = torch.rand(allowed.shape, generator=generator).to(allowed.device)
     place = chance.masked_fill(~allowed, 2).argsort(-1).argsort(-1)
@@ -51,9 +51,9 @@ def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Te
 
 
 def check_share(share: float) -> None:
-    """Raise unless ``share`` lies above 0 and not above 1."""
+    """Raise OptionError unless ``share`` is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise OptionError(f"share={share}: use a number above 0, not above 1.")
+        raise OptionError(f"share={share}: pass a number above 0 and at most 1.")
 
 
 def _check_id(fill: Any) -> None:
@@ -61,5 +61,5 @@ def _check_id(fill: Any) -> None:
         operator.index(fill)
     except (TypeError, ValueError):
         raise OptionError(
-            f"fill={fill!r}: token ids are replaced by an id, a whole number such as <UNK>'s."
+            f"fill={fill!r} is no token id. Pass an integer, such as the id of <UNK>."
         ) from None

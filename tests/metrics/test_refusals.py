@@ -70,11 +70,11 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
     InputError: {
         "predicted … (6, 5)": lambda: metrics.link_counts(LINKS[0], LINKS[0]),
         "possible … 0 and 1": lambda: metrics.link_counts(LINKS, LINKS, LINKS.float() * 2),
-        "target_words names 2": lambda: metrics.words_of_tokens(LINKS, [0, 1], [0] * 5),
+        "target_words has 2": lambda: metrics.words_of_tokens(LINKS, [0, 1], [0] * 5),
         "source_words": lambda: metrics.words_of_tokens(LINKS, [0] * 6, [-2] * 5),
         "rates": [lambda: metrics.best_layer([math.nan]), lambda: metrics.best_layer([])],
         "inputs … captum.metrics": both(inputs=torch.randn(1, 3, 4, 4)),
-        "mask … without any token": both(mask=torch.zeros(2, 6)),
+        "mask … all tokens of an example": both(mask=torch.zeros(2, 6)),
         "fill": [
             lambda: measured(metrics.token_infidelity, EMBEDDINGS, fill=torch.zeros(3)),
             lambda: read(torch.randn(2, 5, 4), torch.ones(3)),
@@ -99,22 +99,22 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "complex": ranked(lambda s, g: (s + 1j, g)),
         "gold": lambda: metrics.precision_recall_curve(torch.randn(4), torch.zeros(4)),
         "scores has shape (2, 3), others (2, 2)": lambda: metrics.pearson(ONES, ONES[:, 1:]),
-        "1 predictions … 0 examples": lambda: metrics.answers_found(["a"], []),
+        "predictions has 1 … answers 0": lambda: metrics.answers_found(["a"], []),
         "answers … list": lambda: metrics.answers_found(["a"], ["a"]),
         "(2, 2) … 3": lambda: metrics.span_relevance(ONES, [(2, 2)]),
-        "count=3 … 2 examples": lambda: metrics.hardest_examples(ONES, [0, 1], 3),
-        "1 words … 2 numbers": lambda: metrics.key_words(["a"], torch.ones(2)),
+        "count=3 … has 2": lambda: metrics.hardest_examples(ONES, [0, 1], 3),
+        "words has 1 … relevance 2": lambda: metrics.key_words(["a"], torch.ones(2)),
         "demonstrations": lambda: metrics.amplify_prompt([], "q"),
         "update": lambda: metrics.Sample().value(),
         "3 numbers per example": lambda: sampled([1.0, 2.0], ONES),
         "infinity": lambda: sampled([math.inf]),
         "values": lambda: sampled(1.0),
-        "another statistic": lambda: sampled([1.0]).merge(
+        "different statistic": lambda: sampled([1.0]).merge(
             metrics.Sample(lambda sums, counts: sums)
         ),
         "one column for each": lambda: metrics.Curve(torch.tensor([0.5]), ONES),
         "maps … gold": lambda: scores(gold=GOLD[:, 1:]),
-        "gold … ignored=-1 … 3": lambda: scores(gold=GOLD + 2),
+        "gold … 3 … ignored=-1": lambda: scores(gold=GOLD + 2),
         "maps … (5,)": lambda: metrics.unit_range(MAPS[0, 0]),
         "threshold": lambda: metrics.SegmentationScores().merge(metrics.SegmentationScores(0.5)),
         "predicted … -1 to 1 … 0 to 1": lambda: metrics.confusion(GOLD, GOLD, 2),
@@ -122,7 +122,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "present … (4, 2)": lambda: metrics.pseudo_masks(MAPS[:, None], torch.ones(4, 2)),
         "relevance … (2, 3) … (2, 2)": lambda: of_texts(ONES[:, 1:]),
         "inputs … (3,)": lambda: read(torch.ones(3).long()),
-        "attention_mask … without any token": lambda: read(None, 0, torch.zeros(2, 5)),
+        "attention_mask … all tokens of a text": lambda: read(None, 0, torch.zeros(2, 5)),
     },
     OptionError: {
         "share=0": both(share=0),
@@ -135,7 +135,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
             metrics.token_sensitivity, EMBEDDINGS, radius=0.0, replacements=None
         ),
         "fill='noise' … 'blur'": lambda: perturbed(fill="noise"),
-        "fractions … between 0 and 1": lambda: perturbed(fractions=[0.5, 1.1]),
+        "fractions … from 0 to 1": lambda: perturbed(fractions=[0.5, 1.1]),
         "sigma": [
             lambda: metrics.blurred(MAPS[:, None], 0),
             lambda: metrics.blurred(MAPS[:, None], -1.0),
