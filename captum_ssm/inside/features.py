@@ -30,13 +30,11 @@ class Feature:
 
     Attributes:
         layer: a module of the model, or the module's qualified name.
-        direction: the vector that the feature adds to the activation (E,), or the index of a
-            neuron.
-        position: the position of the token; negative positions count from the end. Default: None,
-            every token.
-        encode: the vector (E,) whose product with the activation is the feature's value. Default:
-            None, the least-squares solution together with the other features of the layer and
+        direction: the vector that the feature adds to the activation (E,), or a neuron's index.
+        position: the token's position; negative ones count from the end. Default: None, every
             token.
+        encode: the vector (E,) whose product with the activation is the feature's value. Default:
+            None, the least-squares solution with the other features of the layer and token.
         label: the displayed name. Default: ``""``, the feature's number.
 
     Example:
@@ -61,12 +59,11 @@ class Readings:
         positions: the position of each feature's token (n,).
         indices: the number of each feature; None for a whole activation.
         labels: the displayed name of each feature.
-        activations: the value of each feature (n,); for a whole activation, its contribution to the
+        activations: each feature's value (n,); for a whole activation, its contribution to the
             target.
         directions: the vector that one unit of each feature adds to the activation (n, W); for a
             whole activation, the activation itself.
-        reads: the derivative of each feature with respect to the activation at the feature's token
-            (n, W).
+        reads: the derivative of each feature with respect to the activation at its token (n, W).
         rest: the constant part of the activation, (L, W) or (W,), which belongs to no feature.
         kind: ``"feature"`` of a dictionary, ``"direction"`` or ``"whole"``.
     """

@@ -28,10 +28,8 @@ class Node:
             ``"whole"`` activation, ``"error"`` (the difference between an activation and the sum of
             its features), ``"constants"`` or ``"target"``.
         layer: the name of the node's layer; empty for tokens, constants and the target.
-        depth: 0 for tokens; 1, 2, ... for the layers in the order in which they run; one more for
-            the target.
-        position: the position of the node's token; None for constants, and for a target without a
-            token.
+        depth: 0 for tokens; 1, 2, ... for layers in the order of the run; one more for the target.
+        position: the position of the token; None for constants, and for a target without a token.
         index: the number of the feature, head, class, or token in the vocabulary. Default: None.
         activation: a feature's value, a whole activation's contribution to the target, or an
             error's norm.
@@ -120,8 +118,8 @@ class Graph(Result):
         Args:
             keep: the share of the influence of features and errors that remains. Tokens, constants
                 and the target are never removed. Default: 0.8.
-            keep_edges: the share of the edges' influence that remains; all other edges are set to
-                0. Default: 0.98.
+            keep_edges: the share of the edges' influence that remains; other edges are set to 0.
+                Default: 0.98.
         """
         check_share("keep", keep)
         check_share("keep_edges", keep_edges)
@@ -185,8 +183,7 @@ def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
 
     Args:
         graph: the graph.
-        keep: the share of the edges' influence that remains; all other edges are set to 0. Default:
-            0.98.
+        keep: the share of the edges' influence that remains; other edges become 0. Default: 0.98.
     """
     edges, counted = graph.edges, _has_influence(graph.nodes)
     weights, through = influences(edges, counted)

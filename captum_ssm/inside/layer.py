@@ -95,14 +95,12 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             inputs, target, additional_forward_args, contrast, rule, zero_bias, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
-            attribute_to_layer_input: whether to attribute to the layer's input. Default: False, to
-                the layer's output.
+            attribute_to_layer_input: attribute to the layer's input. Default: False, to its output.
             baselines: the activation to compare with: a tensor that can be broadcast to the
                 activation's shape, a number, or ``"mean"``, each example's mean over unpadded
                 tokens. Default: None, 0 with ``"frozen"`` and ``"half"`` and ``"mean"`` with other
                 rules.
-            internal_batch_size: the largest number of examples to run at a time. Default: None,
-                all.
+            internal_batch_size: the largest number of examples per run. Default: None, all.
             return_convergence_delta: also return output - relevance - biases per example, (B,): the
                 contribution of paths around the layer. Default: False.
 

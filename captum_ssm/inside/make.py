@@ -69,8 +69,7 @@ def attribution_graph(
             all other features are part of the error node of their layer and token. Default: 512.
         keep: the share of the influence that remains after pruning, see :meth:`Graph.pruned`; None
             does not prune. Default: 0.8.
-        tokens: a text for each position. Default: None, token ids, or positions if there are no
-            ids.
+        tokens: a text for each position. Default: None, token ids, or positions without ids.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         show_progress: show a progress bar over the nodes. Default: False.

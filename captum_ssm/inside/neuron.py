@@ -37,8 +37,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model, or the module's qualified name. A mixer's name with the suffix
-            ``.heads`` means the output of each channel of the mixer's heads, (B, L, H, P), before
-            the heads are mixed.
+            ``.heads`` means each channel of the mixer's heads, (B, L, H, P), before the heads are
+            mixed.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
@@ -93,8 +93,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             inputs, additional_forward_args, rule, baselines, zero_bias, per_token, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
-            internal_batch_size: the largest number of examples to run at a time. Default: None,
-                all.
+            internal_batch_size: the largest number of examples per run. Default: None, all.
             neuron_selector: an index, or a tuple of indices and slices, into one example's
                 activation, such as (position, feature). For slices, the sum of the selected entries
                 is explained. Or a function that returns one number per example, (B,), from the

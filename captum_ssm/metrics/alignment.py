@@ -70,8 +70,7 @@ def words_of_tokens(
         A map over words, (..., T, S). Rows and columns of words without a token are 0.
 
     Raises:
-        InputError: when the number of indices and tokens differs, or an index is not an integer of
-            at least -1.
+        InputError: when the number of indices and tokens differs, or an index is not -1, 0, 1, ...
 
     Example:
         >>> import torch
@@ -251,8 +250,7 @@ class AlignmentScores:
 def best_layer(rates: Sequence[float]) -> int:
     """Return the index of the layer with the lowest error rate, the first of equal layers.
 
-    The paper's table uses the best layer on the test data. Choose the layer on different data to
-    avoid this bias.
+    The paper's table uses the best layer on the test data; use different data to avoid this bias.
 
     Args:
         rates: the error rate of each layer, or NaN if it is undefined.

@@ -2,8 +2,8 @@
 
 Captum's perturbations add noise to numbers. But noise cannot be added to token ids, and with noise
 on padding, a method that ignores padding would get a worse score. These functions remove, replace
-or perturb only unpadded tokens. They accept token ids and embeddings, and methods of Captum and of
-this package.
+or perturb only unpadded tokens. They accept ids and embeddings, and methods of Captum and this
+package.
 
 Shapes: B examples, L tokens, E width; R = B times the draws for each example.
 """
@@ -56,9 +56,8 @@ def token_infidelity(
         target: the target, in all forms that Captum accepts. Default: None.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         fill: the replacement of removed tokens: an id, or for embeddings a number or vector (E,).
-        attributions: the method's attributions, in the inputs' shape. Default: None, computed with
-            ``method``.
-        mask: True for tokens that may be removed, (B, L), such as an attention mask. Default: None,
+        attributions: the method's attributions, in the inputs' shape. Default: None, computed here.
+        mask: True for tokens that may be removed (B, L), as in an attention mask. Default: None,
             all.
         share: the share of an example's tokens that is removed in each draw; at least one token.
             Default: 0.25.
@@ -153,7 +152,7 @@ def token_sensitivity(
         replacements: the ids from which random ids are drawn, (n,); required for token ids.
             Default: None.
         radius: the largest absolute value of the noise. Default: 0.02.
-        mask: True for tokens that may be changed, (B, L), such as an attention mask. Default: None,
+        mask: True for tokens that may be changed (B, L), as in an attention mask. Default: None,
             all.
         share: the share of an example's token ids that is replaced in each draw; at least one.
             Default: 0.1.

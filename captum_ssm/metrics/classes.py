@@ -51,8 +51,7 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
     """Return the class of each example, (B,).
 
     Args:
-        target: a class for all examples, a list or tensor of one class per example, or None for the
-            model's predictions.
+        target: one class, a list or tensor of one class per example, or None for the predictions.
         logits: the model's logits for the unchanged inputs, (B, K).
     """
     batch, classes = logits.shape

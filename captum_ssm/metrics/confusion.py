@@ -2,8 +2,7 @@
 
 Sum the counts over images to compute a score of a whole data set.
 
-Shapes: K classes; confusion[..., i, j] is the number of pixels of true class i with predicted class
-    j.
+Shapes: K classes; confusion[..., i, j] counts pixels of true class i and predicted class j.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
         counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
-        Shares (...), float64: the sum of the diagonal divided by the sum of all counts; NaN if no
-        pixel was counted.
+        Shares (...), float64: the diagonal's sum divided by the sum of all counts; NaN without
+        pixels.
 
     Raises:
         InputError: when counts is not (..., K, K).

@@ -89,10 +89,8 @@ def change_order(
 
     Args:
         relevance: the relevance of each unit, (B, N).
-        most_first: True to start with the most relevant unit, False to start with the least
-            relevant.
-        mask: True for units that may be changed, (B, N); all other units come last. Default: None,
-            all.
+        most_first: True to start with the most relevant unit, False with the least relevant unit.
+        mask: True for units that may be changed (B, N); other units come last. Default: None, all.
         generator: a CPU generator for a random order of units with equal relevance. Default: None,
             units with equal relevance keep their order.
 

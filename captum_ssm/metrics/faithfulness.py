@@ -45,8 +45,7 @@ def token_faithfulness(
         maps: relevance of sources for targets, (B, T, S).
         gold: the true pairs, (B, T, S), as booleans or 0 and 1.
         mask: True for the pairs to rank, (B, T, S). Default: None, all.
-        k: the number K for recall at K. Default: None, the number of true pairs in the matrix or
-            row.
+        k: the K for recall at K. Default: None, the number of true pairs in the matrix or row.
         per_row: rank the sources of each target separately, and average over the targets that have
             both true and false sources. Default: False, rank all pairs of a matrix together.
 

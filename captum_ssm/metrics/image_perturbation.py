@@ -68,15 +68,13 @@ def image_perturbation(
 ) -> Perturbed:
     """Measure a class's scores while pixels are removed in the order of their relevance.
 
-    The published score is the mean over examples of ``image_perturbation(...).correct.area()``, in
-    percent.
+    The published score is the mean of ``image_perturbation(...).correct.area()``, in percent.
 
     Args:
         forward_func: a function from images (B, C, H, W) to logits (B, K).
         images: the images as passed to the model, (B, C, H, W).
         relevance: relevance of images or maps, see :func:`pixel_relevance`.
-        target: the class, or one class per image. Default: None, the model's prediction for each
-            unchanged image.
+        target: the class, or one class per image. Default: None, the model's predictions.
         most_first: True to remove the most relevant pixels first (positive test), False to remove
             the least relevant first (negative test). Default: True.
         fractions: shares of the pixels that are removed. Default: 10 % to 90 %.
@@ -88,8 +86,7 @@ def image_perturbation(
         internal_batch_size: the largest number of images to run at a time. Default: None, all.
 
     Returns:
-        Curves over ``fractions``, one row per image. At share f, the first floor(f N) of N pixels
-        are removed.
+        Curves, one row per image. At share f, the first floor(f N) of N pixels are removed.
 
     Raises:
         InputError: when the shapes of images, relevance and fill do not fit.

@@ -33,8 +33,7 @@ def answers_found(
         Scores (n,), float64, from 0 to 1.
 
     Raises:
-        InputError: when the numbers of predictions and examples differ, or an example has no list
-            of references.
+        InputError: when predictions and answers differ in number, or an example has no list.
         OptionError: when mode is unknown.
 
     Example:

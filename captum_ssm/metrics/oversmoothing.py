@@ -25,8 +25,7 @@ def token_similarity(
             example (B,); negative positions count from the end. Default: None.
 
     Returns:
-        Similarities (B,); NaN if an example has fewer than two tokens. Pairs with a vector of zeros
-        have similarity 0.
+        Similarities (B,); NaN for fewer than two tokens. Pairs with a zero vector count as 0.
 
     Raises:
         InputError: when tokens is not (B, L, E), or mask is not (B, L).

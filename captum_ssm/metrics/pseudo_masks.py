@@ -99,8 +99,7 @@ class PseudoMaskScores:
     def compute(self) -> Tensor:
         """Return the IoU of each class and, as the last entry, the mean, (K + 1,).
 
-        A class that is neither a true nor a predicted class of any pixel is NaN and not part of the
-        mean.
+        A class that no pixel has as true or predicted class is NaN and not part of the mean.
         """
         return self._sample.value()
 

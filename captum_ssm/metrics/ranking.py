@@ -89,8 +89,7 @@ def recall_at_k(
 ) -> Tensor:
     """Return the share of true units that are among the K highest scores (Fomicheva et al. 2021).
 
-    If several units have the K-th highest score, the result is the expected share for a random
-    order of these units.
+    If several units have the K-th highest score, the result is the expectation over their orders.
 
     Args:
         scores: the score of each unit, (B, N).
@@ -122,8 +121,7 @@ def precision_at_k(
     """Return the share of true units among the K highest scores; K = 1 is the top-1 accuracy.
 
     Args:
-        scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults. Equal scores are
-            also treated as there.
+        scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults.
 
     Returns:
         Shares (B,); NaN if K is 0 or no unit is ranked.
@@ -220,8 +218,7 @@ class PrecisionRecall(NamedTuple):
     """A precision-recall curve, from the highest threshold to the lowest.
 
     Attributes:
-        precision: the share of true units among the units with a score of at least each threshold,
-            (T,).
+        precision: the share of true units among those with a score of at least each threshold (T,).
         recall: the share of all true units with a score of at least each threshold, (T,).
         thresholds: the distinct scores in decreasing order, (T,).
     """

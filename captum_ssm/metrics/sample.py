@@ -1,8 +1,7 @@
 """Collect numbers of examples, and compute a statistic of them with a confidence interval.
 
 Every metric of this package returns numbers per example. A :class:`Sample` stores these numbers.
-You can add batches one by one, merge the results of two processes, and compute bootstrap intervals
-over examples.
+You can add batches, merge the results of two processes, and compute bootstrap intervals.
 """
 
 from __future__ import annotations

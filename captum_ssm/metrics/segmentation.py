@@ -104,8 +104,7 @@ def segmentation_average_precision(
             does the same without scaling, as in the unified paper's script. Default: ``"classes"``.
 
     Returns:
-        Average precisions (B,); of one class if the other class is absent, and NaN if all pixels
-        are ignored.
+        Average precisions (B,); of one class if the other is absent; NaN if all pixels are ignored.
 
     Raises:
         InputError: when the shapes differ, or gold has an entry other than 0, 1 and ``ignored``.

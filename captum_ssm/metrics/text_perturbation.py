@@ -147,19 +147,17 @@ def text_perturbation(
         texts: the texts and the model.
         relevance: relevance of tokens (B, L), or of features (B, L, E), which is summed over
             features. Padding is ignored.
-        target: the class, or one class per text. Default: None, the model's prediction for each
-            text.
+        target: the class, or one class per text. Default: None, the model's predictions.
         most_first: True to change the most relevant tokens first (positive test), False to change
             the least relevant first (negative test). Default: True.
-        fractions: the shares of tokens to change, among those that may be changed. Default: 10 % to
-            90 %.
+        fractions: the shares of the changeable tokens to change. Default: 10 % to 90 %.
         how: ``"mask"`` or ``"delete"``. Default: ``"mask"``.
         generator: a generator for a random order of tokens with equal relevance. Default: None,
             earlier tokens come first.
 
     Returns:
-        Curves over ``fractions``, one row per text. At share f, the first floor(f n) of the n
-        tokens that may be changed are changed.
+        Curves, one row per text. At share f, the first floor(f n) of n changeable tokens are
+        changed.
 
     Raises:
         InputError: when relevance is not (B, L) or (B, L, E).
