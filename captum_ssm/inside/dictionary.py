@@ -54,12 +54,10 @@ class SparseAutoencoder(nn.Module):
         architecture: one of the kinds in the table. Default: ``"standard"``.
         k: the largest number of active features, for ``"topk"`` only. Default: None.
         layer: name of the module whose output has these features. Default: ``""``, unknown.
-        apply_b_dec_to_input: whether ``b_dec`` is subtracted from ``x`` before encoding. Default:
-            True.
+        apply_b_dec_to_input: subtract ``b_dec`` from ``x`` before encoding. Default: True.
         rescale_acts_by_decoder_norm: for ``"topk"`` only, measure each feature as if its row of
             ``W_dec`` had norm one. Default: False.
-        metadata: information about the origin of the features, which is saved with the weights.
-            Default: None, nothing.
+        metadata: facts about the features' origin, saved with the weights. Default: None.
 
     Raises:
         OptionError: when the arguments do not fit together.

@@ -31,8 +31,7 @@ class Feature:
     Attributes:
         layer: a module of the model, or the module's qualified name.
         direction: the vector that the feature adds to the activation (E,), or a neuron's index.
-        position: the token's position; negative ones count from the end. Default: None, every
-            token.
+        position: the token's position; negative ones count from the end. Default: None, all tokens.
         encode: the vector (E,) whose product with the activation is the feature's value. Default:
             None, the least-squares solution with the other features of the layer and token.
         label: the displayed name. Default: ``""``, the feature's number.
@@ -59,8 +58,7 @@ class Readings:
         positions: the position of each feature's token (n,).
         indices: the number of each feature; None for a whole activation.
         labels: the displayed name of each feature.
-        activations: each feature's value (n,); for a whole activation, its contribution to the
-            target.
+        activations: each feature's value (n,); a whole activation's contribution to the target.
         directions: the vector that one unit of each feature adds to the activation (n, W); for a
             whole activation, the activation itself.
         reads: the derivative of each feature with respect to the activation at its token (n, W).

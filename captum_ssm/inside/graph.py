@@ -118,7 +118,7 @@ class Graph(Result):
         Args:
             keep: the share of the influence of features and errors that remains. Tokens, constants
                 and the target are never removed. Default: 0.8.
-            keep_edges: the share of the edges' influence that remains; other edges are set to 0.
+            keep_edges: the share of the edges' influence that remains; other edges become 0.
                 Default: 0.98.
         """
         check_share("keep", keep)

@@ -20,8 +20,7 @@ def influences(
         edges: contributions of all nodes (columns) to m of the nodes (rows), (m, n). The last row
             belongs to the last node. The graph must have no cycles.
         counted: True for the nodes that have influence (n,).
-        entered: the index of the node of each row (m,); all other nodes have no incoming edges.
-            Default: None, all n nodes.
+        entered: the node of each row (m,); other nodes have no incoming edges. Default: None, all.
 
     Example:
         >>> import torch

@@ -37,8 +37,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model, the module's qualified name, or a list of them. A mixer's name
-            with the suffix ``.heads`` means the output of each channel of the mixer's heads, (B, L,
-            H, P), before the heads are mixed.
+            with the suffix ``.heads`` means each channel of its heads, (B, L, H, P), before the
+            heads are mixed.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.

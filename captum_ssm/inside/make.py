@@ -67,8 +67,7 @@ def attribution_graph(
             ``"backbone.layers.0.mixer.heads"``. Default: None, the blocks of all mixers.
         top: the number of features with the largest contributions to the target that become nodes;
             all other features are part of the error node of their layer and token. Default: 512.
-        keep: the share of the influence that remains after pruning, see :meth:`Graph.pruned`; None
-            does not prune. Default: 0.8.
+        keep: the share of influence after pruning, see :meth:`Graph.pruned`, or None. Default: 0.8.
         tokens: a text for each position. Default: None, token ids, or positions without ids.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.

@@ -37,8 +37,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model, or the module's qualified name. A mixer's name with the suffix
-            ``.heads`` means each channel of the mixer's heads, (B, L, H, P), before the heads are
-            mixed.
+            ``.heads`` means each channel of its heads, (B, L, H, P), before the heads are mixed.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
@@ -98,14 +97,12 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
                 activation, such as (position, feature). For slices, the sum of the selected entries
                 is explained. Or a function that returns one number per example, (B,), from the
                 activation, or from a tuple of tensors if the layer returns several.
-            attribute_to_neuron_input: whether the neuron is an entry of the layer's input. Default:
-                False, an entry of the layer's output.
+            attribute_to_neuron_input: use the layer's input. Default: False, the layer's output.
             return_convergence_delta: also return activation - relevance - biases per example, (B,),
                 which is only rounding error. Default: False.
 
         Returns:
-            The relevance in the inputs' shape, and the delta if ``return_convergence_delta`` is
-            True.
+            Relevance in the inputs' shape; with ``return_convergence_delta`` also the delta.
 
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the

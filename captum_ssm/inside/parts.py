@@ -24,8 +24,7 @@ class Parts:
 
     Args:
         network: the network, after its forward run.
-        taken: each layer's kind of nodes: None for whole activations, a list of features, or a
-            dictionary.
+        taken: each layer's nodes: None for whole activations, a list of features, or a dictionary.
         number: the target's value (1,).
         constant: a summand of the target that no module added, or None.
         baselines: for each input of the network, the value to compare with; empty for 0.

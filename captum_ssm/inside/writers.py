@@ -50,8 +50,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
 
     Args:
         graph: the graph.
-        path: the name of the file, which ends in ``.json``. An existing file is overwritten, and a
-            missing folder is created.
+        path: the .json file, which is overwritten if it exists. A missing folder is created.
 
     Raises:
         OptionError: when the path does not end in ``.json``, or is ``graph-metadata.json``.
@@ -214,8 +213,7 @@ def to_graphml(graph: Graph, path: str | Path) -> None:
 
     Args:
         graph: the graph.
-        path: the name of the file. An existing file is overwritten, and a missing folder is
-            created.
+        path: the file, which is overwritten if it exists. A missing folder is created.
 
     Raises:
         NonFiniteError: when a number is NaN or infinite.

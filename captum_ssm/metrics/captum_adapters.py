@@ -2,7 +2,7 @@
 
 Captum's perturbations add noise to numbers. But noise cannot be added to token ids, and with noise
 on padding, a method that ignores padding would get a worse score. These functions remove, replace
-or perturb only unpadded tokens. They accept ids and embeddings, and methods of Captum and this
+or perturb only unpadded tokens. They accept ids, embeddings, and methods of Captum and this
 package.
 
 Shapes: B examples, L tokens, E width; R = B times the draws for each example.
@@ -57,10 +57,8 @@ def token_infidelity(
         additional_forward_args: further positional arguments of forward_func. Default: None.
         fill: the replacement of removed tokens: an id, or for embeddings a number or vector (E,).
         attributions: the method's attributions, in the inputs' shape. Default: None, computed here.
-        mask: True for tokens that may be removed (B, L), as in an attention mask. Default: None,
-            all.
-        share: the share of an example's tokens that is removed in each draw; at least one token.
-            Default: 0.25.
+        mask: tokens that may be removed, (B, L), for example unpadded ones. Default: None, all.
+        share: the share of tokens that each draw removes, at least one token. Default: 0.25.
         samples: the number of draws for each example. Default: 10.
         normalize: multiply relevance by the factor that fits best, as in Captum. Default: False.
         seed: the seed of the random draws. Default: 0.
@@ -152,10 +150,8 @@ def token_sensitivity(
         replacements: the ids from which random ids are drawn, (n,); required for token ids.
             Default: None.
         radius: the largest absolute value of the noise. Default: 0.02.
-        mask: True for tokens that may be changed (B, L), as in an attention mask. Default: None,
-            all.
-        share: the share of an example's token ids that is replaced in each draw; at least one.
-            Default: 0.1.
+        mask: tokens that may be changed, (B, L), for example unpadded ones. Default: None, all.
+        share: the share of token ids that each draw replaces, at least one id. Default: 0.1.
         samples: the number of draws for each example. Default: 10.
         seed: the seed of the random draws. Default: 0.
         internal_batch_size: the largest number of changed inputs per run, B or more. Default: None.

@@ -61,8 +61,7 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
         counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
-        Shares (...), float64: the diagonal's sum divided by the sum of all counts; NaN without
-        pixels.
+        Shares (...), float64: the diagonal's sum divided by the total; NaN if there are no pixels.
 
     Raises:
         InputError: when counts is not (..., K, K).

@@ -50,8 +50,7 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
 
     Args:
         images: (B, C, H, W).
-        sigma: the standard deviation. Default: 11, as in the published code for images of 224
-            pixels.
+        sigma: the standard deviation. Default: 11, as in published code for images of 224 pixels.
 
     Returns:
         Blurred images (B, C, H, W) in the images' dtype.

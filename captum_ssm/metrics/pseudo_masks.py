@@ -25,8 +25,7 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
     Args:
         maps: a relevance map for each class, (B, K, H, W).
         present: True for the classes in each image, (B, K).
-        background: the threshold for background, from 0 to 1. The paper does not report a value.
-            Default: 0.5.
+        background: the threshold, from 0 to 1. The paper does not report a value. Default: 0.5.
 
     Returns:
         Integers (B, H, W).

@@ -156,8 +156,7 @@ def text_perturbation(
             earlier tokens come first.
 
     Returns:
-        Curves, one row per text. At share f, the first floor(f n) of n changeable tokens are
-        changed.
+        Curves, one row per text. Share f changes the first floor(f n) of n changeable tokens.
 
     Raises:
         InputError: when relevance is not (B, L) or (B, L, E).
