@@ -353,7 +353,7 @@ def test_only_what_is_written_can_be_taken_off():
 
 
 REFUSED = [
-    ({"nodes": []}, OptionError, "not empty"),
+    ({"nodes": []}, OptionError, "at least one entry"),
     ({"nodes": "backbone.layers.0"}, OptionError, "dict from layers"),
     ({"nodes": ["nowhere"]}, LayerError, "not a module of the model"),
     ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "a part of the mixer"),
