@@ -47,7 +47,7 @@ class Demonstration:
 
 
 def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor) -> Tensor:
-    """Return the probability of the best wrong class minus that of the right class, (B,).
+    """Return how confident a misclassification is, positive for wrong predictions, (B,).
 
     ::
 
