@@ -1,4 +1,4 @@
-"""Calls of adapters, whose results are checked before anything is computed from them."""
+"""Call adapters, and check each result before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
             raise
         batch, shape = len(call.hidden_states), tuple(other.shape)
         raise InputError(
-            f"Layer {mixer.name!r} reads {batch} examples, and beside them a tensor of shape "
-            f"{shape}. Does forward_func hold a mask of the whole batch, and is "
-            "internal_batch_size smaller? Pass it as additional_forward_args, which are cut alike."
+            f"Layer {mixer.name!r} was called with {batch} examples, but also with a tensor of "
+            f"shape {shape}. If forward_func uses a mask of the whole batch, pass the mask as "
+            "additional_forward_args, so that internal_batch_size splits the mask as well."
         ) from error
     complaint = _complaint(found, call)
     if complaint is not None:
@@ -42,7 +42,7 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
 
 
 def _of_another_batch(call: Call) -> Tensor | None:
-    """Return an argument of the call with the sequence's tokens, but another number of examples."""
+    """Return a tensor argument with the sequence's tokens but a different batch size, or None."""
     batch, tokens = call.hidden_states.shape[:2]
     tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
     of_tokens = (x for x in tensors if x.dim() >= 2 and tokens in x.shape[1:])
@@ -55,13 +55,13 @@ def _blaming(mixer: Mixer, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _means_something_else(error):
+        if _is_passed_on(error):
             raise
         raise _error(mixer, f"{what} {type(error).__name__}: {error}") from error
 
 
-def _means_something_else(error: Exception) -> bool:
-    """Return True if an error cannot be the fault of the adapter in which it arose."""
+def _is_passed_on(error: Exception) -> bool:
+    """Return True for errors that the adapter did not cause, such as running out of memory."""
     if isinstance(error, RuntimeError) and ran_out_of_memory(error):
         return True
     # torch's checkpoints end the run of a forward that they repeat by an exception
@@ -70,7 +70,7 @@ def _means_something_else(error: Exception) -> bool:
 
 
 def _complaint(found: Any, call: Call) -> str | None:
-    """Return the fault of an adapter's result and the expected form; None if it is right."""
+    """Describe the mistake in an adapter's result and the expected form; None if it is right."""
     if not isinstance(found, LinearMixer):
         return f"returned {_named(found)} in place of a captum_ssm.mixers.LinearMixer"
     parts: tuple[Any, ...] = found.values, found.operator, found.project, found.mask
@@ -84,13 +84,13 @@ def _complaint(found: Any, call: Call) -> str | None:
     shape, returned = tuple(values.shape), tuple(call.output_tensor.shape)
     acts_on = tuple(getattr(operator, "shape", ()))
     if acts_on != shape:
-        return f"returned values of shape {shape} and an operator on {acts_on or 'no shape'}"
+        return f"returned values of shape {shape} but an operator of shape {acts_on or 'unknown'}"
     if found.end_to_end:
         real = shape[0] * shape[1] if mask is None else int(mask.sum())
         if (1, real) != returned[:2]:
             return (
-                f"returned examples of {real} tokens end to end for a module that returned "
-                f"{returned}"
+                f"returned an end_to_end operator on {real} tokens for a module that returned "
+                f"{returned}: the module's output must be (1, {real}, E)"
             )
     elif found.map is None and shape[:2] != returned[:2]:
         return (
@@ -105,8 +105,8 @@ def _complaint(found: Any, call: Call) -> str | None:
     if strange is not None:
         return (
             f"returned an operator with a {type(strange).__name__} of component="
-            f"{strange.component!r}: no choice of components names it, so that it would be left "
-            f"out of all. Use one of {sorted(COMPONENTS)}, or None for a part that is always kept"
+            f"{strange.component!r}, which no value of components= selects, so it would always be "
+            f"left out. Use one of {sorted(COMPONENTS)}, or None for a part that is always kept"
         )
     if _follows(call.hidden_states) and not values.requires_grad:
         return _cut_off("values", "call.hidden_states")
@@ -114,7 +114,7 @@ def _complaint(found: Any, call: Call) -> str | None:
 
 
 def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
-    """Return the output projection with checks of its argument and result at each call."""
+    """Wrap the output projection so that each call checks its argument and its result."""
     project: Callable[[Tensor], Any] = linear.project
     shape, live = tuple(linear.operator.shape), linear.values.requires_grad
     expected = (*shape[:2], width)
@@ -127,7 +127,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
             out = project(y)
         if not (isinstance(out, Tensor) and tuple(out.shape) == expected):
             raise _error(
-                mixer, f"returned a project that makes {_named(out)} in place of {expected}"
+                mixer, f"returned a project that returns {_named(out)}, not a tensor of {expected}"
             )
         if _follows(y) and not out.requires_grad:
             raise _error(mixer, _cut_off("project's output", "its argument"))
@@ -139,23 +139,24 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
 def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
     """Raise for an operator that does not keep the shape of its values."""
     if tuple(y.shape) != shape:
-        raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
+        complaint = f"turns values of shape {shape} into {tuple(y.shape)}: the shape must be kept"
+        raise _error(mixer, f"returned an operator that {complaint}")
 
 
 def _follows(x: Tensor) -> bool:
-    """Return True if results computed from ``x`` have to be in its graph."""
+    """Return True if autograd must record the results that are computed from ``x``."""
     return torch.is_grad_enabled() and x.requires_grad
 
 
 def _cut_off(what: str, source: str) -> str:
     return (
-        f"cut {what} off from {source}: no gradient gets through, and no relevance. Leave out "
-        "detach, no_grad and .data there"
+        f"cut {what} off from {source} in the autograd graph, so no gradient and no relevance "
+        "reaches the input. Remove detach, no_grad and .data from this computation"
     )
 
 
 def _named(value: Any) -> str:
-    """Return a value in few words."""
+    """Describe a value for an error message: a tensor's shape and dtype, or an object's class."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return "None" if value is None else f"an object of class {type(value).__name__}"

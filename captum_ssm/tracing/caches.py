@@ -1,4 +1,4 @@
-"""Runs without a cache, with the same results as runs with one; and copies of given caches."""
+"""Run models without caches, with unchanged results, and copy the caches that calls are given."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .hooks import hooked
 
 #: Takes the name of an argument, and its cache; returns the cache to run with.
 Continued = Callable[[str, Any], Any]
-#: Arguments of a call, by position and by name.
+#: The positional and the keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> None:
-    """Let every module that offers a cache run without it, until ``stack`` is closed.
+    """Run every module with a ``use_cache`` argument without a cache until ``stack`` closes.
 
-    A call that is given a cache continues from the one that ``continued`` returns.
+    If a call is given a cache, that cache is replaced by the cache that ``continued`` returns.
     """
     stack.enter_context(lasting(_packed.enter))
     stack.callback(_calls.clear)  # an interrupt calls no hooks
@@ -44,7 +44,7 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
 
 @contextmanager
 def sparing_caches(model: nn.Module) -> Iterator[None]:
-    """Let calls change a copy of the cache that they are given, during the ``with``."""
+    """Pass calls a copy of their cache during the ``with``, so the given cache is unchanged."""
     copies: dict[int, tuple[Any, Any]] = {}
     running: list[nn.Module] = []
 
@@ -71,10 +71,10 @@ def sparing_caches(model: nn.Module) -> Iterator[None]:
 
 
 def copied(cache: Any, anew: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a cache; each of its tensors becomes what ``anew`` returns.
+    """Copy a cache, replacing each tensor ``x`` in the cache by ``anew(x)``.
 
     Raises:
-        CachedStateError: if it holds something that cannot be copied.
+        CachedStateError: if the cache contains an object that cannot be copied.
     """
     try:
         return copy.deepcopy(cache, {id(x): anew(x) for x in _tensors_of(cache, set())})
@@ -100,9 +100,9 @@ def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _set_aside(module: Any) -> Undo:
-    """Return a function that restores the state that RecurrentGemma keeps.
+    """Return a function that restores the present recurrent state of a RecurrentGemma module.
 
-    In transformers 4 it keeps a state even without a cache: the next call continues from it.
+    transformers 4 stores this state even without a cache, and the next call would start from it.
     """
     kept = module.recurrent_states
 
@@ -116,18 +116,18 @@ def _forget(module: Any, *_: Any) -> None:
     module.recurrent_states = None
 
 
-#: Names of modules' arguments for a cache.
+#: Names of arguments by which modules receive a cache.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 
 
 class _CacheCalls(threading.local):
-    """This thread's calls of modules that offer a cache.
+    """The running calls, in one thread, of modules with a ``use_cache`` argument.
 
     Attributes:
-        wanted: for each call that runs, the outermost first, whether it would have used a cache;
-            None if it continues from one.
-        dropped: modules that have returned no cache although they should have.
-        known: caches that calls were given, and their copies, by id.
+        wanted: one entry per running call, outermost first: True if the call would have used a
+            cache, False if not, None if the call continues from a given cache.
+        dropped: modules whose call would have returned a cache but returned none.
+        known: caches that calls were given, and the replacements of these caches, by id.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ _calls = _CacheCalls()
 def _without_cache(
     continued: Continued, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Set ``use_cache`` to False in a call's arguments, or let it continue from another cache."""
+    """Return a call's arguments with ``use_cache=False``, or with the cache of ``continued``."""
     if _calls.wanted[:1] == [None]:  # a module inside one that does
         _calls.wanted.append(None)
         return None
@@ -177,11 +177,11 @@ def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name of a call's cache, and the cache; None if it is given none.
+    """Return the argument name and the value of a call's cache; ("", None) without a cache.
 
     Args:
         module: the module that is called.
-        args, kwargs: its arguments.
+        args, kwargs: the arguments of the call.
     """
     given = _given(module, args, kwargs)
     return next(((x, given[x]) for x in _CACHES if given.get(x) is not None), ("", None))
@@ -190,7 +190,7 @@ def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _with(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
 ) -> Arguments:
-    """Return a call's arguments with another value of one."""
+    """Return a call's arguments with the argument called ``name`` set to ``value``."""
     names = _parameters(type(module).forward)[1:]
     if name in names[: len(args)]:
         place = names.index(name)
@@ -209,9 +209,9 @@ def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     ):
         raise CachedStateError(
             f"forward_func calls {type(module).__name__} again and passes {named[0]}, so that the "
-            "call continues from the cache of an earlier one. Explanations read a cache only "
-            "once, and return none, use_cache=True or not. Pass the whole sequence in one call, "
-            f"without {named[0]}."
+            "call continues from the cache of an earlier call. An explained run returns no cache, "
+            "even with use_cache=True, and reads a given cache only once. Pass the whole sequence "
+            f"in one call, without {named[0]}."
         )
 
 
@@ -221,9 +221,9 @@ def _finished(*_: Any) -> None:
 
 
 def _keep_apart_as_with_a_cache() -> Undo:
-    """Let transformers find packed texts only in calls that would not have used a cache.
+    """Switch off transformers' detection of packed texts in calls that would have used a cache.
 
-    Without a mask and a cache it takes restarting positions for several texts.
+    Without a mask and a cache, transformers reads restarting positions as several packed texts.
     """
     code = sys.modules.get("transformers.masking_utils")
     original: Callable[[Tensor], Tensor | None] | None
@@ -244,5 +244,5 @@ _packed = Shared(_keep_apart_as_with_a_cache)
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return names of a method's parameters, self included."""
+    """Return the parameter names of a method, including ``self``."""
     return list(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Models with random output, whose explanations would be random, too."""
+"""Refuse models whose output is random or depends on other examples of the batch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ..errors import TrainingModeError
 from ..mixers.registry import looks_like_a_mixer
 from .hooks import name_of_running
 
-#: Of a function's call, by position and by name.
+#: The positional and the keyword arguments of a function call.
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
 
-#: Parts of names of modules' classes that drop at random.
+#: Lower-case parts of class names that identify dropout modules.
 _DROPS = ("drop", "stochasticdepth")
-#: Entry of a configuration in which attention layers may look up their probability.
+#: Configuration entry from which attention layers may read their dropout probability.
 _IN_CONFIG = "attention_dropout"
 
-_OF_BATCH = "normalises by the mean and variance of the batch, so that examples mix"
+_OF_BATCH = "normalizes by the mean and variance of the batch, so that examples mix"
 _DROPOUT = "drops at random"
 _DROPOUTS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
 """
-#: Functions that are random, or read across the batch, if an argument is true: the argument's name,
-#: position and default, and a complaint.
-_TOLD: dict[str, tuple[str, int, Any, str]] = {
+#: Torch functions that are random, or mix examples, if one argument is true: the argument's name,
+#: position and default, and the reason that the error gives.
+_RANDOM_IF: dict[str, tuple[str, int, Any, str]] = {
     "rrelu": ("training", 3, False, "draws its slopes at random"),
     "batch_norm": ("training", 5, False, _OF_BATCH),
     "scaled_dot_product_attention": ("dropout_p", 4, 0.0, _DROPOUT),
@@ -37,13 +37,13 @@ _TOLD: dict[str, tuple[str, int, Any, str]] = {
 
 
 def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
-    """Return functions, by the name of a torch function, that raise if its call is random."""
-    return dict.fromkeys(_TOLD, functools.partial(_refuse, model))
+    """Return one check per torch function name, which raises if a call of it is random."""
+    return dict.fromkeys(_RANDOM_IF, functools.partial(_refuse, model))
 
 
 def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> None:
     name = name.removesuffix("_")
-    argument, position, default, complaint = _TOLD[name]
+    argument, position, default, complaint = _RANDOM_IF[name]
     value = args[position] if position < len(args) else kwargs.get(argument, default)
     value = kwargs.get("train", value)  # torch's own dropout has another name for it
     chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
@@ -53,16 +53,17 @@ def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> No
     where = name_of_running(names, "forward_func")
     raise TrainingModeError(
         f"{where} calls torch's {name} with {argument}={value} although it is in "
-        f"evaluation mode, and {complaint}. Let it be {argument}=self.training, or the like."
+        f"evaluation mode, and {complaint}. Pass a value of {argument} that is False or 0 in "
+        "evaluation mode, such as training=self.training."
     )
 
 
 def require_deterministic(model: nn.Module) -> None:
-    """Raise if a module of the model is random, or reads across the batch.
+    """Raise if a module of the model is random, or mixes the examples of a batch.
 
-    Dropout, stochastic depth and the like are known by their probability, which is above 0; batch
-    norms by their class. Modules in evaluation mode are neither, except batch norms without
-    statistics; the model's own mode is ignored.
+    Dropout and stochastic depth are recognized by a probability above 0, batch norms by their
+    class. A module in evaluation mode is accepted, unless it is a batch norm without running
+    statistics. Each module's own mode counts, not the mode of the whole model.
 
     Args:
         model: the model that is to be run.

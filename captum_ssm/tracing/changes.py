@@ -1,7 +1,7 @@
-"""Changes to state that all threads share, each undone by the thread that made it, or by a fork.
+"""Change state that all threads share, and undo each change in its own thread or after a fork.
 
-A forked process continues with one thread only. Changes by other threads would never be undone in
-it: hooks, replaced functions, locks.
+A forked process has only one thread, so the other threads cannot undo their changes there, such as
+hooks and replaced functions. The forked process undoes these changes itself.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, TypeAlias
 
 Undo: TypeAlias = Callable[[], None]
 
-#: Held while something changes, and while the process forks.
+#: Acquired while a change is made or undone, and while the process forks.
 _lock = threading.RLock()
-#: The changes that last, the latest last: the thread that made each, and the function to undo it.
+#: The changes in effect, latest last: the thread that made the change, and the undo function.
 _lasting: dict[object, tuple[int, Undo]] = {}
 
 
 @contextmanager
 def lasting(change: Callable[[], Undo]) -> Iterator[None]:
-    """Change something for the time of a ``with``.
+    """Make a change for the duration of a ``with``.
 
     If another thread forks the process meanwhile, the change is undone in the child.
 
     Args:
-        change: makes the change and returns a function that undoes it; runs alone, under a lock.
+        change: a function that makes the change and returns an undo function. Called under a lock.
     """
     key = object()
     with _lock:
@@ -42,9 +42,9 @@ def lasting(change: Callable[[], Undo]) -> Iterator[None]:
 
 
 class Shared:
-    """A change that the first of its users makes and the last one undoes.
+    """A change that is made when the first user enters and undone when the last user leaves.
 
-    Pass its :meth:`enter` to :func:`lasting`; users may be nested and of any thread.
+    Pass :meth:`enter` to :func:`lasting`. Users may be nested, and may be in different threads.
     """
 
     def __init__(self, change: Callable[[], Undo]) -> None:
@@ -53,7 +53,7 @@ class Shared:
         self._undo: Undo | None = None
 
     def enter(self) -> Undo:
-        """Count one user more, and return a function that counts one less."""
+        """Register one more user, and return the function that unregisters this user."""
         if self._undo is None:
             self._undo = self._change()
         self._users += 1
@@ -67,12 +67,12 @@ class Shared:
 
 
 class _ByThread:
-    """A function in an attribute, which others replace in some threads.
+    """An attribute's function that calls a different function in some threads.
 
     Attributes:
-        original: the function itself.
-        is_own: whether the holder had it, and not its class.
-        others: the functions that replace it, by thread, the latest last.
+        original: the function for all threads without a replacement.
+        is_own: whether the object itself had the attribute, and not only the object's class.
+        others: the replacement functions of each thread, latest last.
     """
 
     def __init__(self, original: Callable[..., Any], is_own: bool) -> None:
@@ -90,18 +90,18 @@ class _ByThread:
 
 
 def of_this_thread(holder: Any, name: str) -> Any:
-    """Return the attribute that an object has in the calling thread; None if it has none."""
+    """Return the attribute's value for the calling thread; None if there is no such attribute."""
     held = getattr(holder, name, None)
     return held.current() if isinstance(held, _ByThread) else held
 
 
 def instead(holder: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Let the calling thread find a function in place of an object's attribute.
+    """Replace a function attribute of an object, for the calling thread only, in a ``with``.
 
     Args:
         holder: the object.
-        name: the attribute, a function.
-        function: the other function.
+        name: the attribute's name.
+        function: the replacement.
     """
     thread, attributes = threading.get_ident(), vars(holder)
 

@@ -1,4 +1,4 @@
-"""Running compiled modules uncompiled, so later hooks fire."""
+"""Run compiled modules uncompiled, so that hooks set after compilation fire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .changes import Shared, Undo, lasting
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Switch compiled code off in the whole process, until the last user leaves."""
+    """Run compiled code uncompiled in the whole process, until the last nested context exits."""
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         if _has_compiled_parts(model):
             raise NoMixerError(

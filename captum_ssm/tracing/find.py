@@ -28,14 +28,14 @@ class Mixer:
     """A supported token mixer inside a model.
 
     Attributes:
-        name: its qualified name in the model, the first of them if it is shared.
+        name: the module's qualified name in the model; the first name if blocks share the module.
         module: the module itself.
-        architecture: the registry's entry.
-        linearize: the adapter.
-        names: all its names; a module shared by several blocks has several.
-        blocks: the modules that hold it, whose inputs are the residual stream; empty if the model
-            is the mixer itself.
-        around: all modules that hold it, however deep inside.
+        architecture: the registry's entry for the module's class.
+        linearize: the adapter, which returns the linear form of a call.
+        names: all qualified names; a module shared by several blocks has several.
+        blocks: the modules that directly contain the mixer, whose inputs are the residual stream;
+            empty if the model is the mixer itself.
+        around: all modules that contain the mixer, at any depth.
 
     Example:
         >>> from captum_ssm.models import load_bundled
@@ -153,7 +153,7 @@ def _called(value: Any) -> str:
 
 
 def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
-    """Return modules without wrappers and their names, less those that are parts of another one."""
+    """Return unwrapped modules and their names, without modules that are part of another one."""
     found: dict[nn.Module, str] = {}
     for name, module in named:
         found.setdefault(unwrap(module), name)
@@ -170,11 +170,11 @@ def runnable(forward_func: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function to call on tensors in place of ``forward_func``.
 
     Args:
-        forward_func: as the user gave it.
+        forward_func: the function, module or pipeline that the user passed.
 
     Returns:
-        A module without wrappers, for a pipeline of transformers the module inside; else
-        ``forward_func`` itself.
+        The unwrapped module, or the model of a transformers pipeline; otherwise ``forward_func``
+        itself.
 
     Example:
         >>> from torch import nn
@@ -195,16 +195,16 @@ _PIPELINE = "transformers.pipelines.base.Pipeline"
 def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
     """Return the supported mixers of a model in module order.
 
-    Other mixers may lack an adapter, such as a vision tower's attention; a run that calls one is
-    refused: see :func:`strangers`.
+    The model may also contain mixers without an adapter, such as a vision tower's attention. A run
+    that calls one of these raises an error; see :func:`strangers`.
 
     Args:
-        model: where to look.
-        layers: names or modules of the mixers to use; the user vouches for the rest. Default:
-            None, all of them.
+        model: the model to search.
+        layers: names or modules of the mixers to use; other modules are then not checked for
+            unsupported mixers. Default: None, all supported mixers.
 
     Returns:
-        One :class:`Mixer` for each module; with ``layers``, in their order.
+        One :class:`Mixer` for each module; with ``layers``, in the order of ``layers``.
 
     Raises:
         NoMixerError: when there is none, or ``layers`` names another module.
@@ -259,9 +259,9 @@ def registered_mixers(model: nn.Module) -> list[Mixer]:
 
 
 def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
-    """Return the block that holds the mixer called ``name``, past wrappers of torch.compile.
+    """Return the module that directly contains ``name``, ignoring wrappers of torch.compile.
 
-    Mere containers give None: their input is not the input of each mixer.
+    Return None for a container such as ModuleList, whose input is not the input of each mixer.
     """
     while name:
         name = name.rpartition(".")[0]
@@ -272,7 +272,7 @@ def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
 
 
 def _outer(name: str) -> Iterator[str]:
-    """Yield the names of the modules that hold the one called ``name``, innermost first."""
+    """Yield the names of the modules that contain the module ``name``, innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -290,9 +290,10 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
 
 
 def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that look like mixers, have no adapter, and neither hold nor belong to one.
+    """Yield modules that look like mixers but have no adapter.
 
-    An explanation of a run that calls one would be silently wrong without it.
+    Modules inside or around a supported mixer are left out. An explanation that ignored a call of
+    a yielded module would be silently wrong.
     """
     names = [name for mixer in registered_mixers(model) for name in mixer.names]
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Models made fit for autograd to record their run, for the time of a ``with``."""
+"""Prepare a model so that autograd can record its runs inside a ``with``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHECKPOINTING = "_gradient_checkpointing_func"
 
 @contextmanager
 def recordable(model: nn.Module) -> Iterator[None]:
-    """Let autograd record the model's run up to its mixers, and leave nothing of it behind.
+    """Prepare the model for autograd inside the ``with``, and drop stored graphs at exit.
 
-    Tensors made under ``torch.inference_mode``, which autograd refuses, are copied meanwhile.
+    Weights made under ``torch.inference_mode``, which autograd refuses, are replaced by copies.
     """
     with ExitStack() as stack:
         stack.enter_context(_ordinary_tensors(model))
@@ -37,10 +37,10 @@ def recordable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def graphs_dropped(model: nn.Module) -> Iterator[None]:
-    """Detach tensors of the run that the model keeps as plain attributes.
+    """Detach the tensors that a run has stored as plain attributes of the model's modules.
 
-    RecurrentGemma keeps its last state: with it the graph of the whole run, and a model that can
-    neither be copied nor pickled.
+    RecurrentGemma, for example, stores its last state. An attached state would keep the graph of
+    the whole run in memory, and the model could neither be copied nor pickled.
 
     Args:
         model: the module that runs inside the ``with``.
@@ -70,17 +70,18 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
 
 
 def in_graph(x: Tensor) -> Tensor:
-    """Return the same values as part of an autograd graph.
+    """Return ``x`` as part of an autograd graph, which begins here if ``x`` is in none.
 
-    A frozen model on token ids records nothing by itself.
+    Without this call autograd records nothing for a frozen model that runs on token ids.
     """
     return x if x.requires_grad else begun(x)
 
 
 def begun(x: Tensor) -> Tensor:
-    """Return the same values at the start of an autograd graph.
+    """Return the values of ``x`` as a tensor at which an autograd graph begins.
 
-    They are no leaf, for the model may write to them; :meth:`.Layer.check_unchanged` sees that.
+    The tensor is not a leaf, so that the model may change it in place.
+    :meth:`.Layer.check_unchanged` detects such a change.
     """
     return x.detach() - x.new_zeros((), requires_grad=True)
 
@@ -92,7 +93,7 @@ def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
-    """Let transformers checkpoint in the form that has a graph inside layers, not "reentrant"."""
+    """Make transformers checkpoint without "reentrant", which keeps a graph inside layers."""
     with ExitStack() as stack:
         for module in model.modules():
             present = of_this_thread(module, _CHECKPOINTING)
@@ -104,10 +105,10 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
 
 
 def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a function after its first argument has joined the graph.
+    """Checkpoint a function with its first tensor argument made part of the autograd graph.
 
-    Hooks on a layer of transformers 4 run inside its checkpoint; a graph that begins in a hook
-    would be gone when the backward pass runs the layer again.
+    Hooks on a layer of transformers 4 run inside the layer's checkpoint. A graph that begins in
+    such a hook would be lost when the backward pass runs the layer again.
     """
     live = swap_first(args, in_graph)[0] if torch.is_grad_enabled() else args
     return checkpoint(function, *live, **kwargs)
@@ -115,7 +116,7 @@ def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: A
 
 @contextmanager
 def checkpoints_off(model: nn.Module) -> Iterator[None]:
-    """Let transformers keep the graph of layers that it would checkpoint, and run them once."""
+    """Switch off transformers' gradient checkpointing, so that each layer runs only once."""
     with ExitStack() as stack:
         for module in model.modules():
             if _CHECKPOINTING in vars(module):
@@ -129,7 +130,7 @@ def _at_once(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class _Lent:
-    """An inference tensor that a copy replaces, and how many threads use the copy."""
+    """An inference tensor that a copy replaces, and the number of runs that use the copy."""
 
     original: Tensor
     users: int
@@ -139,9 +140,9 @@ _lent: dict[tuple[int, str], _Lent] = {}
 
 
 def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
-    """Replace inference tensors among parameters and buffers by copies, until the last user leaves.
+    """Replace inference tensors among parameters and buffers by copies inside the ``with``.
 
-    Shared tensors share one copy.
+    A tensor shared by several modules is copied once. The last nested context restores it.
     """
 
     def lend() -> Undo:
@@ -158,7 +159,7 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
-    """Put a copy into an entry that is an inference tensor; return whether it has one now."""
+    """Replace ``named[name]`` by a copy if it is an inference tensor; return True if replaced."""
     key = (id(named), name)
     if key in _lent:
         _lent[key].users += 1
@@ -173,7 +174,7 @@ def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) ->
 
 
 def _take_back(named: Named, name: str) -> None:
-    """Put the inference tensor back, unless another thread still has its copy."""
+    """Restore the inference tensor ``named[name]`` once no other run uses the copy."""
     key = (id(named), name)
     _lent[key].users -= 1
     if not _lent[key].users:

@@ -1,4 +1,4 @@
-"""Hooks for the calls of one thread, the tensors in a call, and names of functions."""
+"""Hooks for one thread, and functions that find and replace tensors in nested arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def in_this_thread(hook: Hook) -> Hook:
-    """Return the hook, silent while another thread runs the same model."""
+    """Wrap a hook so that it does nothing in threads other than the calling thread."""
     owner = threading.get_ident()
 
     @functools.wraps(hook)
@@ -34,27 +34,27 @@ def in_this_thread(hook: Hook) -> Hook:
 def hooked(
     register: Callable[..., Any], hook: Hook, **options: bool
 ) -> AbstractContextManager[None]:
-    """Return a context in which this thread's calls of a module meet a hook."""
+    """Return a context that registers a hook for the calling thread, and removes it at exit."""
     own = in_this_thread(hook)
     return lasting(lambda: register(own, **options).remove)
 
 
 @contextmanager
 def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
-    """Set one hook of a module before all others, and one behind them, during the ``with``.
+    """Run one forward hook before and one after all other hooks of a module, in the ``with``.
 
-    Hooks that are registered while the module's model runs are between them, too.
+    This order also holds if other hooks are registered while the model runs.
 
     Args:
         module: the module.
-        first, last: its forward hooks, which take keyword arguments as well. If the module fails
-            the first one is called, too, without an output.
+        first, last: the forward hooks, which also take keyword arguments. If the module raises an
+            exception, ``first`` is called with the output None.
     """
     own = in_this_thread(first), in_this_thread(last)
     hooks = module._forward_hooks
 
     def order(*_: Any) -> None:
-        """Bring the first and the last one back to their ends, if hooks were added there."""
+        """Move the two hooks back to both ends if other hooks were registered there."""
         keys = list(hooks)
         if hooks[keys[0]] is own[0] and hooks[keys[-1]] is own[1]:
             return
@@ -73,7 +73,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
-    """Return ``value`` with its first floating tensor replaced, and the replacement, or None."""
+    """Replace the first floating tensor in ``value``; return the result and the new tensor."""
     if isinstance(value, Tensor):
         new = swap(value) if value.is_floating_point() else None
         return (value, None) if new is None else (new, new)
@@ -100,7 +100,7 @@ def detached(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in tuples, lists and mappings, however nested."""
+    """Return the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):  # called for every function of a run
@@ -109,7 +109,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """Replace tensors in a value by others, by the Python id of each."""
+    """Replace each tensor in nested ``value`` whose Python id is a key of ``new``."""
     if isinstance(value, Tensor):
         return new.get(id(value), value)
     if isinstance(value, dict):
@@ -124,7 +124,7 @@ def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
-    """Name the innermost module that this thread is calling; else return ``otherwise``."""
+    """Return the name of the innermost running module of this thread, or ``otherwise``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
@@ -143,8 +143,8 @@ def met_by(
 
     Args:
         modules: the modules.
-        meet: takes a module, the number of its call, from 1, whether it is entered, and its
-            arguments or its output. Outputs come before the hooks of others change them.
+        meet: called with the module, the call's number (from 1), True at entry or False at exit,
+            and the arguments or the output. Outputs are passed before other hooks change them.
     """
     calls = Counter[nn.Module]()
     running: list[int] = []
@@ -168,7 +168,7 @@ def met_by(
 
 
 def sequences_in(value: Any) -> Iterator[Tensor]:
-    """Yield the floating sequences and maps in nested tuples, lists and mappings."""
+    """Yield the floating tensors with 2 to 4 dimensions in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
             yield value

@@ -1,10 +1,11 @@
-"""The residual stream and each mixer's path into it, found by comparing values in replays.
+"""Find the residual stream and each mixer's path into it by comparing values in replays.
 
-In a replay a mixer's output has noise at some tokens. The first tensor that changes by a constant
-times that noise, and holds more than the output, is the stream behind the mixer. Without the output
-it is the stream before. Norms and projections in between are modules: the map of one that the noise
-enters is fitted to its values, and the search continues behind it. A last replay restores the
-stream at this place. Any remaining difference means that something else reads the output.
+A replay runs the model again, with noise added to a mixer's output at some tokens. The first tensor
+that changes by a constant times the noise, but is not only the output, is the residual stream after
+the mixer. Subtracting the output gives the stream before the mixer. If the noise passes a norm or
+projection on its way, an affine map is fitted to that module, and the search continues after the
+module. A last replay restores the stream's recorded values. Any remaining difference means that
+the model also reads the output elsewhere.
 """
 
 from __future__ import annotations
@@ -37,43 +38,43 @@ from .values import (
 )
 from .way import AffineStep, Way, along
 
-#: A module, the number of its call, whether the tensor enters it, and which of several it is.
+#: Key of a tensor in a run: module, number of the call, True for an input, index among several.
 _Key = tuple[nn.Module, int, bool, int]
-#: How a tensor is laid out by the tokens of a layer's operator, (B, L, E).
+#: A function that rearranges a tensor to (B, L, E), in the token order of a layer's operator.
 _Reading = Callable[[Tensor], Tensor]
 
-#: Noise is so many times the largest number around, so that a small branch is not lost in a large
-#: stream.
+#: Size of the noise relative to the largest number nearby, so that the noise of a small branch
+#: exceeds the rounding of a large stream.
 _LOUD = 4
-#: So many bytes of tensors are kept of a replay; with more, fewer layers share one.
+#: Bytes of tensors that one replay may keep. If more are needed, fewer layers share a replay.
 _BYTES = 2**28
-#: So many tensors of the stream's size pass the modules between two mixers, as a rule.
+#: Typical number of stream-sized tensors at the modules between two mixers.
 _AROUND = 12
 _SEED = 2_718_281
 
 
 class _Seen(NamedTuple):
-    """A tensor that entered or left a module, and the number of mixers that had run."""
+    """A tensor that entered or left a module, and the number of mixers that ran before."""
 
     ran: int
     value: Tensor
 
 
 class _Slot(NamedTuple):
-    """The tokens of a layer's operator that have noise (B, L), and their places among all."""
+    """A mask (B, L) of a layer's tokens with noise, and the flat indices of these tokens."""
 
     on: Tensor
     at: Tensor
 
 
 class _Found(NamedTuple):
-    """The place where layers join a stream.
+    """The sum that adds outputs of layers to the residual stream.
 
     Attributes:
-        ways: the steps from each layer's output to the stream.
-        stream: the stream before them.
-        at: the tensor with the stream behind them; None if only a norm of it was seen.
-        reading: the layout of that tensor.
+        ways: the steps from each layer's output to the sum, by layer number.
+        stream: the residual stream before the sum.
+        at: the key of the tensor with the sum; None if only a norm of the sum was seen.
+        reading: the function that rearranges the tensor with the sum to (B, L, E).
     """
 
     ways: Mapping[int, Way]
@@ -84,14 +85,14 @@ class _Found(NamedTuple):
 
 @dataclass(eq=False)
 class _Join:
-    """Layers that write to the stream together.
+    """Layers whose outputs are added to the residual stream in the same sum.
 
     Attributes:
-        members: their numbers.
-        branches: for each layer its output and the tensors computed from it so far.
-        until: the number of mixers that have run when the stream is read.
-        apart: the steps into tensors that are not the stream.
-        found: the place where they join, once found.
+        members: the numbers of the layers.
+        branches: for each layer its output and the tensors found so far to be computed from it.
+        until: the number of mixers that have run when the next layer reads the stream.
+        apart: the steps from each layer to a sum of the outputs without a stream.
+        found: the sum with the stream; None until found.
     """
 
     members: Sequence[int]
@@ -102,14 +103,14 @@ class _Join:
 
 
 def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None) -> None:
-    """Set each layer's stream, and the steps from its output to the stream.
+    """Set each layer's residual stream, and the steps from the layer's output to the stream.
 
-    A layer without a known stream raises when it is asked for.
+    If the steps were not found, :attr:`.Layer.way` raises an error.
 
     Args:
-        replays: of the run; its layers are arranged if possible.
-        stages: the layers that act on one residual stream together.
-        order: for each token of the output its number in the first layer (L,); None if the same.
+        replays: the replays of the run.
+        stages: groups of layers; the layers of a group read the same residual stream.
+        order: for each output token the token's number in the first layer (L,); None if the same.
     """
     replays.settle_every_hook()  # vectors pass the hooks, or are refused
     with torch.no_grad():
@@ -117,7 +118,7 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
 
 
 class _JoinSearch:
-    """The tensors of replays of one run."""
+    """The search for the joins of one run, with the tensors of its latest replays."""
 
     def __init__(
         self, replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None
@@ -135,21 +136,21 @@ class _JoinSearch:
         for each in (*(layer.order for layer in self.layers), order):
             if each is not None and not any(torch.equal(each, one) for one in self.orders):
                 self.orders.append(each)
-        #: How many mixers have run in the replay that runs.
+        #: Number of mixers that have run in the current replay.
         self.ran = 0
-        #: Inputs of the layers and the output, without noise.
+        #: The layers' inputs and the model's output in a replay without noise.
         self.unchanged: list[Tensor] = []
         self.real: dict[_Key, _Seen] = {}
         self.noisy: dict[_Key, _Seen] = {}
         self.slots: dict[int, _Slot] = {}
-        #: The leaves of layers with noise.
+        #: Layers' outputs with noise at all tokens, by layer number.
         self.loud: dict[int, Tensor] = {}
 
     def find(self) -> None:
-        """Find joins by two replays for each group of stages: without noise, then with it.
+        """Find the joins of each group of stages by two replays, one without and one with noise.
 
-        This sets each layer's stream before it, and the steps from its output to the stream behind
-        it; None if not found.
+        This calls each layer's :meth:`.Layer.join` with the stream and the steps to the stream, or
+        with None if they were not found.
         """
         for some in self._groups():
             # from the first mixer of the group until the mixers of the next stage have run
@@ -176,12 +177,12 @@ class _JoinSearch:
         self.real, self.noisy = {}, {}
 
     def _after(self, stage: Sequence[int]) -> int:
-        """Return the number of layers of the next stage."""
+        """Return the number of layers in the stage after ``stage``, or 1 after the last stage."""
         later = [other for other in self.stages if other[0] > stage[-1]]
         return len(later[0]) if later else 1
 
     def _groups(self) -> Iterator[list[list[int]]]:
-        """Yield stages that share replays."""
+        """Yield lists of stages that can be searched in the same replays."""
         size = self.leaves[0].shape[1]
         if not self.is_chain:
             yield from ([stage] for stage in self.stages)
@@ -192,7 +193,7 @@ class _JoinSearch:
             yield self.stages[start : start + max(1, most)]
 
     def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
-        """Return the tokens at which each of some layers has noise."""
+        """Distribute the tokens over some layers at random; each layer has noise at its share."""
         batch, tokens = self.leaves[numbers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
         drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
@@ -203,7 +204,7 @@ class _JoinSearch:
         return out
 
     def _joins(self, stage: Sequence[int]) -> list[_Join]:
-        """Return the parts of a stage that join a stream by themselves."""
+        """Split a stage into groups of layers that are added to a residual stream in one sum."""
         feeders = [k for k in stage if self.layers[k].joins == "feeds"]
         writers = [k for k in stage if k not in feeders] or list(stage)
         found = [[k] for k in feeders if k not in writers]
@@ -222,7 +223,7 @@ class _JoinSearch:
     # --- replays ---------------------------------------------------------------------------
 
     def _loud(self, k: int) -> Tensor:
-        """Return a layer's leaf with noise, laid out as its module returns it."""
+        """Return layer k's recorded output with noise at all tokens, in the module's layout."""
         if k not in self.loud:
             leaf = self.replays.leaf(k)
             around = [seen.value for seen in self.real.values() if seen.ran == k]
@@ -246,9 +247,9 @@ class _JoinSearch:
         return torch.where(on[..., None], loud, own)
 
     def _tensors(self, wanted: range) -> dict[_Key, _Seen]:
-        """Return the floating tensors that enter and leave modules in a replay.
+        """Replay the run once, and return the floating tensors that enter and leave modules.
 
-        They are kept while ``wanted`` holds the number of mixers that have run.
+        A tensor is kept only if the number of mixers that have run is in ``wanted``.
         """
         found: dict[_Key, _Seen] = {}
         # a block's output enters the next one and its norm: one copy serves
@@ -268,7 +269,7 @@ class _JoinSearch:
         return found
 
     def _replayed(self, meet: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
-        """Run once more, with noise in the slots; ``meet`` takes floating tensors at modules."""
+        """Replay with noise in the slots, and pass each module's floating tensors to ``meet``."""
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
@@ -283,14 +284,14 @@ class _JoinSearch:
             return self.replays.run(leaf)
 
     def _lost(self, joins: Sequence[_Join]) -> set[_Join]:
-        """Return the joins whose outputs also reach something else than the stream found."""
+        """Return the joins whose outputs the model also reads elsewhere than in the stream."""
         known = [each for each in joins if each.found is not None and each.found.at is not None]
-        if not known or not self._is_read_beside(known):
+        if not known or not self._is_read_elsewhere(known):
             return set()
-        return {each for each in known if self._is_read_beside([each])}
+        return {each for each in known if self._is_read_elsewhere([each])}
 
-    def _is_read_beside(self, joins: Sequence[_Join]) -> bool:
-        """Return True if anything differs behind the layers' streams once these are restored."""
+    def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
+        """Return True if noise still changes the run after the streams of joins are restored."""
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
         there = {each.found.at: each for each in joins if each.found is not None}
@@ -316,7 +317,7 @@ class _JoinSearch:
     # --- one join --------------------------------------------------------------------------
 
     def _find(self, each: _Join) -> None:
-        """Find where layers join the stream together."""
+        """Search the tensors after a join's layers for the sum, and set ``each.found``."""
         first, last = min(each.members), max(each.members)
         for key, (ran, value) in self.real.items():
             if not first < ran <= each.until or key not in self.noisy:
@@ -346,7 +347,7 @@ class _JoinSearch:
             self._find_by_value(each)
 
     def _fits(self, each: _Join, x: Tensor, now: Tensor) -> dict[int, Way]:
-        """Return the paths of the members whose noise explains a tensor's change as a multiple."""
+        """Return the steps to ``x`` from each member whose noise explains the change of ``x``."""
         found = {}
         for k in each.members:
             on, at = self.slots[k]
@@ -359,10 +360,10 @@ class _JoinSearch:
     def _entered(
         self, rest: Tensor, members: Sequence[int], ran: int, reading: _Reading
     ) -> Tensor | None:
-        """Return the stream before layers, as seen entering a module, times a constant.
+        """Return the residual stream before the layers, if tensors of the run explain ``rest``.
 
-        It may also be the sum of two such tensors, or one without the addition of another part of
-        the block. Else None.
+        ``rest`` may be a multiple of a tensor, a tensor plus a constant, or a sum of two tensors.
+        In all other cases return None.
         """
         first = self.layers[min(members)]
         block, inside = first.call.block, False
@@ -394,7 +395,7 @@ class _JoinSearch:
     def _passes_gate(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> bool:
-        """Go on to the product of a branch and a module's output; the module's output is frozen."""
+        """Add ``x`` to the branches if it is a branch times a module's output, as with a gate."""
         seen = self.real[key]
         if len(each.members) > 1:
             return False
@@ -426,7 +427,7 @@ class _JoinSearch:
     def _hop(
         self, each: _Join, key: _Key, x: Tensor, reading: _Reading, known: Mapping[int, Way]
     ) -> None:
-        """Continue behind a module that a branch enters, if it is a norm or linear."""
+        """Add the output of a module that a branch enters to the branches, if linear or a norm."""
         module, call, enters, _ = key
         left = module, call, False, 0
         if not enters or left not in self.real or left not in self.noisy:
@@ -449,7 +450,7 @@ class _JoinSearch:
     def _hop_together(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> None:
-        """Continue behind a projection of several layers' branches side by side."""
+        """Add a projection's output to the branches if its input concatenates layers' branches."""
         left, start, parts = (*key[:2], False, 0), 0, {}
         if not key[2] or len(each.members) < 2 or left not in self.noisy:
             return
@@ -471,7 +472,7 @@ class _JoinSearch:
             each.branches[k].append(Branch([*way, step], change))
 
     def _find_by_value(self, each: _Join) -> None:
-        """Find a stream that no module was seen to enter, or of which only a norm was seen."""
+        """Search for a stream that enters no module, or that appears only inside a norm."""
         k, *others = each.members
         if not others and self._factored(each, k):
             return
@@ -479,7 +480,7 @@ class _JoinSearch:
             self._normed(each)
 
     def _factored(self, each: _Join, k: int) -> bool:
-        """Find a sum of a tensor seen before and of the output behind a gate or norm."""
+        """Search for an earlier tensor plus the gated or normed output; return True if found."""
         y, change, at = self.leaves[k], each.branches[k][0].change, self.slots[k].at
         for key, (ran, value) in self.real.items():
             if ran != k + 1 or key not in self.noisy:
@@ -503,7 +504,7 @@ class _JoinSearch:
         return False
 
     def _normed(self, each: _Join) -> None:
-        """Find a norm of a stream plus the layers' additions, as fused kernels leave it."""
+        """Search for a norm of the stream plus the outputs, as add-and-norm kernels return."""
         ways = {k: each.branches[k][-1].steps for k in each.members}
         some = [along(way, self.leaves[k]) for k, way in ways.items()]
         if any(x.shape != some[0].shape for x in some):
@@ -526,7 +527,7 @@ class _JoinSearch:
                     return
 
     def _readings(self, value: Tensor, k: int) -> Iterator[_Reading]:
-        """Yield how a tensor may be laid out: by the operator's tokens, or as an output."""
+        """Yield functions that may rearrange ``value`` to the token order of layer k's operator."""
         layer = self.layers[k]
         batch, tokens, _ = self.leaves[k].shape
         if value.shape[0] == batch and value.numel() == batch * tokens * value.shape[-1]:

@@ -1,4 +1,4 @@
-"""One recorded call of a mixer, and its operator in that call."""
+"""One recorded call of a mixer, and the linear operator of this call."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ from .way import AffineStep, Way
 class Layer:
     """One recorded mixer call.
 
-    Its operator is built directly after the mixer returned, and kept if there is memory. Else it is
-    built again when it is read, and checked against the mixer's output. Layers are made by
-    :func:`~captum_ssm.trace`.
+    The operator is built directly after the mixer returns, and kept if there is memory. Otherwise
+    it is built again when it is read, and checked against the mixer's output.
+    :func:`~captum_ssm.trace` creates the layers.
 
     Args:
-        linearized: makes the linear mixer of a layer that keeps none.
-        mixer, call, stream: as below.
+        linearized: a function that builds the linear mixer of a layer that keeps none.
+        mixer, call, stream: the attributes with these names.
 
     Attributes:
         mixer: the :class:`~captum_ssm.tracing.Mixer` that was called.
         name: the mixer's qualified name in the model.
         architecture: the family of the mixer.
-        joins: how its output joins the residual stream; see
+        joins: how the mixer's output is added to the residual stream; see
             :class:`~captum_ssm.mixers.Architecture`.
         block: the module that holds the mixer, or None.
         call: the recorded call.
-        tolerance: the largest error accepted of its operator by default.
+        tolerance: the largest accepted error of the operator, unless the user passes another.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
-        stage: number of the stage that it belongs to; None if the run was not arranged.
-        order: for each of the mixer's tokens its number in the first layer (L,); None if the same.
-        has_stream: whether a residual stream carries the layer's input past it, as assumed unless
-            replays showed otherwise.
-        is_reached: whether autograd has recorded how its input was computed.
-        checked: the errors that were found when the operator was made; None if none was looked for.
+        stage: the number of the layer's stage, a group of layers that read the same residual
+            stream; None before replays have determined it.
+        order: each mixer token's number in the first layer (L,); None if the same.
+        has_stream: whether a residual connection bypasses the mixer. Assumed True unless replays
+            show otherwise.
+        is_reached: whether autograd has recorded the computation of the mixer's input.
+        checked: the errors measured when the operator was built; None if it was not checked.
 
     Example:
         >>> import torch
@@ -107,7 +108,7 @@ class Layer:
         """Raise if a recorded tensor, or a weight, was overwritten after the mixer ran.
 
         Raises:
-            InputError: when one was; the record of the call is void.
+            InputError: when a tensor was overwritten, so that the recorded call is not valid.
         """
         weights = ((find(), version) for find, version in self._weights)
         if any(x is not None and x._version != version for x, version in weights):
@@ -118,45 +119,45 @@ class Layer:
         if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
-                "after the call, so the record of it is void. Use the out-of-place form."
+                "after the call, so the record of it is void. Use an out-of-place operation there."
             )
 
     @property
     def output(self) -> Tensor:
-        """The mixer's output behind hooks of others, (B, L, E), or in windows (B W, T, E).
+        """The mixer's output after other forward hooks, (B, L, E), or in windows (B W, T, E).
 
-        See :meth:`in_order`.
+        :meth:`in_order` rearranges it to the operator's tokens.
         """
         return self._left
 
     def hook_factor(self, left: Tensor) -> Tensor | None:
-        """Return the factor of the output ``left`` by hooks; see :func:`hook_factor`.
+        """Return the factor by which hooks changed the output to ``left``.
 
-        (0,) also if a hook has written to the output, which is then not known.
+        The values are those of :func:`hook_factor`; (0,) also if a hook overwrote the output.
         """
         if self._versions != self._versions_of(self.call.hidden_states, self.call.output_tensor):
             return left.new_empty(0)
         return hook_factor(self.call.output_tensor, left)
 
     def leave(self, left: Tensor, factor: Tensor | None) -> None:
-        """Record the output behind hooks (B, L, E), and its factor, see :func:`hook_factor`."""
+        """Set the output after hooks (B, L, E), and the hooks' factor from :meth:`hook_factor`."""
         self._left = left
         self._factor = factor
         self._versions = self._versions_of(self.call.hidden_states, left)
 
     @property
     def is_hooked(self) -> bool:
-        """Return True if hooks of others changed the mixer's output."""
+        """Return True if other forward hooks changed the mixer's output."""
         return self._factor is not None
 
     @property
     def factor(self) -> Tensor | None:
-        """Factor of hooks of others on the mixer's output; None if they leave it alone.
+        """The factor of other forward hooks on the mixer's output; None if they do not change it.
 
-        (B, L, 1) or (B, L, E), laid out like :attr:`output`.
+        The shape is (B, L, 1) or (B, L, E), in the layout of :attr:`output`.
 
         Raises:
-            InputError: when a hook does something else than scale tokens or drop features.
+            InputError: when a hook does more than scale tokens or drop features.
         """
         if self._factor is not None and not len(self._factor):
             raise InputError(
@@ -169,38 +170,38 @@ class Layer:
 
     @property
     def written(self) -> LinearMixer:
-        """The linear mixer, its output multiplied with :attr:`factor`."""
+        """The linear mixer with its output multiplied by :attr:`factor`."""
         factor = self.factor
         return self.linear if factor is None else scaled_output(self.linear, self.in_order(factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
-        """The map that the tokens lie in, for a mixer of a map or of its windows; else None.
+        """The token map of a mixer that reads a map (such as an image) or its windows; else None.
 
-        If no module around it received a map, it is None, and the mixer is not linearized, to save
-        memory.
+        It is None if no module around the mixer received a map. The mixer is then not linearized,
+        which saves memory.
         """
         received_map = any(len(size) >= 4 for size in self.call.around.values())
         return self.linear.map if received_map else None
 
     @property
     def tokens(self) -> int:
-        """How many tokens the operator mixes, L."""
+        """The number L of tokens that the operator mixes."""
         return self.output.shape[1] if self.map is None else math.prod(self.map.size)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Lay ``x``, laid out like :attr:`output`, out by the operator's tokens, (B, L, E)."""
+        """Rearrange ``x`` from the layout of :attr:`output` to the operator's tokens, (B, L, E)."""
         if self.map is not None:
             return self.map.in_order(x)
         return x if self.order is None else x.index_select(1, self.order.argsort().to(x.device))
 
     def arrange(self, stage: int | None, order: Tensor | None) -> None:
-        """Set :attr:`stage` and :attr:`order`, by which the operator's tokens are arranged."""
+        """Set :attr:`stage` and :attr:`order`; later operators use this token order."""
         self.stage, self.order = stage, order
 
     @property
     def linear(self) -> LinearMixer:
-        """The linearised mixer.
+        """The linear form of the mixer call.
 
         Raises:
             NonFiniteError: when a coefficient is NaN or infinite.
@@ -213,7 +214,7 @@ class Layer:
         return self._linear
 
     def keep(self, linear: LinearMixer) -> None:
-        """Keep the linear mixer that was made in the run."""
+        """Store the linear mixer that was built during the run."""
         self._linear = linear
 
     @property
@@ -223,7 +224,7 @@ class Layer:
 
     @property
     def values(self) -> Tensor:
-        """The stream after the input projection, (B, L, H, P)."""
+        """The values that the operator mixes, after the input projection, (B, L, H, P)."""
         return self.linear.values
 
     @property
@@ -232,9 +233,9 @@ class Layer:
         return self.linear.bias
 
     def reconstruction_error(self) -> float:
-        """Return max|a - b| / max|b|, a the operator's output and b the module's.
+        """Return max|a - b| / max|b| for the operator's output a and the module's output b.
 
-        About 1e-7 for a model in float32.
+        The error is about 1e-7 for a model in float32.
         """
         with torch.no_grad(), full_precision(self.output.device):
             returned = self.call.output_tensor.detach()
@@ -244,8 +245,8 @@ class Layer:
         """Record how the mixer's output joins the residual stream.
 
         Args:
-            stream: the stream by the operator's tokens (B, L, E); None if there is none.
-            way: the steps of the output before; None if they were not seen.
+            stream: the residual stream (B, L, E) in the operator's token order; None without one.
+            way: the steps from the output to the stream; None if they were not found.
         """
         self._joined, self._way, self._has_joined = stream, way, True
 
@@ -253,12 +254,12 @@ class Layer:
     def way(self) -> Way:
         """The steps from the mixer's output to its summand in the residual stream.
 
-        A factor that the adapter declares replaces a factor that was seen: it may be relative to
-        another stream.
+        A ``branch_scale`` that the adapter declares replaces a factor found by replays, which may
+        be relative to a scaled stream.
 
         Raises:
-            InputError: when the output was not seen to join the stream once, by a sum, after
-                factors and products within tokens.
+            InputError: when replays did not find one sum that adds the output to the stream, after
+                factors and projections of single tokens.
         """
         declared, seen = self.linear.branch_scale, self._seen_scale
         if declared != 1 and (self._way is None or seen is not None):
@@ -266,17 +267,17 @@ class Layer:
         if self._way is None:
             if self._has_joined:
                 raise InputError(
-                    f"Layer {self.name!r}: the shares of tokens cannot be followed into the "
-                    "residual stream, since the mixer's output passes more than factors, norms and "
-                    "projections within tokens and one sum. Use LatimFlow, or LatimALTI with "
-                    "residual=False for the mixers' own maps."
+                    f"Layer {self.name!r}: the contributions of tokens cannot be followed into the "
+                    "residual stream, because the mixer's output passes more than factors, norms "
+                    "and projections of single tokens and one sum. Use LatimFlow, or LatimALTI "
+                    "with residual=False for the mixers' own maps."
                 )
             return ()
         return self._way
 
     @property
     def _seen_scale(self) -> float | None:
-        """The number that the output is multiplied with, if these are all steps seen; else None."""
+        """The product of the steps to the stream if all of them are plain numbers; else None."""
         factors = [step.factor for step in self._way or () if step == AffineStep(step.factor)]
         if self._way is None or len(factors) < len(self._way):
             return None
@@ -285,7 +286,7 @@ class Layer:
 
     @property
     def residual_in_order(self) -> Tensor | None:
-        """The stream that the end of :attr:`way` is added to, by the operator's tokens; or None."""
+        """The residual stream that the output is added to, in operator token order, or None."""
         declared, seen = self.linear.branch_scale, self._seen_scale
         if self._joined is None or declared == 1 or not seen:
             return self._joined
@@ -297,8 +298,8 @@ class Layer:
         Args:
             tolerance: largest accepted error. Default: None, by the module's dtype: 1e-5 in float32
                 and float64, on a GPU 5e-3 in float32, 0.1 in bfloat16, 0.05 in float16. Beyond 1024
-                tokens it grows in proportion, up to 1e-3. A quarter is accepted of sums over tokens
-                with random signs, by which operators are checked in the run.
+                tokens it grows in proportion, up to 1e-3. Checks during the run compare sums over
+                tokens with random signs, and accept a quarter of it.
 
         Raises:
             ReconstructionError: naming the layer and the error.
@@ -321,11 +322,11 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
 
     Args:
         returned: the output (B, L, E) of the mixer.
-        left: the output behind hooks.
+        left: the output after all hooks.
 
     Returns:
-        (B, L, 1), or (B, L, E) of ones and zeros; None if hooks changed nothing; (0,) if they did
-        something else.
+        A factor (B, L, 1), or (B, L, E) of ones and zeros. None if hooks changed nothing, and an
+        empty tensor (0,) for any other change.
     """
     returned, left = returned.detach(), left.detach()
     if same_memory(returned, left) or _is_copy(returned, left):
@@ -343,19 +344,19 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
 
 
 def _is_copy(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors are equal; on a GPU that is assumed, and read later."""
+    """Return True if two tensors are equal; on a GPU the comparison may be read only later."""
     if x.shape != y.shape:
         return False
     return holds((x == y).all()) if are_noted(x) else torch.equal(x, y)
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors are views of the same numbers in the same order."""
+    """Return True if two tensors have the same memory, shape and strides."""
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
-    """Reorder a linear mixer's tokens; ``order`` (L,) is the new place of each."""
+    """Reorder a linear mixer's tokens, moving token i to position ``order[i]``."""
     if order is None:
         return linear
     shape, project = linear.operator.shape, linear.project

@@ -1,4 +1,4 @@
-"""The one layer of hooks on a run: where blocks are entered, and mixers called."""
+"""Hooks that report the block inputs and mixer calls of a run to watchers."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from .repair.fused import unfused
 from .repair.loops import repaired_scans
 from .split import is_split, require_gathered
 
-#: Arguments of a call, by position and by name.
+#: The positional and the keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Watcher:
-    """Base of all watchers of a run; this one does nothing."""
+    """Base class of a run's watchers; hooks call the methods, which do nothing here."""
 
     @property
     def verifies(self) -> bool:
-        """Return True if it checks operators against their mixers' outputs."""
+        """Return True if the watcher checks operators against the outputs of their mixers."""
         return False
 
     @property
     def looks_away(self) -> bool:
-        """Return True if a mixer that is called now is to be ignored."""
+        """Return True if the watcher ignores mixers that are called now."""
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Receive the arguments of a module around a mixer; return others to pass, or None.
+        """Receive the arguments of a module around a mixer; return replacements, or None.
 
-        ``is_block`` is True if the module holds the mixer in the residual stream.
+        ``is_block`` is True if the module's input is the residual stream.
         """
 
     def continued(self, name: str, cache: Any) -> Any:
-        """Return a copy of a cache, the argument called ``name``, from which a call continues.
+        """Return the copy to use of a cache, which a call was given as argument ``name``.
 
         Raises:
-            CachedStateError: if tokens read earlier cannot be part of the explanation.
+            CachedStateError: if tokens in the cache cannot be part of the explanation.
         """
         raise refused_cache(name, cache)
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the mixer's own run on a sequence is enough, so no adapter is needed."""
+        """Return True if the watcher needs only the mixer's own run on a sequence, no adapter."""
         return False
 
     def while_mixing(
@@ -64,10 +64,10 @@ class Watcher:
         return ()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Receive a mixer's call directly after it returned; return another output, or None."""
+        """Receive a mixer's call directly after it returns; return a new output, or None."""
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """Receive a mixer's output behind the hooks of others; return another output, or None."""
+        """Receive a mixer's output after all other hooks; return a new output, or None."""
 
 
 def observe(
@@ -79,23 +79,23 @@ def observe(
     gradients: bool,
     vouched: bool,
 ) -> Callable[..., Arguments | None]:
-    """Let watchers observe a model's runs until a stack is left.
+    """Report a model's runs to watchers until ``stack`` closes.
 
-    Meanwhile the model keeps no cache, runs uncompiled, and computes norms by torch's functions, in
-    memory linear in the length. A run that calls a mixer without an adapter raises
+    Until then the model uses no cache, runs uncompiled, and computes fused norms and CPU scans by
+    torch functions. A run that calls a mixer without an adapter raises
     :class:`~captum_ssm.errors.UnsupportedMixerError`.
 
     Args:
         model: the model.
         mixers: the watched mixers.
         watchers: the watchers, called in this order.
-        stack: removes all hooks when it is left.
+        stack: the exit stack that removes all hooks when it closes.
         gradients: whether autograd is to record the runs.
-        vouched: whether the user named the mixers and vouches for the rest.
+        vouched: whether the user named the mixers, so that other modules are not checked.
 
     Returns:
-        A function to call with a module and its arguments where its forward method is called
-        without its hooks.
+        A function to call with a module and the module's arguments wherever ``module.forward`` is
+        called directly, without hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
     # of several watchers the first records operators, and refuses
@@ -128,7 +128,7 @@ def observe(
 
 
 def _as(changed: Tensor, returned: Tensor) -> Tensor:
-    """Return a replacement of the returned sequence, which may have no batch dimension."""
+    """Return ``changed``, without the batch dimension if ``returned`` has none."""
     return changed[0] if changed.dim() > returned.dim() else changed
 
 
@@ -141,11 +141,10 @@ class _Calls:
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
-        #: The modules around mixers that were entered, the latest last, and the size of the first
-        #: floating tensor that each was given.
+        #: Shape of the first floating input of each entered module around a mixer, latest last.
         self.entered: dict[nn.Module, torch.Size] = {}
-        #: Contexts of running mixers, and the calls of their own modules; None for a module that
-        #: was called again.
+        #: For each running mixer its contexts and the calls of its child modules; None for a child
+        #: that was called again.
         self.running: list[tuple[ExitStack, dict[nn.Module, Heard | None]]] = []
 
     def enter(
@@ -175,7 +174,7 @@ class _Calls:
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Show watchers a mixer's call before all other hooks, and return the changed output."""
+        """Report a mixer's call to watchers before other hooks run; return the changed output."""
         heard: dict[nn.Module, Heard | None] = {}
         if self.running:  # empty if a hook before ours raised
             contexts, heard = self.running.pop()
@@ -195,7 +194,7 @@ class _Calls:
         return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Show watchers a mixer's output behind all other hooks, and return the changed output."""
+        """Report a mixer's output to watchers after all other hooks; return the changed output."""
         changed = None
         for watcher in self.watchers:
             found = watcher.left(mixer, output if changed is None else changed)
@@ -203,7 +202,7 @@ class _Calls:
         return changed
 
     def close(self) -> None:
-        """Close contexts of calls that an interrupt left without their hooks."""
+        """Close the contexts of mixer calls whose exit hooks did not run after an interrupt."""
         while self.running:
             self.running.pop()[0].close()
 
@@ -215,15 +214,15 @@ def _listen(
     contexts: ExitStack,
     verified: bool,
 ) -> None:
-    """Record the calls of a mixer's own modules on sequences of the given size.
+    """Record the calls of a mixer's child modules on sequences of the given size.
 
-    Other tensors are computed differently by adapters, and keeping them takes memory.
+    Adapters compute other tensors differently, so recording these would waste memory.
 
     Args:
-        mixer: about to run.
-        size: of the sequence.
-        heard: takes the calls.
-        contexts: until they are left.
+        mixer: the mixer module, which is about to run.
+        size: the shape of the mixer's input sequence.
+        heard: the dictionary that receives the calls, by child module.
+        contexts: the exit stack that removes the hooks when it closes.
         verified: whether operators are checked against the mixer's output.
     """
 

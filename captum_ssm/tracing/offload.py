@@ -1,4 +1,4 @@
-"""Weights that hooks of accelerate load for the time of a module's own forward call.
+"""Load weights that accelerate's hooks load only during a module's own forward call.
 
 A model spread by ``device_map``, ``cpu_offload`` or ``disk_offload`` has weights on the meta device
 between calls. Adapters read weights by name and need them loaded.
@@ -26,13 +26,13 @@ _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
 def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer:
-    """Call the mixer's adapter with the weights loaded, and load them when its projection runs.
+    """Call the mixer's adapter with all weights loaded; its projection loads them at each call.
 
     Args:
         mixer: the mixer.
         call: its recorded call.
-        running: whether the modules around the mixer are running, their weights loaded. Default:
-            False.
+        running: whether the modules around the mixer are running, so that their weights are
+            loaded. Default: False.
     """
     hooked = _hooked(mixer, running)
     with _loaded(hooked, mixer.module, call) as moved:
@@ -42,7 +42,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 
 def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
-    """Return modules whose weights have to be loaded: offloaded ones at rest, and split ones."""
+    """Return the modules in and around a mixer whose weights are offloaded or split."""
     around = () if running else reversed(mixer.around)
     return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
 
@@ -50,7 +50,7 @@ def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
 def _loading(
     hooked: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
 ) -> LinearMixer:
-    """Return the linear mixer with a projection that loads its weights for each call."""
+    """Return the linear mixer with a projection that loads the needed weights at each call."""
     if not hooked:
         return linear
 
@@ -62,9 +62,9 @@ def _loading(
 
 
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
-    """Return the linear mixer with a copy of its present output projection.
+    """Return the linear mixer with its output projection stored as an affine map.
 
-    Offloaded weights would stay in memory with it, and are left to their hooks.
+    For offloaded weights, which the map would keep in memory, the projection loads them instead.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):
@@ -89,7 +89,7 @@ def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
 
 
 def _refuse_missing(mixer: Mixer) -> None:
-    """Raise for weights on the meta device, with which torch computes garbage in silence."""
+    """Raise if a weight is on the meta device, where torch silently computes garbage."""
     named = (*mixer.module.named_parameters(), *mixer.module.named_buffers())
     missing = next((name for name, tensor in named if tensor.is_meta), None)
     if missing is not None:
@@ -107,7 +107,7 @@ def _is_hooked(module: nn.Module) -> bool:
 def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterator[Call]:
     """Load the weights of modules, and yield the call with arguments on the mixer's device.
 
-    Their hooks are off meanwhile: a submodule's hook would unload its weights after its own call.
+    The modules' hooks are off inside the ``with``, since they would unload weights after each call.
     """
     with whole(hooked), ExitStack() as stack:
         for module in filter(_is_hooked, hooked):  # none of them twice
@@ -120,7 +120,7 @@ def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterat
 
 
 def _load(module: nn.Module, stack: ExitStack, *args: Any, **kwargs: Any) -> Any:
-    """Load one module's weights until the stack is left; return the arguments on their device."""
+    """Load one module's weights until ``stack`` closes; return the arguments on its device."""
     attributes = vars(module)
     hooked = {name: attributes.pop(name) for name in _ATTRIBUTES}
     stack.callback(attributes.update, hooked)

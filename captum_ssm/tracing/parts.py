@@ -1,4 +1,4 @@
-"""The tokens of tensors beside the mixers, and the layers that they read, found by replays."""
+"""Find by replays on which tokens and layers a module's input or output depends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .hooks import met_by, swap_first
 from .layer import Layer
 from .replays import Replays, changed
 
-#: So few draws of tokens tell the orders apart in which parts may read them, and so many at most
-#: where these are few, or differ at a single one.
+#: Smallest and largest number of random token sets that are tried. More sets are tried as long as
+#: several token orders fit, as with few tokens, or with orders that differ at a single token.
 _FEWEST, _MOST = 3, 8
 _SEED = 2_718_281
 
@@ -24,10 +24,10 @@ class Part(NamedTuple):
     """A tensor of a run: a module's input or output, or the run's input.
 
     Attributes:
-        module: the module; None of the input.
-        call: the number of its call, from 1.
-        enters: whether the tensor entered it.
-        ran: the number of mixers that had run.
+        module: the module; None for the run's input.
+        call: the number of the module's call, from 1.
+        enters: True for an input of the module, False for an output.
+        ran: the number of mixers that had run before.
     """
 
     module: nn.Module | None
@@ -36,17 +36,17 @@ class Part(NamedTuple):
     ran: int
 
 
-#: The input itself.
+#: The run's input as a part.
 INPUT = Part(None, 0, False, 0)
 
 
 class Place(NamedTuple):
-    """The relation of a part to the layers.
+    """The tokens and the layers on which a :class:`Part` depends.
 
     Attributes:
-        given: for each token of the first layer its number in the part (B, L), -1 for none; None if
-            the same.
-        mixers: the number of the last mixer that it reads, from 1; 0 for none.
+        given: for each token of the first layer the token's number in the part (B, L), or -1 if
+            the part lacks the token; None if the numbers are the same.
+        mixers: the number of the last mixer that the part depends on, from 1; 0 for none.
     """
 
     given: Tensor | None
@@ -61,21 +61,20 @@ def place(
     parts: Sequence[Part],
     looked_up: Tensor | None,
 ) -> list[Place | None]:
-    """Find the tokens of parts that act within tokens, and the layers that they read.
+    """Find the tokens and the layers on which parts depend that do not mix tokens themselves.
 
     Args:
-        replays: of the run, whose layers are arranged.
-        stages: the layers that act on one residual stream together.
-        given: which token of the input each of the first layer's is (B, L); None if they are the
-            same.
-        order: which of the first layer's tokens each of the output's is (L,); None if they are the
-            same.
+        replays: the replays of the run, whose layers are already arranged.
+        stages: groups of layers; the layers of a group read the same residual stream.
+        given: for each token of the first layer the token's number in the input (B, L); None if
+            the same.
+        order: for each output token the token's number in the first layer (L,); None if the same.
         parts: the parts.
-        looked_up: which of the explained ids each token of the input is (B, L'), -1 for none; None
-            if they are the same.
+        looked_up: for each token of the input the number of the explained id (B, L'), -1 for none;
+            None if the same.
 
     Returns:
-        For each part its place; None if not known.
+        One place for each part; None for a part whose place was not found.
     """
     layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
     embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
@@ -97,11 +96,11 @@ def place(
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def drawn(shape: torch.Size) -> Tensor:
-        """Draw half of the tokens of each example."""
+        """Draw a random half of each example's tokens."""
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """Return inputs of the first layer and the parts, with noise at tokens of layers."""
+        """Replay with noise at tokens of layers; return the first layer's input and the parts."""
 
         def leaf(k: int, _: Tensor) -> Tensor:
             at, turn = on.get(k), layers[k].order
@@ -122,9 +121,9 @@ def place(
     first, calm = run({}, False)
 
     def moved(at: int, x: Tensor | None) -> Tensor | None:
-        """Return the places (B, L') where part number ``at``, now ``x``, changed.
+        """Return a mask (B, L') of the tokens at which part number ``at``, now ``x``, changed.
 
-        It returns None if the part did not come, or its rows are not tokens of each example.
+        Return None if the part was not computed, or if its rows are not tokens of each example.
         """
         if parts[at].module is None:  # the input, which has noise where the last run began
             if embeddings is not None or looked_up is None:
@@ -180,7 +179,7 @@ def place(
 
 
 def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if a part changed at exactly the expected tokens, read in some order."""
+    """Return True if a part, put in the order ``reading``, changed at the expected tokens only."""
     if int(reading.max()) >= met.shape[1]:
         return False
     mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
@@ -189,7 +188,7 @@ def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
-    """Keep inputs and outputs of modules, by call, in the run inside the ``with``."""
+    """Collect the tensors of the parts in the run inside the ``with``, by module and call."""
     found: dict[tuple[Any, ...], Tensor] = {}
     wanted = {part[:3] for part in parts}
 

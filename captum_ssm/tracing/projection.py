@@ -1,7 +1,7 @@
-"""Output projections as they were while the model ran.
+"""Store output projections as affine maps, with the weights that were used during the run.
 
-A projection is a closure over the module, whose weights and adapters ``forward_func`` may set up
-for one call. Afterwards only its affine map is kept.
+An adapter's projection is a function that reads the module's weights, and ``forward_func`` may
+set these up for one call only. The stored map stays valid after the call.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..operators import Chain, Diagonal
 from ..operators.kernels import wide_products
 from .find import Mixer
 
-#: Size of the unit vectors that find a weight, which keeps constants from rounding it.
+#: Scale of the unit vectors that measure a weight; a small scale would be rounded by constants.
 _PROBE = 2.0**10
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """y W + rest, from (B, L, H, P) to (B, L, E).
+    """The affine map y W + rest, from (B, L, H, P) to (B, L, E).
 
     Attributes:
         stored: W (C, E) in the precision of the module's weight.
-        dtype: precision of computation.
+        dtype: the precision of the computation.
         rest: the projection of zeros, broadcastable to (B, L, E); None for 0.
-        check: raises for a wrong argument. Default: None, no check.
+        check: a function that raises for an argument of a wrong shape. Default: None, no check.
     """
 
     stored: Tensor
@@ -44,7 +44,7 @@ class Projection:
 
     @property
     def weight(self) -> Tensor:
-        """W (C, E) in the precision of computation, not to be kept: it may be a copy."""
+        """W (C, E) in the precision of the computation. Do not store it: it may be a copy."""
         return self.stored.to(self.dtype)
 
     def product(self, y: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Projection:
 
 
 def projection_of(linear: LinearMixer) -> Projection:
-    """Find the affine map that a mixer's ``project`` is at this moment.
+    """Return a mixer's ``project`` as an affine map with the module's present weights.
 
-    Most projections are one call of torch's ``linear``, whose weight is read off.  Any other is
-    found by projecting unit vectors: it may be any module, adapters included, and may add
-    constants that differ between tokens.
+    If the projection is one call of torch's ``linear``, the map uses the weight of this call. Any
+    other projection is measured with unit vectors. It may be any module, with or without PEFT
+    adapters, and may add constants that differ between tokens.
     """
     if isinstance(linear.project, Projection):
         return linear.project
@@ -87,9 +87,9 @@ def projection_of(linear: LinearMixer) -> Projection:
 
 
 def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], Tensor] | None:
-    """Return a projection that raises, for one that differs between examples; None for others.
+    """Return a projection that raises if PEFT gives examples different projections; else None.
 
-    It raises when it is used: an error in the run would leave PEFT's hooks on the model.
+    The error is raised on use, since an error during the run would leave PEFT's hooks on the model.
     """
     hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
     chosen = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
@@ -99,8 +99,8 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
     def refuse(y: Tensor) -> Tensor:
         raise InputError(
-            f"Layer {mixer.name!r}: by PEFT's adapter_names={names} each example has another "
-            "output projection, and this method reads one for all. Call model.set_adapter(), leave "
+            f"Layer {mixer.name!r}: PEFT's adapter_names={names} gives examples different output "
+            "projections, but this method needs one for all. Call model.set_adapter(), leave "
             "adapter_names out, and explain the examples of each adapter separately. "
             "LatimFlow and MambaLRP explain the batch as it is."
         )
@@ -109,7 +109,7 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
 
 def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight (E, C) and bias of a projection that is one product; None for others."""
+    """Return weight (E, C) and bias of a projection that is one ``linear`` call; else None."""
     empty = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
     calls = _LinearCalls(empty)
     # also where torch's functions are out of sight otherwise
@@ -119,7 +119,7 @@ def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
 
 
 def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
-    """Multiply a mixer's output with factors of tokens (B, L, 1), or of features (B, L, E)."""
+    """Multiply a mixer's output by one factor per token (B, L, 1), or per feature (B, L, E)."""
     projection = projection_of(linear)
     if factor.shape[-1] == 1:
         tokens = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
@@ -129,8 +129,8 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     features = factor[0, 0].to(linear.values)
     if not bool((factor == features).all()):
         raise InputError(
-            "A forward hook drops other features of a mixer's output at each token. Use LatimFlow, "
-            "which explains the hook as well, or leave the hook out."
+            "A forward hook drops different features of a mixer's output at different tokens. Use "
+            "LatimFlow, which explains the hook as well, or remove the hook."
         )
     stored = projection.weight * features
     rest = None if projection.rest is None else projection.rest * features
@@ -140,7 +140,7 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
 class _LinearCalls(TorchFunctionMode):
     """Records the calls of torch's ``linear``: input, weight, bias and result.
 
-    A call on the projection's argument itself, ``first``, is not computed.
+    For a call on ``first``, the projection's own argument, the product is not computed.
     """
 
     def __init__(self, first: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The modules that a function or an object refers to, of which it may run one."""
+"""Find the modules that a function or an object refers to, and may therefore run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: How many steps from the function are followed: a wrapper around a wrapper of a closure.
+#: Number of references followed from the function, enough for two wrappers around a closure.
 _STEPS = 5
 #: Types whose attributes are not searched.
 _NOT_OPENED = (type, ModuleType, Tensor, nn.Module)
 
 
 def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that can be reached, each with its name on the way.
+    """Yield the modules that ``value`` refers to, with names such as ``forward_func.model``.
 
-    From a function they are reached by its closure, default arguments and the globals that it
-    reads; from an object by its attributes, and so on.
+    A function refers to its closure, its default arguments and the globals that it reads. An
+    object refers to its attributes. References of references are followed as well.
     """
     seen: set[int] = set()
     near = [("forward_func", value)]
@@ -31,7 +31,7 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a value refers to, by name."""
+    """Yield the name and the value of each direct reference of ``value``."""
     if isinstance(value, FunctionType):
         yield from _of_function(value)
     elif isinstance(value, MethodType):
@@ -67,13 +67,13 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names_read(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in the code of a function and of inner ones."""
+    """Return the names of globals and attributes in the code of a function and its functions."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return {*code.co_names, *(name for each in inner for name in _names_read(each))}
 
 
 def _used(read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value that a function knows by a name, or its attributes that the code names."""
+    """Yield a value that a function refers to, or only the attributes that its code reads."""
     held = {} if isinstance(value, _NOT_OPENED) else getattr(value, "__dict__", {})
     named = [each for each in held if each in read]
     if named and not any(hasattr(type(value), each) for each in read):

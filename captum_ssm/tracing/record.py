@@ -1,4 +1,4 @@
-"""One forward run of a model, recorded at its mixers by hooks that live in a ``with``."""
+"""Record the mixer calls of a model's forward run by hooks inside a ``with``."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from .verification import (
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "outputs", "all"]
 
-#: Share of the free memory that operators of a run may take.
+#: The operators of a run may take the free memory divided by this number.
 _SHARE = 4
 _MEMINFO = Path("/proc/meminfo")
-#: Free memory that is assumed if the system does not tell (4 GiB).
+#: Bytes of free memory that are assumed if the system does not report them (4 GiB).
 _UNKNOWN = 2**32
 
 
@@ -50,14 +50,14 @@ class Trace:
     """The recorded layers of one forward run, as :func:`trace` yields them.
 
     Args:
-        room: bytes that operators made in the run may take. Default: None, they are made when they
-            are read.
-        check: whether operators are checked against their modules when made. Default: False.
+        room: the bytes that operators built during the run may take. Default: None, operators are
+            built when they are read.
+        check: whether new operators are checked against their modules. Default: False.
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
-        checks: whether operators are checked against their modules when made.
-        is_of_the_run: whether operators made later have to equal the mixers of the run.
+        checks: whether new operators are checked against their modules.
+        is_of_the_run: whether operators built later must reproduce the mixers' recorded outputs.
 
     Example:
         >>> import torch
@@ -96,7 +96,8 @@ class Trace:
     def read(self, layer: Layer) -> LinearMixer:
         """Build the latest layer's linear mixer, directly after its module returned.
 
-        It stays valid whatever becomes of the module, and is checked if :attr:`checks`.
+        The result stays valid if the module changes later. If :attr:`checks` is True, it is
+        checked against the module's output.
         """
         linear = self._made(layer, running=True)
         with torch.inference_mode(False), torch.no_grad():
@@ -108,7 +109,7 @@ class Trace:
         return lasting
 
     def linearize(self, layer: Layer) -> LinearMixer:
-        """Build the linear mixer of a layer that keeps none; the latest one is cached.
+        """Build the linear mixer of a layer after its call; the latest result is cached.
 
         Args:
             layer: one of :attr:`layers`.
@@ -129,7 +130,7 @@ class Trace:
         return self._last[1]
 
     def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
-        """Call the adapter; of coefficients that are not finite blame the first layer's."""
+        """Call the adapter, and raise for the first layer with a coefficient that is not finite."""
         device = layer.output.device
         with torch.inference_mode(False), torch.no_grad(), full_precision(device):
             linear = linearize(layer.mixer, layer.call, running=running)
@@ -145,18 +146,18 @@ class Trace:
         self._last = None
 
     def _blame_first(self, layer: Layer) -> None:
-        """Raise for the first layer that is not finite: the later ones only inherited it."""
+        """Raise for the first layer that is not finite, since later layers read its output."""
         for earlier in self.layers[: self.layers.index(layer)]:
             linearize(earlier.mixer, earlier.call).check_finite(earlier.name)
 
     @property
     def mask(self) -> Tensor | None:
-        """True for real tokens (B, L), or None if none is padding.
+        """A mask (B, L), True for real tokens, or None if no token is padding.
 
-        Some families of mixers get no mask: the last layer of each family is read, the latest
-        first. A mixer that received only the sequence has none, and is not linearized, to save
-        memory. It is linearized if its output is not finite, for the error that names the first
-        such layer. Layers with other tokens than the last layer's, such as an image tower's, are
+        Some architectures get no mask, so the last layer of each architecture is tried, the latest
+        first. A mixer that received only the sequence has no mask. It is not linearized, to save
+        memory, unless its output is not finite; an error then names the first such layer. Layers
+        with a different number of tokens than the last layer, such as an image tower's, are
         ignored.
         """
         read, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
@@ -173,7 +174,7 @@ class Trace:
 
 
 def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
-    """Build the linear mixer of a layer, whose trace may be gone."""
+    """Build the linear mixer of a layer, even if the layer's trace no longer exists."""
     record = trace()
     if record is None:
         record = Trace(0 if is_of_the_run else None)
@@ -221,14 +222,14 @@ def trace(
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
         layers: names or modules of the mixers to record. Default: None, all.
-        graph: the autograd graph to keep. ``"tail"``: behind the last mixer. ``"outputs"``: behind
-            the first mixer, for gradients at mixer outputs. ``"all"``: also for gradients at block
-            inputs. With gradient checkpointing, take the gradients
-            inside the ``with``. Default: ``"none"``.
+        graph: the part of the autograd graph to keep. ``"tail"``: after the last mixer.
+            ``"outputs"``: after the first mixer, for gradients at mixer outputs. ``"all"``: also
+            for gradients at block inputs. With gradient checkpointing, take the gradients inside
+            the ``with``. Default: ``"none"``.
         operators: whether operators are built directly after the mixers return, as long as they fit
             in a quarter of the free memory. Default: True; False builds them when they are read.
-        verify: compare every operator with its module's output when it is made;
-            :meth:`Layer.verify` raises for those that are off. Default: False.
+        verify: whether every new operator is compared with its module's output;
+            :meth:`Layer.verify` raises for an operator that differs. Default: False.
         watchers: further watchers of the run. Default: none.
 
     Yields:
@@ -270,7 +271,7 @@ def require_layers(record: Trace, model: nn.Module) -> None:
         model: the module that should have run.
 
     Raises:
-        NoMixerError: naming the mixers. Was another model run, or a compiled copy of this one?
+        NoMixerError: naming the mixers, for example if a compiled copy of the model was run.
 
     Example:
         >>> import torch
@@ -297,7 +298,7 @@ def require_real_tokens(mask: Tensor | None) -> None:
         mask: True for real tokens (B, L), or None if no token is padding.
 
     Raises:
-        PaddedExampleError: naming the first example that has none.
+        PaddedExampleError: naming the first example in which every token is padding.
 
     Example:
         >>> import torch
@@ -315,17 +316,17 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     """Return the error for a forward run that called no mixer."""
     names = ", ".join(mixer.name for mixer in mixers)
     return NoMixerError(
-        f"The model has mixers ({names}) but the forward run called none of them. Does "
-        "forward_func call this model, and is it uncompiled?"
+        f"The model has mixers ({names}) but the forward run called none of them. Pass a "
+        "forward_func that calls this model itself, not a copy or a compiled form of it."
     )
 
 
 class Recorder(Watcher):
-    """Records the mixers of a run."""
+    """Adds each mixer call of a run to a trace, as a layer."""
 
     def __init__(self, record: Trace, graph: Graph, last: Mixer) -> None:
         self.record, self.graph, self.last = record, graph, last
-        #: Sequences entering blocks, at which a graph begins.
+        #: The latest sequence that entered each block, at which an autograd graph may begin.
         self._begun: dict[nn.Module, Tensor] = {}
         self._pending: list[Layer] = []
 
@@ -334,7 +335,7 @@ class Recorder(Watcher):
         return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Let the sequence entering a block join the graph, with ``graph="all"``."""
+        """With ``graph="all"``, make the sequence entering a block part of the autograd graph."""
         if not is_block or self.graph != "all":
             return None
         self._begun.pop(module, None)
@@ -356,7 +357,7 @@ class Recorder(Watcher):
         self._pending.append(layer)
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """Record the output behind hooks; it joins the graph if one is kept."""
+        """Record the output after hooks, and make it part of the autograd graph if one is kept."""
         layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
         if graph == "tail" and is_last:
@@ -372,7 +373,7 @@ class Recorder(Watcher):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a device; a fixed guess if not known."""
+    """Return the free bytes of a device, or a fixed guess if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu" and _MEMINFO.exists():
@@ -383,7 +384,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """Return the bytes that tensors keep from being freed, shared memory counted once."""
+    """Return the bytes of tensors, counting shared memory once and ``besides`` not at all."""
     # a quantized weight's memory may lie in parts that it alone knows
     kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
     storages = (tensor.untyped_storage() for tensor in tensors)

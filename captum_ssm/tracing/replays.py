@@ -1,7 +1,7 @@
-"""Replays of a run, in which mixers return given sequences and do not run.
+"""Replay a run: the model runs again, but mixers return given sequences instead of computing.
 
-A replay costs the model's computation outside of mixers. It needs no graph and traces no function,
-so kernels and quantized layers work.
+A replay costs only the model's computation outside of mixers. It needs no autograd graph and no
+traced functions, so kernels and quantized layers work.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ from .hooks import at_both_ends, hooked, sequences_in, swap_first
 from .layer import Layer, same_memory
 from .observe import observe
 
-#: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among the
-#: parts that act within tokens (unified paper, section 3.3).
+#: Classes of modules that also read the previous token. The papers count them, like MLPs, among
+#: the modules that act within tokens (unified paper, section 3.3).
 WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
-#: A seed that no user takes: noise along a model's own embeddings would be undone by its norms.
+#: A seed that users hardly use: norms would remove noise in the direction of a model's embeddings.
 _SEED = 7_340_921_563
-#: So many directions of noise take turns.
+#: Number of noise directions, which the layers use in turn.
 _DIRECTIONS = 16
 
-#: A projection to so many times as many features is a head; it would take most of a replay's time.
+#: A projection is a head if it multiplies the number of features by this or more. Heads would take
+#: most of a replay's time.
 _WIDE = 8
 
-#: One thread at a time replays a model, since the mixers of all are replaced on the module itself.
+#: A lock for each model: only one thread at a time may replay it, since mixers are replaced in it.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
-#: Returns the sequence that layer k returns in a replay, from k and the sequence that it reads.
+#: Takes a layer's number and input in a replay, and returns the layer's output in the replay.
 Leaf = Callable[[int, Tensor], Tensor]
 
 
 class Beginning:
-    """Finds the tensor where the tokens of a run begin: enter :meth:`seen` for the time of the run.
+    """Finds the tensor in which a run's tokens first appear. Run the model inside :meth:`seen`.
 
     Args:
-        model: the module.
-        mixers: its mixers.
-        ids: the explained ids, or the floating input.
+        model: the model.
+        mixers: the model's mixers.
+        ids: the explained token ids, or the floating input.
 
     Attributes:
-        looked_up: the embeddings that the ids were first looked up to (B, L, E); None so far.
-        is_ambiguous: whether equal ids may come from elsewhere, such as the reversed ids of a
-            palindrome.
+        looked_up: the first embeddings of the ids (B, L, E); None until found.
+        is_ambiguous: whether the ids looked up are only equal to the given ids, which is also
+            true of the reversed ids of a palindrome.
         entered: the first sequence of each length that entered a module around a mixer.
-        shifted: the outputs of parts that read the token before, by module.
+        shifted: the outputs of modules of the classes :data:`WITHIN_TOKENS`, by module.
     """
 
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], ids: Tensor) -> None:
@@ -67,14 +68,14 @@ class Beginning:
         self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
         self.looked_up: Tensor | None = None
         self.is_ambiguous = False
-        #: The table of that look-up, and how often it was asked before.
+        #: The embedding module of that look-up, and the number of earlier calls of the module.
         self._table: tuple[nn.Module, int] | None = None
         self.entered: dict[int, Tensor] = {}
         self.shifted: dict[nn.Module, list[Any]] = {}
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Note all of it in the run inside the ``with``."""
+        """Set the attributes of this object during the run inside the ``with``."""
 
         def keep(x: Tensor) -> Tensor:
             with unseen():
@@ -97,7 +98,7 @@ class Beginning:
 
     @contextmanager
     def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Change the first embeddings of the explained ids, the first of a text."""
+        """Apply ``change`` to the first embeddings of the explained ids, in the ``with``."""
         given, done = self.ids, False
         asked: Counter[nn.Module] = Counter()
 
@@ -120,18 +121,18 @@ class Beginning:
             yield
 
     def _are_given(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a table is given the explained ids, with others behind them or none."""
+        """Return True if the input of an embedding module begins with the explained ids."""
         return bool(args) and isinstance(args[0], Tensor) and begins_with(args[0], self.ids)
 
     @contextmanager
     def at_entry(
         self, shape: torch.Size | None, change: Callable[[Tensor], Tensor]
     ) -> Iterator[None]:
-        """Change the first sequence of a shape that enters a module around a mixer.
+        """Apply ``change`` to the first sequence of a shape that enters a module around a mixer.
 
         Args:
-            shape: its shape. Default: None, every sequence is changed.
-            change: makes another of it.
+            shape: the shape; None to change every sequence.
+            change: a function that takes a sequence and returns the new sequence.
         """
         done = False
 
@@ -155,7 +156,7 @@ class Beginning:
 
 
 def begins_with(ids: Tensor, given: Tensor) -> bool:
-    """Return True if ids are given ones (B, L), with others behind them or none."""
+    """Return True if ``ids`` begin with the ids ``given`` (B, L) in every example."""
     if ids.dim() != 2 or len(ids) != len(given):
         return False
     own = ids[:, : given.shape[1]]
@@ -163,18 +164,18 @@ def begins_with(ids: Tensor, given: Tensor) -> bool:
 
 
 class Replays:
-    """Replays of a recorded run.
+    """Replays a recorded run with chosen outputs of the mixers.
 
     Args:
         layers: the layers of the run, in the order in which they ran.
-        beginning: the tensor of its first tokens.
-        call: runs the model on an input.
+        beginning: the tensor in which the run's tokens first appear.
+        call: a function that runs the model on an input.
         start: the input of the run.
-        vouched: whether the user named the mixers and vouches for the rest.
+        vouched: whether the user named the mixers, so that other modules are not checked.
 
     Attributes:
-        root: where tokens begin: the floating input, the embeddings of the explained ids, the ids
-            where others are looked up, or :attr:`entry`.
+        root: the tensor in which tokens first appear: the floating input, the embeddings of the
+            explained ids, the ids if other ids are looked up as well, or :attr:`entry`.
     """
 
     def __init__(
@@ -190,10 +191,10 @@ class Replays:
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
-        #: The largest number of each width around the mixers, once measured: noise at a leaf has
-        #: to be seen in a stream that is a thousand times larger.
+        #: The largest number around the mixers, by number of features, once measured. Noise must
+        #: be visible in a residual stream that is a thousand times larger than an output.
         self._largest: dict[int, Tensor] = {}
-        #: Mixers whose outputs are leaves as hooks of others have left them.
+        #: Mixers whose replayed outputs include the changes by other forward hooks.
         self._settled: set[nn.Module] = set()
         if beginning.is_ambiguous and self._looks_up_others():
             beginning.looked_up = None
@@ -203,20 +204,19 @@ class Replays:
             self.root = self.entry
 
     def leaf(self, k: int) -> Tensor:
-        """Return the output of layer k in the run (B, L, E), behind hooks that are settled."""
+        """Return layer k's recorded output (B, L, E), after hooks if the mixer is settled."""
         layer = self.layers[k]
         settled = layer.mixer.module in self._settled
         return (layer.output if settled else layer.call.output_tensor).detach()
 
     def settle_hooks(self, subsets: Sequence[Tensor]) -> None:
-        """Take outputs behind hooks of others as leaves, if these hooks move no tokens.
+        """Replay the outputs after other forward hooks, for hooks that do not mix tokens.
 
-        Replays then put leaves behind these hooks: one that silences a mixer would silence its
-        noise as well.
+        A hook that sets a mixer's output to zero would otherwise also remove the noise.
 
         Args:
-            subsets: tokens (B, L) with noise, in one replay each; a hook that changes other tokens
-                moves tokens.
+            subsets: masks (B, L) of tokens with noise, one for each replay. A hook that changes
+                the output at a different token mixes tokens.
         """
         hooked_ones = {layer.mixer.module for layer in self.layers if layer.is_hooked}
         if not hooked_ones:
@@ -230,11 +230,11 @@ class Replays:
         self._settled = hooked_ones - moving
 
     def settle_every_hook(self) -> None:
-        """Take outputs behind all hooks of others as leaves."""
+        """Replay the outputs after other forward hooks for every hooked mixer."""
         self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
 
     def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
-        """Return mixers' outputs behind all hooks, with noise at some tokens of the leaves."""
+        """Replay with noise at tokens ``on``; return mixers and their outputs after all hooks."""
         found = list[tuple[Any, Tensor]]()
 
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -247,7 +247,7 @@ class Replays:
         return found
 
     def _looks_up_others(self) -> bool:
-        """Return True if ids behind the given ones are looked up, and may differ from these."""
+        """Return True if the looked-up ids may not be the given ids, by a replay with new ids."""
         before, ids = self.beginning.looked_up, self.beginning.ids
         moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
@@ -265,18 +265,18 @@ class Replays:
 
     @property
     def entry(self) -> Tensor | None:
-        """The first sequence (B, L, E) of as many tokens as the first layer reads, if any."""
+        """The first sequence (B, L, E) with as many tokens as the first layer reads, or None."""
         return self.beginning.entered.get(self.layers[0].call.hidden_states.shape[1])
 
     def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
-        """Add noise to a sequence (B, L, E) at some tokens, as large as their largest number.
+        """Add noise to a sequence (B, L, E) at some tokens, scaled to each token's largest number.
 
-        Ids become others of the same text, which the model knows, if it has three.
+        Ids are replaced by other ids of the same input, if it has at least three different ids.
 
         Args:
             x: the sequence, or ids (B, L).
-            on: the tokens (B, L), or whether it is all of them.
-            k: the layer that it is the leaf of. Default: -1, it is the root.
+            on: a mask (B, L) of the tokens, True for all tokens, or False for none.
+            k: the number of the layer whose output ``x`` is. Default: -1, ``x`` is the root.
         """
         if on is False:
             return x.clone()  # the model may write to it
@@ -297,7 +297,7 @@ class Replays:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure in the replay inside the ``with`` how large noise has to be."""
+        """Measure the largest inputs around mixers in the replay inside the ``with``."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in sequences_in((args, kwargs)):
@@ -314,7 +314,7 @@ class Replays:
             yield
 
     def _noise(self, x: Tensor, k: int) -> Tensor:
-        """Return a direction of features for each layer, of another size and sign at each token."""
+        """Return noise in layer k's direction of features, with a different size at each token."""
         features = x.shape[-1] if x.dim() > 2 else 1
         directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
         sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
@@ -324,7 +324,7 @@ class Replays:
         return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
 
     def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Draw random numbers, the same ones each time."""
+        """Return random numbers of a shape, the same numbers at each call."""
         key = (*shape, like.dtype, like.device)
         if key not in self._known:
             generator = torch.Generator("cpu").manual_seed(_SEED)
@@ -335,19 +335,20 @@ class Replays:
     def run(
         self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None, moved: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """Run once more.
+        """Replay the run once.
 
         Args:
-            leaf: returns the leaf of every layer.
-            root: makes another root of the root. Default: None, it stays.
-            moved: number of tokens by which parts that read the token before shift their outputs.
-                Default: 0.
+            leaf: a function that returns each layer's output.
+            root: a function that takes the root and returns the new root. Default: None, the root
+                stays.
+            moved: number of tokens by which recorded outputs of the classes :data:`WITHIN_TOKENS`
+                are shifted. Default: 0.
 
         Returns:
-            The sequences that the layers read, and the output.
+            The input sequences of the layers, and the model's output.
 
         Raises:
-            InputError: when the model calls its mixers in another order.
+            InputError: when the model calls its mixers in a different order.
         """
         start, seen = self.start, self.beginning
         with _lock_of(seen.model), torch.no_grad(), ExitStack() as stack:
@@ -369,7 +370,7 @@ class Replays:
 
     @contextmanager
     def _leaves(self, leaf: Leaf) -> Iterator[list[Tensor]]:
-        """Let mixers return other leaves; yields the sequences that they have read so far."""
+        """Make mixers return outputs from ``leaf``; yield the growing list of mixer inputs."""
         entering: list[Tensor] = []
         left: list[Any] = []
 
@@ -403,7 +404,7 @@ class Replays:
 
     @contextmanager
     def _shifts_kept(self, moved: int) -> Iterator[None]:
-        """Let parts that read the token before return their recorded outputs."""
+        """Make modules of the classes ``WITHIN_TOKENS`` return their recorded, shifted outputs."""
 
         def kept(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
@@ -416,9 +417,9 @@ class Replays:
 
     @contextmanager
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Let a projection onto a vocabulary, behind the last layer, repeat features instead.
+        """Replace projections onto a vocabulary after the last layer by copies of features.
 
-        ``entering`` grows by the sequences that layers have read in this replay.
+        ``entering`` is the growing list of the layers' inputs in this replay.
         """
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
@@ -439,15 +440,15 @@ class Replays:
             yield
 
 
-#: Changes below so many units in the last place of a token's largest number are rounding: experts
-#: sum the tokens that are routed to them in blocks whose size depends on the others.
+#: Changes up to this many units in the last place of a token's largest number are rounding.
+#: Experts, for example, sum in blocks whose size depends on the number of routed tokens.
 UNITS = 32
 
 
 def changed(x: Tensor, before: Tensor) -> Tensor:
-    """Return True where a sequence (B, L, E) differs from before by more than rounding, (B, L).
+    """Return a mask (B, L), True where ``x`` (B, L, E) differs by more than rounding.
 
-    Each token is compared with its own largest number, so a massive token hides no other.
+    The limit is relative to each token's own largest number, so a large token hides no other.
     """
     x = x.to(before.device)
     limit = (UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
@@ -455,7 +456,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
 
 
 def _pass(*_: Any) -> None:
-    """Do nothing, as a hook."""
+    """Do nothing; a hook that is registered only to mark a module as hooked."""
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:
@@ -469,20 +470,20 @@ if hasattr(os, "register_at_fork"):  # a thread that holds one does not come alo
 
 def _another_order() -> InputError:
     return InputError(
-        "When the model runs again, it calls its mixers in another order. Is forward_func random, "
-        "or does it keep a state? Use LatimFlow, which runs it once, or make it repeatable."
+        "When the model runs again, it calls its mixers in a different order. Make forward_func "
+        "repeatable, without randomness or a kept state, or use LatimFlow, which runs it once."
     )
 
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the computation of a module for this thread; other threads meet its own.
+    """Replace a module's ``forward`` for the calling thread inside the ``with``.
 
-    Hooks on the module meet the replacement's output as they meet its own.
+    Hooks on the module receive the replacement's output.
 
     Args:
         module: the module.
-        forward: computes in its place.
+        forward: the function to call in place of ``module.forward``.
     """
     own, owner = module.forward, threading.get_ident()
 

@@ -1,8 +1,8 @@
-"""Weights that are split between processes, as ``tp_plan`` of transformers splits them.
+"""Gather weights that transformers' ``tp_plan`` has split between processes.
 
-Each process holds rows or columns of a weight, and so some of the heads. A function in place of the
-module's ``forward`` gathers or sums the results. Adapters read weights by name, and would average
-over a part of the heads only.
+Each process has some rows or columns of a weight, and so only some of the heads. transformers
+replaces the module's ``forward`` by a function that gathers or sums the results. Adapters read the
+weights by name, and would average over only these heads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..errors import InputError
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return True if a plan of transformers splits the module itself, not its submodules.
+    """Return True if a transformers plan has replaced the module's own ``forward``.
 
-    Some plans replace the ``forward`` of modules whose weights stay whole, and sum gradients there.
+    The weights may still be whole: some plans replace ``forward`` only to sum gradients.
     """
     code: str = getattr(vars(module).get("forward"), "__module__", "")
     return code.startswith("transformers.distributed.")
@@ -35,10 +35,10 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
     Args:
         model: the model.
-        modules: some of its modules.
+        modules: the modules of ``model`` to check.
 
     Raises:
-        InputError: naming the module.
+        InputError: naming the first such module.
     """
     by_fsdp = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for module in modules:
@@ -54,12 +54,12 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give split modules their whole weights and the ``forward`` of their class.
+    """Give split modules complete weights and the ``forward`` of their class, in the ``with``.
 
-    The processes exchange their parts, so every process has to enter the ``with``.
+    The processes exchange their parts of the weights, so every process must enter the ``with``.
 
     Args:
-        modules: the modules; those that are not split stay as they are.
+        modules: the modules. Modules that are not split stay unchanged.
     """
     gathered = functools.cache(_gathered)  # a weight that modules share once
     with ExitStack() as stack:
@@ -72,10 +72,10 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def least(number: int, modules: Iterable[nn.Module]) -> int:
-    """Return the smallest of the processes' numbers; the number itself of an unsplit model.
+    """Return the smallest ``number`` of all processes, or ``number`` if the model is not split.
 
-    Decisions by each process's free memory would differ, and so would the calls in which the
-    processes exchange weights.
+    If each process decided by its own free memory, the processes would differ in the calls by
+    which they exchange weights.
 
     Args:
         number: the number of this process.
@@ -91,14 +91,14 @@ def least(number: int, modules: Iterable[nn.Module]) -> int:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    """Return the weights of a module itself of which each process has a part."""
+    """Return the module's own weights that are divided between processes."""
     weights: Any = module._parameters.values()
     return [x for x in weights if not all(p.is_replicate() for p in getattr(x, "placements", ()))]
 
 
 @torch.no_grad()
 def _gathered(weight: Any) -> Any:
-    """Return all of a weight that is a DTensor; any other weight as it is."""
+    """Return the complete weight of a DTensor; return any other weight unchanged."""
     if not hasattr(weight, "full_tensor"):
         return weight
     return nn.Parameter(weight.full_tensor(), weight.requires_grad)

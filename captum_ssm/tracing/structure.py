@@ -1,17 +1,18 @@
-"""The structure of a run's layers, found by replaying it with noise.
+"""Find the structure of a run's layers by replays with noise.
 
-A fold multiplies layers' matrices. That is right if only mixers move information between tokens,
-and layers follow each other on a residual stream. Replays check both: mixers return their recorded
-outputs, plus noise at some tokens, and changed inputs of layers show which tokens they read.
+Rollout methods multiply the matrices of layers. This is valid if only mixers move information
+between tokens, and if layers follow each other on one residual stream. Replays check both: mixers
+return their recorded outputs plus noise at some tokens, and the changed inputs of layers show which
+tokens each layer reads.
 
-*Places.* Noise at some tokens of the input, others in every example, is passed on by every layer at
-the tokens where it arrives. If each layer changes at exactly these, nothing is mixed and the order
-is kept. Else replays for each bit of a token's number, and for its complement, find the token at
-each place.
+*Token order.* Noise begins at some tokens of the input, different ones in each example. Each layer
+adds noise at the tokens where noise arrives. If every layer changes at exactly these tokens, tokens
+are not mixed and keep their order. Otherwise replays for each bit of a token's number, and for the
+complement of the bit, identify the token at each position.
 
-*Links.* Each token has noise at one leaf, and later leaves are zero there: a layer that changes at
-the token reads that leaf, past all others. Zero leaves also silence gates, which so differ from a
-stream.
+*Links.* Each token has noise in one layer's output, and later outputs are zero at this token. A
+layer that changes at the token reads that output through residual connections. Outputs of zero also
+close gates, so that a gate is not mistaken for a residual stream.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ from .hooks import met_by, swap_first
 from .layer import Layer
 from .replays import UNITS, Replays, changed
 
-#: Up to so many tokens, a few sets tell each from every other.  Of more, a random half and its
-#: complement tell orders that move many tokens, and tokens that are rolled on those that move few.
+#: Up to this number of tokens, each token is identified by the sets that contain it. For more
+#: tokens, random halves detect orders that move many tokens, and rolls orders that move few.
 _FEW = 32
 
 #: Advice if layers cannot be folded.
 INSTEAD = (
-    "Folding layers would explain another network. Use LatimFlow, which follows the network as it "
-    "is, or name layers that are a chain with layers=[...]."
+    "Multiplying the layers' matrices would explain a different network. Use LatimFlow, which "
+    "explains the network as it is, or select layers that follow each other with layers=[...]."
 )
 
 
 #: Advice if the layers read images beside the explained text.
 OF_A_TOWER = (
-    "If the layer is of a tower of images beside the explained text, name the layers of the text "
-    "with layers=[...], or use LatimFlow, which explains both."
+    "If the layer belongs to an image encoder beside the explained text, select the layers of the "
+    "text with layers=[...], or use LatimFlow, which explains both."
 )
 
 
 class NotAChain(InputError):
-    """Layers of a run that cannot be multiplied one after the other."""
+    """Raised for layers whose matrices cannot be multiplied one after the other."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """The token order of a run.
+    """The order of the first layer's tokens relative to the input and the output.
 
     Attributes:
-        given: for each token of the first layer its number in the explained input (B, L), -1 for
-            one from elsewhere; None if the same.
-        output: for each token of the output its number in the first layer (L,); None if the same,
-            or the output has none.
+        given: for each token of the first layer the token's number in the explained input (B, L),
+            or -1 for a token that is not in the input; None if the numbers are the same.
+        output: for each output token the token's number in the first layer (L,); None if the
+            numbers are the same, or if the output has no tokens.
     """
 
     given: Tensor | None
@@ -72,13 +73,13 @@ class TokenOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Arrangement:
-    """The result of a search for a run's structure, and its conditions.
+    """The structure found for a run, with the conditions under which it may be reused.
 
     Attributes:
-        state: of the model and the input, with which it was found.
+        state: the state of the model and the kind of input for which it was found.
         mask: True for real tokens (B, L), or None.
-        chain: the token order.
-        layers: for each layer its stage, its order and whether it has a stream.
+        chain: the token order of the run.
+        layers: for each layer the stage's number, the token order, and whether there is a stream.
     """
 
     state: tuple[Any, ...]
@@ -87,27 +88,27 @@ class _Arrangement:
     layers: list[tuple[int, Tensor | None, bool]]
 
 
-#: The latest finding of each model.
+#: The latest structure found for each model.
 _found: WeakKeyDictionary[nn.Module, _Arrangement] = WeakKeyDictionary()
 
 
 def arrange(
     replays: Replays, output: Tensor, mask: Tensor | None, *, is_model: bool = False
 ) -> TokenOrder:
-    """Put the tokens of all layers into the order of the first one's, and layers into stages.
+    """Set the stage of each layer, and the order of its tokens relative to the first layer.
 
-    For a model that runs without other code the result is cached, for inputs of the same kind,
+    For a model that runs without user code the result is cached, for inputs of the same kind,
     until a weight, a hook or an attribute of a module changes.
 
     Args:
-        replays: of the run.
+        replays: the replays of the run.
         output: the model's output.
         mask: True for the real tokens of the first layer (B, L); None if all are.
-        is_model: whether the model runs without code of the user. Default: False.
+        is_model: whether the model runs without user code around it. Default: False.
 
     Raises:
         NotAChain: naming the first layer that does not fit.
-        InputError: if something else than a mixer has mixed tokens.
+        InputError: if something other than a mixer has mixed tokens.
         TrainingModeError: if a run cannot be repeated.
     """
     model = replays.beginning.model
@@ -149,7 +150,7 @@ def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _repeats(parts: Sequence[object]) -> bool:
-    """Return True if a sequence is a shorter one again and again."""
+    """Return True if a sequence repeats a shorter sequence two or more times."""
     n = len(parts)
     return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
 
@@ -176,7 +177,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Same:
-    """Equal to another one of the same object alone."""
+    """Compares objects by identity, and refers to them weakly if possible."""
 
     def __init__(self, value: Any) -> None:
         self._find: Callable[[], Any]
@@ -196,17 +197,17 @@ class _Same:
 
 
 def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
-    """Yield the properties that runs of the same structure share."""
+    """Yield the shapes, types and mixers that must be equal to reuse a cached structure."""
     for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
         yield x.shape, x.dtype, x.device
     yield from (_Same(layer.mixer.module) for layer in replays.layers)
 
 
 def note_streams(replays: Replays) -> None:
-    """Set ``has_stream`` of layers that are no chain of tokens.
+    """Set ``has_stream`` of layers whose token order could not be determined.
 
-    Noise begins at the root, and all leaves are zero. When it stops, it begins anew at the next
-    leaf.
+    Noise begins at the root, and all mixers return zeros. Where the noise stops, the next replay
+    begins with noise in the next mixer's output.
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:
@@ -219,9 +220,10 @@ def note_streams(replays: Replays) -> None:
 
 
 def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
-    """Return the inputs of layers and the output, with noise at leaf ``first``, -1 for the root.
+    """Replay with noise in the output of layer ``first``; return the layers' inputs and the output.
 
-    Leaves behind it are zero; without ``noise`` the same run is calm.
+    For ``first`` -1 the noise is in the root. Later mixers return zeros. Without ``noise`` the
+    replay is the one to compare with.
     """
 
     def leaf(k: int, _: Tensor) -> Tensor:
@@ -234,7 +236,7 @@ def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
 
 
 class _OrderSearch:
-    """Replays of one run, and their findings so far."""
+    """The search for the token orders and links of one run, with the results so far."""
 
     def __init__(self, replays: Replays, output: Tensor, mask: Tensor | None) -> None:
         self.replays, layers = replays, replays.layers
@@ -246,9 +248,9 @@ class _OrderSearch:
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        #: How many layers have run in the replay that runs.
+        #: Number of layers that have run in the current replay.
         self.ran = 0
-        #: Which token of the root each of the first layer's is (B, L); -1 for one of none.
+        #: For each token of the first layer the token's number in the root (B, L), or -1 for none.
         self.given, root = self.own, replays.root
         self.in_place = root is not None and root.shape[1] == keep.shape[1]
         if not self.in_place:
@@ -257,9 +259,9 @@ class _OrderSearch:
         for name, x in zip(self.names, self.entering, strict=False):
             if x.shape[:2] != keep.shape:
                 raise NotAChain(
-                    f"{name} reads others than all tokens of the layers before it, each once: "
-                    f"{x.shape[1]} of {len(x)} sequences, not {keep.shape[1]} of {len(keep)}. "
-                    f"{INSTEAD}"
+                    f"{name} does not read all tokens of the layers before it, each once: it reads "
+                    f"{x.shape[1]} tokens of {len(x)} sequences, not {keep.shape[1]} of "
+                    f"{len(keep)}. {INSTEAD}"
                 )
         for layer in layers:
             layer.check_unchanged()
@@ -273,27 +275,27 @@ class _OrderSearch:
         if any(moved):
             raise TrainingModeError(
                 f"{self.names[moved.index(True)]} reads something else when the model runs "
-                "again, with the same outputs of the mixers before it. Does it drop at random, by "
-                "a dropout that is told training=True, or does forward_func keep a state?"
+                "again with the same outputs of the mixers. Remove randomness, such as a dropout "
+                "called with training=True, and any state that forward_func keeps between calls."
             )
         #: Whether the output has the tokens of the layers; else it is pooled.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Return each token's number in the first layer for layer k, or the output; None: same."""
+        """Return layer k's or the output's token numbers in the first layer; None if the same."""
         order = self.orders[k]
         if order is None:
             return None
         if not bool((order == order[:1]).all()):
             raise NotAChain(
-                f"{self.names[k]} reads the tokens of each example in another order. {INSTEAD}"
+                f"{self.names[k]} reads the tokens in a different order in each example. {INSTEAD}"
             )
         return order[0].cpu()
 
     # --- places ----------------------------------------------------------------------------
 
     def find_places(self) -> Tensor | None:
-        """Find the order of every layer's tokens, and return which tokens of the input they are."""
+        """Find every layer's token order; return the first layer's token numbers in the input."""
         replays, own = self.replays, self.own
         self.roots = [(replays.root, self.given)]
         rolled = own.shape[1] > _FEW and self.all_real
@@ -308,7 +310,8 @@ class _OrderSearch:
                 passing = self._spread(unread, torch.zeros_like(self.keep))
                 if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
                     raise NotAChain(
-                        f"{self.names[0]} reads others than all tokens that pass it by. {INSTEAD}"
+                        f"{self.names[0]} does not read all tokens that pass around it to later "
+                        f"layers. {INSTEAD}"
                     )
         if bool((given < 0).any()) and replays.entry is not None:
             replays.root, self.given = replays.entry, own  # where all tokens are there
@@ -318,15 +321,15 @@ class _OrderSearch:
             places = torch.where(self.keep, places, own)
             if not torch.equal(places.sort(1).values, own):
                 raise NotAChain(
-                    f"{self.names[k]} reads others than all tokens of the layers before it, each "
-                    f"once. {INSTEAD}"
+                    f"{self.names[k]} does not read all tokens of the layers before it, each once. "
+                    f"{INSTEAD}"
                 )
             self.orders[k] = None if torch.equal(places, own) else places
         self.roots = [(root, given), (replays.root, self.given)][: 1 + (replays.root is not root)]
         return self._of_input(given)
 
     def _of_input(self, given: Tensor) -> Tensor | None:
-        """Return the root's tokens as tokens of the input; None if they are the same."""
+        """Return root token numbers as input token numbers (-1 for none); None if the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
@@ -336,15 +339,15 @@ class _OrderSearch:
         given = torch.where(given < tokens, given, -1)
         same = given.shape[1] == tokens and torch.equal(given, self.own)
         if not bool((given >= 0).any()):
-            raise NotAChain(f"{self.names[0]} reads nothing of the inputs. {OF_A_TOWER}")
+            raise NotAChain(f"{self.names[0]} reads no token of the inputs. {OF_A_TOWER}")
         return None if same else given.cpu()
 
     def _subsets(self) -> Iterator[Tensor]:
         """Yield sets of tokens (B, L) that distinguish every token of the batch from every other.
 
-        Few tokens each get another half of the sets, so none is in all sets of another one. For
-        many tokens a random half and its complement are used, three times if padding forbids to
-        roll them.
+        Up to ``_FEW`` tokens, each token is in a different half of the sets. For more tokens the
+        sets are a random half and its complement. They are drawn three times if there is padding,
+        with which tokens cannot be rolled.
         """
         tokens, device = self.keep.shape[1], self.keep.device
         if tokens <= _FEW:
@@ -357,7 +360,7 @@ class _OrderSearch:
             yield from (on, ~on)
 
     def _with_bits(self, tokens: int) -> Iterator[Tensor]:
-        """Yield the tokens (B, L) with each bit in their number, other tokens in each example."""
+        """Yield for each bit the tokens (B, L) with that bit in ``number ^ example number``."""
         salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
         for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
             yield (salted >> bit & 1).bool()
@@ -366,9 +369,9 @@ class _OrderSearch:
         return torch.arange(len(self.keep), device=self.keep.device)[:, None]
 
     def _all_as(self, on: Tensor) -> bool:
-        """Return True if noise at some tokens changes every layer at exactly these.
+        """Return True if noise at some tokens changes every layer at exactly these tokens.
 
-        An output that no noise changes, as behind a head of zeros, has no tokens.
+        If no noise changes the output, as with a head of zeros, ``per_token`` becomes False.
         """
         *found, last = (x.to(on.device) for x in self._spread(on, on))
         as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
@@ -380,10 +383,10 @@ class _OrderSearch:
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
-        """Return True if all layers move by one token when the first block's tokens and leaves do.
+        """Return True if rolling all tokens and outputs by one rolls every layer's input by one.
 
-        Only an order that moves all tokens does. Positions that are added between layers give
-        False.
+        An order that moves only some tokens gives False, and so do position embeddings that are
+        added between layers.
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
@@ -397,21 +400,21 @@ class _OrderSearch:
         return not bool(torch.stack(found).any())
 
     def _at_root(self, on: Tensor) -> Tensor:
-        """Return the places (B, L') in the root of the first layer's tokens ``on`` (B, L)."""
+        """Convert a mask of first-layer tokens (B, L) to a mask of root tokens (B, L')."""
         root = self.replays.root
         size = self.keep.shape[1] if root is None else root.shape[1]
         out = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
         return out.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
 
     def _spread(self, root: Tensor, virtual: Tensor) -> list[Tensor]:
-        """Let noise spread from the root, each layer passing it on where it arrives.
+        """Replay with noise in the root; each layer adds noise at the tokens where it arrives.
 
         Args:
-            root: the noisy places of the root (B, L).
-            virtual: noisy tokens of the first layer that the root does not have (B, L).
+            root: a mask (B, L) of root tokens with noise.
+            virtual: a mask (B, L) of first-layer tokens with noise that are not in the root.
 
         Returns:
-            The changed tokens of every layer, and of an output with tokens, each (B, L).
+            One mask (B, L) of changed tokens for each layer, and for an output with tokens.
         """
         arrived: list[Tensor] = []
         self.ran = 0
@@ -431,11 +434,11 @@ class _OrderSearch:
 
     def _changed(self, k: int, entering: Tensor) -> Tensor:
         if entering.shape != self.entering[k].shape:
-            raise NotAChain(f"{self.names[k]} reads another number of tokens when it runs again.")
+            raise NotAChain(_other_shape(self.names[k], entering, self.entering[k]))
         return changed(entering, self.entering[k])
 
     def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return the token at each place of each layer (B, L), -1 for none."""
+        """Return for each layer the token number at each position (B, L), -1 for none."""
         found: list[Tensor] = []
         for bit, has in enumerate(self._with_bits(tokens)):
             there = [x.to(self.keep.device) for x in spread(has)]
@@ -448,7 +451,7 @@ class _OrderSearch:
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
 
     def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
-        """Return the error that names the module in which tokens met on their way to layer k."""
+        """Return the error that names the module that mixed tokens before layer k."""
         there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         calm = self._inside(k, self._silent)
         where = f"after {_small(self.names[k - 1])}" if k else "before the first layer"
@@ -459,13 +462,13 @@ class _OrderSearch:
                 break
         return InputError(
             f"{self.names[k]} reads tokens that something other than a known mixer has mixed "
-            f"{where}: its share would be missing. If the module is a token mixer, register an "
+            f"{where}: its contribution would be missing. If the module mixes tokens, register an "
             "adapter for it (see register_mixer). Else use LatimFlow, or name the layers to "
             "explain with layers=[...]."
         )
 
     def _silent(self) -> tuple[list[Tensor], Tensor]:
-        """Run once more without noise."""
+        """Replay without noise; return the layers' inputs and the output."""
 
         def leaf(k: int, _: Tensor) -> Tensor:
             self.ran = k + 1
@@ -475,7 +478,7 @@ class _OrderSearch:
         return self.replays.run(leaf)
 
     def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """Return inputs and outputs of modules between layers k - 1 and k, innermost first."""
+        """Return name, input and output of modules between layers k - 1 and k during ``run``."""
         found, entered = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
         layers, model = self.replays.layers, self.replays.beginning.model
         mixing = {part for layer in layers for part in layer.mixer.module.modules()}
@@ -497,10 +500,10 @@ class _OrderSearch:
     # --- links -----------------------------------------------------------------------------
 
     def links(self) -> Tensor:
-        """Return the links of each layer and the output, from either root.
+        """Return the links that :meth:`_links` finds with noise in either root.
 
-        A token that was not given begins at the first block; the other root is earlier, before any
-        branch leaves the stream.
+        The root at the first block also has the tokens that are not in the input. The other root
+        is earlier in the run, before any branch leaves the residual stream.
         """
         found = []
         for root, given in self.roots:
@@ -509,9 +512,9 @@ class _OrderSearch:
         return torch.stack(found).any(0)
 
     def _links(self) -> Tensor:
-        """Return True where row k reads column j past the leaves in between, (n + 1, n + 1).
+        """Return a mask (n + 1, n + 1), True if row k reads column j around the mixers between.
 
-        Rows are layers, the output last; columns are the root first, then the leaves.
+        Rows are the n layers, then the output. Columns are the root, then the layers' outputs.
         """
         n, device = len(self.leaves), self.keep.device
         found = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
@@ -537,20 +540,20 @@ class _OrderSearch:
             self._link_pooled(found)
         if not bool(found[-1].any()):
             raise NotAChain(
-                "Nothing that the layers return changes the model's output, so that nothing tells "
-                f"whether it reads them, or in which order it has their tokens. {INSTEAD}"
+                "No layer's output changes the model's output, so it cannot be determined whether "
+                f"the model's output reads the layers, and in which token order. {INSTEAD}"
             )
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
         """Find links by two replays, and add them to ``found``.
 
-        ``slots`` (B, L) is for each of the first layer's tokens the column that is probed at it.
+        ``slots`` (B, L) is the column that is tested at each token of the first layer.
         """
         ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
 
         def at(noise: bool) -> list[Tensor]:
-            """Return the inputs of layers, and a per-token output, with or without noise."""
+            """Replay with or without noise; return the layers' inputs and a per-token output."""
 
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
@@ -571,7 +574,7 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Find the links of an output without tokens by a few replays."""
+        """Find the links of a pooled output by a few replays, and add them to ``found``."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
@@ -600,12 +603,20 @@ class _OrderSearch:
 
 
 def _small(name: str) -> str:
-    """Return a name inside of a sentence."""
+    """Return a name with a lower-case first letter, for the middle of a sentence."""
     return name[0].lower() + name[1:]
 
 
+def _other_shape(name: str, x: Tensor, before: Tensor) -> str:
+    return (
+        f"{name} reads an input of shape {tuple(x.shape)} when the model runs again, and of shape "
+        f"{tuple(before.shape)} before. Make forward_func repeatable, or use LatimFlow, which runs "
+        "it once."
+    )
+
+
 def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Return True if noise at some tokens and noise at others change the same element."""
+    """Return True if noise at one set of tokens and noise at another change the same number."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
     limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
@@ -613,7 +624,7 @@ def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
-    """Return the layers of each stage, and whether it has a stream.
+    """Return for each stage its layers' numbers, and whether a residual stream bypasses it.
 
     Raises:
         NotAChain: when stages do not follow each other.
@@ -648,42 +659,46 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
             last = max(here - behind)
             lost = f"the output of layer {layers[last - 1].name!r}" if last else "the model's input"
             raise NotAChain(
-                f"{follower} reads the output of {_small(name)} beside a part of that one's input, "
-                f"without {lost}. {INSTEAD}"
+                f"{follower} reads the output of {_small(name)} with only a part of that layer's "
+                f"input, without {lost}. {INSTEAD}"
             )
         if behind - here - own:
-            raise NotAChain(f"{follower} reads a path around several layers at once. {INSTEAD}")
+            raise NotAChain(
+                f"{follower} reads a residual connection that skips several layers. {INSTEAD}"
+            )
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
 
 
 def tokens_read(replays: Replays) -> list[Tensor | None]:
-    """Find the first layer's tokens that each layer reads, each layer by itself.
+    """Find which of the first tokens each layer reads, independently for each layer.
 
-    Each token has noise in another half of the sets, so a place of two tokens changes in more sets.
-    The order of layers is ignored.
+    Each token has noise in a different half of the sets, so a position that mixes two tokens
+    changes in more than half of the sets. The order of layers is ignored.
 
     Args:
-        replays: of the run. The first tokens are the root's, or the first layer's without one.
+        replays: the replays of the run. The first tokens are the tokens of the root, or of the
+            first layer if there is no root.
 
     Returns:
-        The token (B, L') at every place of every layer, or -1 for one from elsewhere. None for a
-        layer that reads mixed tokens, other examples, or none of the first.
+        For each layer the token number (B, L') at every position, -1 for a token that is not among
+        the first. None for a layer that reads mixed tokens, other examples, or no first token.
 
     Raises:
-        InputError: when a layer reads another number of tokens in a replay.
+        InputError: when a layer reads a different number of tokens in a replay.
     """
     entering = [layer.call.hidden_states for layer in replays.layers]
     first = entering[0] if replays.root is None else replays.root
     sets = _halves(first.shape[0] * first.shape[1])
     changes = [_arrived(replays, entering, on.view(first.shape[:2])) for on in sets.T]
     return [
-        _told(torch.stack(found, -1), sets, first.shape[1]) for found in zip(*changes, strict=True)
+        _decoded(torch.stack(found, -1), sets, first.shape[1])
+        for found in zip(*changes, strict=True)
     ]
 
 
 def _halves(tokens: int) -> Tensor:
-    """Return another half of the fewest possible sets for each token, (tokens, sets)."""
+    """Return a different half of as few sets as possible for each token, (tokens, sets)."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(chosen), device="cpu")
@@ -691,13 +706,12 @@ def _halves(tokens: int) -> Tensor:
 
 
 def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
-    """Return the places of each layer that noise at some first tokens (B, L) changes."""
+    """Replay with noise at first tokens ``on`` (B, L); return each layer's changed positions."""
     found: list[Tensor] = []
 
     def leaf(k: int, x: Tensor) -> Tensor:
         if x.shape != entering[k].shape:
-            name = replays.layers[k].name
-            raise InputError(f"Layer {name!r} reads another number of tokens when it runs again.")
+            raise InputError(_other_shape(f"Layer {replays.layers[k].name!r}", x, entering[k]))
         there = on.to(x.device) if replays.root is None and k == 0 else changed(x, entering[k])
         found.append(there.cpu())
         own = replays.leaf(k)
@@ -707,13 +721,13 @@ def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[T
     return found
 
 
-def _told(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
-    """Return the tokens (B, L') at places, from the sets whose noise changed them.
+def _decoded(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
+    """Return the token number at each position (B, L'), from the sets that changed the position.
 
     Args:
-        changes: True where a place changed (B, L', sets).
-        sets: True where a token of any example was noisy (B L, sets).
-        tokens: tokens of an example, L.
+        changes: a mask of the positions that changed (B, L', sets).
+        sets: a mask of the tokens with noise, of all examples (B L, sets).
+        tokens: the number of tokens of an example, L.
     """
     values = 2 ** torch.arange(sets.shape[1], device="cpu")
     numbers, place = (sets * values).sum(1).sort()

@@ -1,4 +1,4 @@
-"""Relations between tensors of a run, by value: multiples, sums, projections and norms."""
+"""Recognize multiples, sums, projections and norms of tensors by comparing values."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor, nn
 
 from .way import AffineStep, Way, along
 
-#: Number of tokens by which likely relations of tensors are found.
+#: Number of tokens that are compared to find likely relations of tensors.
 _SAMPLE = 16
-#: Exceptions of modules at inputs that they do not take.
+#: Exceptions that a module may raise for an input of the wrong kind.
 _OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class Branch(NamedTuple):
-    """A tensor between a mixer and the stream: the steps to it, and its change by the noise."""
+    """A tensor between a mixer and the stream: steps from the mixer, and its change by noise."""
 
     steps: Way
     change: Tensor
 
 
 def rounding_of(x: Tensor, times: int = 1) -> Tensor:
-    """Return the largest difference that is rounding; models in float64 have parts in float32.
+    """Return the largest difference from ``x`` that counts as rounding.
 
-    ``times`` as much, such as for norms and products, but of half-precision numbers.
+    In float64 the limit of float32 is used, since such models compute parts in float32. ``times``
+    raises the limit, for norms and products, except in half precision.
     """
     units = 64 * times if x.dtype.itemsize > 2 else 4
     return units * _eps(x) * x.abs().max()
@@ -37,12 +38,12 @@ def _eps(x: Tensor) -> float:
 
 
 def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
-    """Return steps to ``x``, whose change is a number, or one per feature, times a branch's change.
+    """Return the steps to ``x`` if its change is a multiple of a branch's change, else None.
 
     Args:
-        branches: the tensors that an output became, the latest last.
-        change: change of ``x`` at the tokens with noise.
-        x: the tensor.
+        branches: the tensors computed from a mixer's output, latest last.
+        change: the change of ``x`` at the tokens with noise.
+        x: the tensor. The factor may be one number, or one number per feature.
     """
     if not change.numel():
         return None
@@ -66,7 +67,7 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
 
 
 def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | None:
-    """Return the step to a weighted sum of branches, such as a projection and its adapter."""
+    """Return the steps to a weighted sum of branches, as of a projection and its adapter."""
     some = [branch for branch in branches if branch.change.shape == change.shape]
     if len(some) < 2:
         return None
@@ -79,7 +80,7 @@ def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | 
 
 
 def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
-    """Return a weighted sum of ways: their shared first steps and one step; None if not linear."""
+    """Return one way for a weighted sum of ways: shared first steps and one step; None if none."""
     shared = 0
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1
@@ -105,28 +106,28 @@ def change_at(now: Tensor, before: Tensor, at: Tensor) -> Tensor:
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """Return the tokens of ``x`` (B, L, ...) at places ``at`` among all B * L."""
+    """Return the tokens of ``x`` (B, L, ...) at indices ``at`` of the B * L flattened tokens."""
     return x.flatten(0, 1).index_select(0, at.to(x.device))
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors are equal but for rounding."""
+    """Return True if two tensors have the same shape and differ only by rounding."""
     return x.shape == y.shape and bool((x - y.to(x)).abs().max() <= rounding_of(x))
 
 
 def likely(
     rest: Tensor, before: Sequence[Tensor], left: Sequence[Tensor]
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """Find likely relations of a tensor to others, by a few tokens and one synchronization.
+    """Find likely relations of a tensor to others, from a few tokens and one synchronization.
 
     Args:
         rest: the tensor (B, L, E).
-        before, left: others of its shape.
+        before, left: lists of other tensors with the same shape.
 
     Returns:
-        For each relation its kind and two tensors. ``"scaled"``: one before times a number.
-        ``"shifted"``: one before and a constant. ``"sum"``: two before. ``"part"``: one before and
-        one of ``left``.
+        The kind and two tensors of each relation. ``"scaled"``: a number times one of ``before``.
+        ``"shifted"``: one of ``before`` plus a constant. ``"sum"``: the sum of two of ``before``.
+        ``"part"``: the sum of one of ``before`` and one of ``left``.
     """
     if not before:
         return []
@@ -158,13 +159,13 @@ def likely(
 
 
 def is_constant(rest: Tensor, x: Tensor) -> bool:
-    """Return True if ``rest`` is the same at all tokens but for rounding of numbers like ``x``."""
+    """Return True if ``rest`` is equal at all tokens, up to rounding of numbers as in ``x``."""
     first = rest[:1, :1] if rest.shape[:2].numel() > 1 else 0
     return bool((rest - first).abs().max() <= rounding_of(x))
 
 
 def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
-    """Return a module's call on ``x`` (B, L, E) as an affine map, or as a frozen norm, or None."""
+    """Return steps from ``x`` (B, L, E) to the module's output: affine or a norm; else None."""
     width = x.shape[-1]
     try:
         bias = module(torch.zeros_like(x[:1, :1]))
@@ -179,12 +180,12 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
 
 
 def _quotient(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Return the factors by which ``y`` is closest to ``x`` along a dimension."""
+    """Return the least-squares factors from ``y`` to ``x`` along a dimension."""
     return (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True).clamp_min(1e-300)
 
 
 def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
-    """Return steps from ``x`` (B, L, E) to a norm of it, statistics frozen; None if it is none."""
+    """Return steps from ``x`` (B, L, E) to ``out`` if it is a norm of ``x``, frozen; else None."""
     if x.shape[:2].numel() < 2 or not out.any():  # one token, or zeros, are a norm of anything
         return None
     shift = 0.0 if bias is None else bias

@@ -1,9 +1,9 @@
-"""Checks that an operator computes its module's output.
+"""Check that an operator reproduces its module's output.
 
-Sums of all tokens with random signs are compared (Freivalds 1979): they cost one adjoint of the
-operator, and an error at any token is an error of the sums. Rounding errors of many tokens partly
-cancel in them, so their tolerance is smaller. These are compared if the whole output is computed
-anyway.
+The checks compare sums over all tokens with random signs (Freivalds 1979). Such a sum costs one
+adjoint of the operator, and an error at any token changes it. Rounding errors of many tokens partly
+cancel in a sum, so the tolerance of sums is smaller. If the whole output is computed anyway, its
+numbers are compared as well.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TOLERANCES = {
     torch.bfloat16: 1e-1,
     torch.float16: 5e-2,
 }
-#: The same for float32 on a GPU, whose kernels multiply in TF32 where they see fit: 10 bits.
+#: The same for float32 on a GPU, whose kernels may multiply in TF32 with 10 bits.
 _TF32 = 5e-3
-#: Tokens beyond which the tolerance grows with their number, as the rounding of long sums does,
-#: and how far it grows.
+#: Number of tokens beyond which the tolerance grows in proportion, as the rounding of long sums
+#: does, and the largest tolerance that this growth may reach.
 _TOKENS, _MOST = 1024, 1e-3
-#: How much less is accepted of sums with random signs than of single numbers, and how many draws of
-#: signs are looked at where each costs next to nothing.
+#: The tolerance of sums with random signs is smaller than of single numbers by the first factor.
+#: The second is the number of sums that are compared if one more sum costs almost nothing.
 _STRICTER, _DRAWS = 4, 4
-#: Of a hash of 64 bits (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators,
-#: 2014), as integers with a sign.
+#: Factors of a 64-bit hash, as signed integers (Steele, Lea and Flood, Fast Splittable Pseudorandom
+#: Number Generators, 2014).
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 
 
@@ -68,11 +68,11 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
 
 
 def relative_error(rebuilt: Tensor, real: Tensor) -> float:
-    """Return max|a - b| / max|b|, a an operator's output and b its module's."""
+    """Return max|a - b| / max|b| for an operator's output a and the module's output b."""
     return float(_largest(rebuilt - real.to(rebuilt), real))
 
 
-#: A number, or numbers on a device that were not read yet, of which the largest counts.
+#: An error as a number, or as ratios on a device that are read later; the largest counts.
 Error: TypeAlias = float | tuple[Ratio, ...]
 
 
@@ -95,7 +95,7 @@ class Errors(NamedTuple):
 
     @property
     def strict(self) -> Error:
-        """The larger of both; sums count several times, since less of them is accepted."""
+        """The larger error, with ``sums`` times 4 because the tolerance of sums is smaller."""
         sums, numbers = self.sums, self.numbers
         if isinstance(sums, tuple):
             stricter = (x._replace(factor=_STRICTER * x.factor) for x in sums)
@@ -105,14 +105,14 @@ class Errors(NamedTuple):
 
 
 def accepted(error: Error, limit: float) -> bool:
-    """Return True if an error is within a limit; on a device that is assumed, and read later."""
+    """Return True if an error is within a limit; ratios on a device may be checked only later."""
     if isinstance(error, tuple):
         return all(each.at_most(limit) for each in error)
     return error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
-    """Return the errors of a whole output."""
+    """Return the errors of a rebuilt output (B, L, E): of single numbers and of signed sums."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
@@ -123,11 +123,11 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
-    """Return the errors of sums alone, by one adjoint and without applying the operator.
+    """Return the errors of signed sums by one adjoint, without applying the operator.
 
     Args:
-        linear: the mixer.
-        real: the module's output (B, L, E), by the operator's tokens.
+        linear: the linear mixer.
+        real: the module's output (B, L, E), in the operator's token order.
     """
     operator = linear.operator
     by_channel = all(leaf.per_channel() is leaf for leaf in operator.leaves())
@@ -149,17 +149,17 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
-    """Return the error of sums over tokens, relative to the output's (B, L, E) largest number."""
+    """Return the error of sums over tokens, relative to the largest number of ``real``."""
     return float(_largest(differences, real) / math.sqrt(real.shape[1]))
 
 
 def _ratios(
     real: Tensor, differences: Tensor | None, sums: Tensor
 ) -> tuple[tuple[Ratio, ...], tuple[Ratio, ...]]:
-    """Return errors of numbers and of sums that are read later, as ratios on the device.
+    """Return errors of single numbers and of sums as ratios on the device, which are read later.
 
-    ``real`` (B, L, E), the module's output, is checked to be finite. ``differences`` are of
-    numbers, if any, ``sums`` of sums.
+    ``real`` (B, L, E) is the module's output, which must be finite. ``differences`` are the errors
+    of single numbers, or None. ``sums`` are the errors of sums.
     """
     size, of_sums, *of_numbers = largest([x for x in (real, sums, differences) if x is not None])
     at_most(size, torch.finfo(size.dtype).max)
@@ -169,20 +169,20 @@ def _ratios(
 
 
 def _largest(differences: Tensor, real: Tensor) -> Tensor:
-    """Return the largest difference divided by the largest number."""
+    """Return the largest of ``differences`` divided by the largest number of ``real``."""
     size = _size(real).to(differences).clamp_min(torch.finfo(real.dtype).tiny)
     return _size(differences) / size
 
 
 def _size(x: Tensor) -> Tensor:
-    """Return the largest absolute value, on a device in one launch."""
+    """Return the largest absolute value; on a GPU by a single kernel."""
     return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
 
 
 def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
-    """Return 1 or -1 for each token, (draws, B, L), by a hash of its place, cached within a call.
+    """Return 1 or -1 for each token, (draws, B, L), by a hash of the index, cached within a call.
 
-    No random generator is touched, and nothing is copied to the device.
+    This changes no random generator, and copies nothing to the device.
     """
 
     def hashed() -> Tensor:
@@ -195,12 +195,12 @@ def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
-    """Sum row times the operator's output over tokens, by one adjoint, (B, H, P)."""
+    """Return ``row`` times the operator's output, summed over tokens (B, H, P), by one adjoint."""
     alike: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
     others: list[Tensor] = []
 
     def back(part: Operator, row: Tensor) -> Tensor:
-        """Apply the adjoint of a part, and collect the row's products with the part's offsets."""
+        """Apply the adjoint of ``part`` to ``row``, and collect products of ``row`` and offsets."""
         if isinstance(part, Chain):
             for each in part.parts:  # the last one acts first
                 row = back(each, row)
@@ -227,9 +227,9 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     output, in float64 or as it is.
 
     Args:
-        mixer, call: the mixer and its call.
+        mixer, call: the mixer and the recorded call.
         rebuilt: the operator's output (B, L, E).
-        linearize: makes the operator of a call, here in float64.
+        linearize: a function that builds the operator of a call, here in float64.
     """
     if rebuilt.device.type in WITHOUT_DOUBLE:
         return False
@@ -258,7 +258,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
 
 
 class _Widened(TorchFunctionMode):
-    """Reads float32 as float64: many modules compute parts in float32 in any dtype."""
+    """Replaces float32 by float64 in torch calls: many modules compute parts in float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -273,14 +273,14 @@ def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-#: Makes a mixer's operator of one of its calls.
+#: Builds the linear form of a mixer for one recorded call.
 Linearizer = Callable[[Mixer, Call], LinearMixer]
 #: Largest error in float64: arguments of a module, such as rotations, may be in float32.
 _ROUNDED = 2e-6
 
 
 class _Inside(nn.Module):
-    """Calls a function of a module, so that ``functional_call`` replaces its parameters."""
+    """Passes a module to a function, so that ``functional_call`` can replace the parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -322,11 +322,11 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
 
 
 def require_as_it_was(name: str, error: Error, limit: float) -> None:
-    """Raise unless an operator that is made after the run equals the one of the run."""
+    """Raise unless an operator built after the run still reproduces the mixer's output."""
     if not accepted(error, limit):
         raise ReconstructionError(
-            f"Layer {name!r}: there was no memory to keep its operator, and made again after the "
-            f"run it is off by {error:.1e}: the mixer has changed since. Does forward_func "
-            "switch adapters or weights for the time of the call? Explain fewer examples at a time "
-            "with internal_batch_size, or make the change outside forward_func."
+            f"Layer {name!r}: there was no memory to keep its operator, and the operator built "
+            f"after the run has an error of {error:.1e}, more than {limit:.0e}, because the mixer "
+            "has changed. If forward_func switches adapters or weights, switch them outside "
+            "forward_func, or explain fewer examples at a time with internal_batch_size."
         )

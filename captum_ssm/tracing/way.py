@@ -1,6 +1,7 @@
-"""The way of a mixer's output into the residual stream: norms, gates and projections behind it.
+"""Affine steps from a mixer's output to the residual stream: norms, gates and projections.
 
-All of it acts within tokens, and is affine once its factors are frozen, as a norm's statistics.
+Each step acts on every token separately. It is affine because factors such as a norm's statistics
+are frozen.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from ..operators.kernels.rows import tokens_at
 
 
 class AffineStep(NamedTuple):
-    """y = (x * factor) matrix + bias, within tokens.
+    """The map y = (x * factor) matrix + bias of each token's features.
 
     Attributes:
         factor: a number, or a tensor that broadcasts to x (B, L, E). Default: 1.0.
-        matrix: (E, E'). Default: None, the identity.
-        bias: (E'). Default: None, nothing.
+        matrix: a matrix (E, E'). Default: None, the identity.
+        bias: a vector (E'). Default: None, no bias.
     """
 
     factor: float | Tensor = 1.0
@@ -35,7 +36,7 @@ class AffineStep(NamedTuple):
 
     @property
     def is_of_tokens(self) -> bool:
-        """Return True if the factor is one for each token (B, L, 1)."""
+        """Return True if the factor is one number for each token (B, L, 1)."""
         factor = self.factor
         return (
             isinstance(factor, Tensor)
@@ -49,7 +50,7 @@ class AffineStep(NamedTuple):
         return not isinstance(self.factor, Tensor) or self.factor.numel() == self.factor.shape[-1]
 
     def back(self, direction: Tensor) -> Tensor:
-        """Apply the adjoint to ``direction`` (..., B, L, E'), without the bias."""
+        """Apply the adjoint of the step, without its bias, to ``direction`` (..., B, L, E')."""
         if self.matrix is not None:
             direction = direction @ self.matrix.to(direction).T
         return direction * _at(self.factor, direction)

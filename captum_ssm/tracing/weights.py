@@ -1,4 +1,4 @@
-"""Weights of custom classes, such as quantized ones, that lack operations of tensors."""
+"""Errors for weights of custom classes, such as quantized ones, that lack torch operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_FORM = "all __torch_dispatch__ handlers returned NotImplemented"
 
 @contextmanager
 def weights_blamed(model: nn.Module) -> Iterator[None]:
-    """Let an operation that a weight's class lacks name the layer and the class.
+    """Raise an error that names layer and class if a weight's class lacks a torch operation.
 
     Args:
         model: the model that is run or read inside the ``with``.
@@ -24,7 +24,7 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
         Nothing.
 
     Raises:
-        WeightsError: in place of torch's error.
+        WeightsError: in place of torch's error for the operation.
 
     Example:
         >>> from torch import nn
@@ -44,12 +44,12 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
             f"Layer {name.rpartition('.')[0]!r}: its {name.rpartition('.')[2]} is of class "
             f"{type(weight).__name__}, which lacks an operation that this method needs: {lacking}. "
             "Load the model without quantization, or turn its weights into plain tensors. Methods "
-            "that read fewer weights, such as ImplicitAttentionRollout, may do without."
+            "that read fewer weights, such as ImplicitAttentionRollout, may not need the operation."
         ) from error
 
 
 def _lacking(error: BaseException) -> str | None:
-    """Return the message of an error about a lacking operation, or behind an adapter's; or None."""
+    """Return the message if an error, or its cause, is about a missing operation; else None."""
     cause = error.__cause__ if isinstance(error, CaptumSSMError) else error
     if isinstance(cause, NotImplementedError) or (
         isinstance(cause, TypeError) and _NO_FORM in str(cause)

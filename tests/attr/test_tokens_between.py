@@ -183,7 +183,7 @@ class Halved(nn.Module):
 @pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
 def test_tokens_lost_between_layers(method: Any) -> None:
     model, x = Halved().eval(), torch.randn(2, 9, 6)
-    with pytest.raises(InputError, match=r"'other\.mixer' reads others than all tokens .*layers="):
+    with pytest.raises(InputError, match=r"'other\.mixer' does not read all tokens .*layers="):
         method(model).attribute(x, target=(-1, 1))
     # the advice of the message works
     last = method(model, layers=["other.mixer"]).attribute(x, target=(-1, 1), per_token=True)

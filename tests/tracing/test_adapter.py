@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an operator on other heads": (
         changed(operator=lambda m: identity((2, 5, 2, 2))),
-        r"values of shape \(2, 5, 4, 1\) and an operator on \(2, 5, 2, 2\)",
+        r"values of shape \(2, 5, 4, 1\) but an operator of shape \(2, 5, 2, 2\)",
     ),
     "fewer tokens": (resized(2, 3, 4, 1), r"\(2, 3, 4, 1\) .* returned \(2, 5, 4\).*with \(2, 5\)"),
     "another batch": (resized(1, 5, 4, 1), r"\(1, 5, 4, 1\) .* must begin with \(2, 5\)"),
@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 WRONG_LATER: dict[str, tuple[Any, str]] = {
     "a projection to another width": (
         changed(project=lambda m: lambda y: torch.cat([m.project(y)] * 2, -1)),
-        r"project that makes a tensor of shape \(2, 5, 8\) .*in place of \(2, 5, 4\)",
+        r"project that returns a tensor of shape \(2, 5, 8\) .*not a tensor of \(2, 5, 4\)",
     ),
     "a projection that fails": (
         changed(project=lambda m: lambda y: m.project(y.transpose(1, 2)) @ torch.ones(3)),
@@ -154,11 +154,11 @@ WRONG_LATER: dict[str, tuple[Any, str]] = {
     ),
     "a projection to nothing": (
         changed(project=lambda m: lambda y: None),
-        r"project that makes None in place of \(2, 5, 4\)",
+        r"project that returns None, not a tensor of \(2, 5, 4\)",
     ),
     "an operator that loses a token": (
         with_apply(lambda y: y[:, 1:]),
-        r"operator that makes \(2, 4, 4, 1\) of \(2, 5, 4, 1\)",
+        r"operator that turns values of shape \(2, 5, 4, 1\) into \(2, 4, 4, 1\)",
     ),
 }
 #: Wrong only where a gradient is wanted.

@@ -147,7 +147,7 @@ def test_a_constant_tells_nothing(tokens: int, batch: int, pooled: bool) -> None
     with torch.no_grad():
         net.head.weight.zero_()
     forward = lambda x: net(x).mean(1) if pooled else net(x)  # noqa: E731
-    with wrapped.never_rounded(), pytest.raises(InputError, match="tells whether it reads them"):
+    with wrapped.never_rounded(), pytest.raises(InputError, match="determined whether the model.s output reads"):
         ImplicitAttentionRollout(forward, net).attribute(ids, query=0)
 
 
@@ -175,7 +175,7 @@ def test_a_layer_that_is_silenced_is_no_part_of_the_last_stage(reads: str) -> No
 
 
 def test_tokens_that_are_there_twice_are_refused() -> None:
-    with pytest.raises(InputError, match="reads others than all tokens"):
+    with pytest.raises(InputError, match="does not read all tokens"):
         rollout(lambda x: x[:, [0, 0, 2, 2, 4]])
 
 

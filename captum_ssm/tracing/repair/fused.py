@@ -1,9 +1,9 @@
-"""Fused functions of packages, replaced by torch's functions during an observed run.
+"""Replace fused functions of packages by torch functions during an observed run.
 
-A kernel hides its inputs and computation from torch, and its graph is not linear. Replaced are
-functions of single tokens: mamba_ssm's and flash-linear-attention's norms, gated norms, activations
-and gated MLPs, and fla's rotations, token shift, and channel mixing of RWKV-6 and RWKV-7. Kernels
-that mix tokens stay; :mod:`captum_ssm.linear.kernels` reads them.
+A fused kernel hides its inputs and computation from torch, so it cannot be linearized. The replaced
+functions act on single tokens: mamba_ssm's and flash-linear-attention's norms, gated norms,
+activations and gated MLPs, and fla's rotations, token shift, and channel mixing of RWKV-6 and
+RWKV-7. Kernels that mix tokens are not replaced; :mod:`captum_ssm.linear.kernels` handles them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .loops import Repair, replacing
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Replace fused functions by torch's functions, until the last user leaves."""
+    """Replace fused functions by torch functions, until the last nested context exits."""
     with lasting(_changes.enter):
         yield
 
@@ -39,7 +39,7 @@ def _norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Any:
-    """Return LayerNorm or RMSNorm of a sum, in groups of channels; with ``prenorm`` the sum too."""
+    """Return a norm of x + residual in channel groups; with ``prenorm`` also return the sum."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     grouped = torch.unflatten(total, -1, (num_groups, -1))
@@ -55,7 +55,7 @@ def _norm(
 
 
 def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute mamba_ssm's norm by :func:`_norm`, but for a second norm, dropout or rowscale."""
+    """Replace mamba_ssm's norm by :func:`_norm`, except with a second norm, dropout or rowscale."""
 
     @functools.wraps(original)
     def norm(*given: Any) -> Any:
@@ -79,7 +79,7 @@ def gated_norm(
     is_rms_norm: bool = True,
     act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """Return a norm in groups of channels, before or behind a gate act(z)."""
+    """Return a norm of ``x`` in channel groups, before or after multiplication by a gate act(z)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y, gate = x.to(wide), None if z is None else act(z.to(wide))
     if gate is not None and not norm_before_gate:
@@ -93,7 +93,7 @@ def gated_norm(
 
 
 def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute fla's gated norm by :func:`gated_norm`, but for one of a sum."""
+    """Replace fla's gated norm by :func:`gated_norm`, except with ``residual`` or ``prenorm``."""
 
     @functools.wraps(original)
     def norm(*given: Any) -> Any:
@@ -120,7 +120,7 @@ def _gated_norm_linear(
 
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Repair fla's rotations of halves of heads, if sequences are not packed."""
+    """Replace fla's rotary embedding, except for interleaved features or packed sequences."""
 
     @functools.wraps(original)
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, **how: Any) -> Any:
@@ -150,7 +150,7 @@ def _token_shift(
     output_cache: bool = False,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each token's predecessor, in its packed sequence, less the token; and last tokens."""
+    """Return the previous token minus each token, and the last tokens if ``output_cache``."""
     before, last = F.pad(x[:, :-1], (0, 0, 1, 0)), x[:, -1]
     if cu_seqlens is not None:
         places = torch.arange(x.shape[1], device=x.device)
@@ -160,7 +160,7 @@ def _token_shift(
 
 
 def _where_cache_is_empty(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Repair fla's token shift if its cache is empty; else the kernel stays, and is refused."""
+    """Replace fla's token shift in calls without a cache; with a cache the kernel is refused."""
 
     @functools.wraps(original)
     def shift(x: Tensor, cu_seqlens: Any = None, cache: Any = None, *rest: Any) -> Any:
@@ -179,19 +179,19 @@ def _elu_and_one(x: Tensor) -> Tensor:
     return F.elu(x) + 1
 
 
-#: fla's activations by the class or function that computes them.
+#: Torch functions for fla's activations, by the name of fla's class or function.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "SquaredReLUFunction": _squared_relu,
     "SwishFunction": F.silu,
     "SigmoidFunction": torch.sigmoid,
     "elu_p1": _elu_and_one,
 }
-#: Names that modules give activations.
+#: Names of attributes in which fla's modules store activations.
 _HELD = ("act_fn", "gate_fn", "feature_map_q", "feature_map_k")
 
 
 def _with_torchs_activation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Repair ``__getattribute__`` of a module that holds the fused activation itself."""
+    """Wrap a class's ``__getattribute__`` so that it returns torch's form of an activation."""
 
     def read(self: Any, name: str) -> Any:
         found = original(self, name)

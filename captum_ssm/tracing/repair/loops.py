@@ -1,13 +1,13 @@
-"""Reference loops whose CPU backward is linear in the length, for the time of a ``with``.
+"""Replace packages' CPU loops by loops whose backward pass is linear in the length.
 
-Packages bring kernels for GPUs and, for CPUs, loops over tokens in plain torch.  Most of these
-loops slice tensors that hold all tokens, and the backward of each slice writes a whole tensor of
-zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Loops of selective scans
-also keep the states of all tokens at once.  The functions here compute the same numbers: they split
-the tokens once, and stack them once.
+Packages contain kernels for GPUs and, for CPUs, loops over tokens in plain torch. Most of these
+loops slice a tensor of all tokens, and the backward pass of each slice writes a whole tensor of
+zeros. This is quadratic in L, and takes minutes per layer at a few hundred tokens. Loops of
+selective scans also keep the states of all tokens at once. The functions here compute the same
+numbers, but split and stack the tokens only once.
 
-Where fla is installed, transformers calls its kernels on a CPU or on MPS as well, which they do not
-support; transformers' own function replaces them there.
+If fla is installed, transformers calls fla's kernels on a CPU or on MPS as well, which the kernels
+do not support. There transformers' own function replaces the kernels.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Average = list[Tensor]
 
 @contextmanager
 def repaired_scans() -> Iterator[None]:
-    """Replace the reference loops of packages that are imported, until the last user leaves.
+    """Replace CPU loops of imported packages, until the last nested context exits.
 
-    Only loops on a CPU are replaced; the numbers are the same but for rounding. Contexts may be
-    nested, and entered by several threads.
+    The numbers are the same up to rounding. Contexts may be nested, and entered by several
+    threads.
 
     Yields:
         Nothing.
@@ -84,7 +84,7 @@ _repairs = Shared(lambda: replacing(_REPAIRS))
 
 
 def _of_transformers(original: Function) -> Function:
-    """Repair transformers' mamba_selective_scan: its CPU loop has a backward quadratic in L."""
+    """Replace transformers' mamba_selective_scan on CPUs, whose backward is quadratic in L."""
 
     @functools.wraps(original)
     def scan(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _of_transformers(original: Function) -> Function:
 
 
 def _of_mamba_ssm(original: Function) -> Function:
-    """Repair mamba_ssm's selective_scan_ref, and names of it or its kernel in other modules."""
+    """Replace mamba_ssm's selective scan on CPUs, also where other modules import it."""
 
     @functools.wraps(original)
     def scan(
@@ -117,7 +117,7 @@ def _of_mamba_ssm(original: Function) -> Function:
 
 
 def _of_griffin(original: Function) -> Function:
-    """Repair RecurrentGemma's ``_rnn_scan`` by :func:`rg_lru`."""
+    """Replace RecurrentGemma's ``_rnn_scan`` on CPUs by :func:`rg_lru`."""
 
     @functools.wraps(original)
     def scan(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def _of_griffin(original: Function) -> Function:
 
 
 def _of_rwkv(_: Function) -> Function:
-    """Repair RWKV-4's ``rwkv_linear_attention_cpu`` by :func:`wkv`."""
+    """Replace RWKV-4's ``rwkv_linear_attention_cpu`` by :func:`wkv`."""
     return wkv
 
 
@@ -147,7 +147,7 @@ def rg_lru(
         recurrent_gate: decays (B, L, D).
         reset: True where a document begins (B, L, 1).
         recurrent_states: the state before the first token (B, D), or None.
-        acc_dtype: in which states are kept. Default: float32.
+        acc_dtype: the dtype of the states. Default: float32.
     """
     decays = (recurrent_gate * ~reset).to(acc_dtype)
     inputs = hidden_states.to(acc_dtype)
@@ -172,10 +172,10 @@ def wkv(
     Args:
         time_decay: logarithms of the decay rates (D,).
         time_first: bonus of a token's own key (D,).
-        key: (B, L, D).
-        value: (B, L, D).
-        state: the average before the first token. Default: None, nothing was read.
-        return_state: also return the average after the last token. Default: False.
+        key: the keys (B, L, D).
+        value: the values (B, L, D).
+        state: the average before the first token. Default: None, no earlier tokens.
+        return_state: whether to return the average after the last token. Default: False.
     """
     rate = -torch.exp(time_decay)
     none = torch.zeros_like(key[:, 0], dtype=torch.float32)
@@ -198,7 +198,7 @@ def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
 
 
 def _without_kernel(kernel: Function) -> Function:
-    """Repair transformers' use of fla's kernel on a CPU or MPS by its own function without fla."""
+    """On CPUs and MPS, call transformers' own function in place of fla's kernel."""
     reference = inspect.unwrap(kernel)
 
     @functools.wraps(kernel)
@@ -213,7 +213,7 @@ def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
-#: The loops.
+#: The functions to replace, and their wrappers.
 _REPAIRS: tuple[Repair, ...] = (
     (_modeling("mamba"), "mamba_selective_scan", _of_transformers),
     (_modeling("falcon_mamba"), "mamba_selective_scan", _of_transformers),
