@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..linear.sites import Met, Site
+from ..linear.sites import Site, SiteActivation
 from .layer import Layer
 
 
@@ -99,7 +99,7 @@ class Readings:
         )
 
 
-def tokens_of(met: Met, site: Site) -> Tensor:
+def tokens_of(met: SiteActivation, site: Site) -> Tensor:
     """Return an activation of one example as one row for each token, (L, W).
 
     Raises:
@@ -114,7 +114,7 @@ def tokens_of(met: Met, site: Site) -> Tensor:
     return value[0].flatten(1)
 
 
-def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
+def whole(site: Site, met: SiteActivation, gradient: Tensor) -> Readings:
     """Return whole activations as nodes: one for each token, or one for each head and token.
 
     Args:
@@ -135,7 +135,7 @@ def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
     return Readings(site, positions, indices, named, activations, writes, reads, rest, "whole")
 
 
-def active_features(site: Site, met: Met, dictionary: Dictionary) -> Readings:
+def active_features(site: Site, met: SiteActivation, dictionary: Dictionary) -> Readings:
     """Return the active features of a dictionary as nodes: one for each token and active feature.
 
     Raises:
@@ -193,7 +193,7 @@ def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) 
     return reads
 
 
-def named_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
+def named_directions(site: Site, met: SiteActivation, features: Sequence[Feature]) -> Readings:
     """Return the user's directions as nodes: one for each token and direction.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The whole network, frozen into a linear map of its input."""
+"""Freeze a whole network into a linear map of its input."""
 
 from .blocks import along_all_paths, outside
 from .constants import Ledger, contribution

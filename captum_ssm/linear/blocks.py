@@ -1,9 +1,9 @@
-"""Blocks whose graph is made again, one at a time, when a gradient passes them.
+"""Run blocks without a graph, and run each block again during a backward pass.
 
-A forward run keeps each block's inputs and outputs, and no graph inside.  A backward pass goes from
-the last block to the first: each runs once more, under the rules, and its graph is dropped before
-the next one's is made.  Memory then grows with depth by one stream a block, and blocks take twice
-the forward time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+A forward run keeps only the inputs and outputs of each block. A backward pass goes from the last
+block to the first. Each block runs again under the rules, and its graph is dropped before the next
+block runs. Memory then grows by one residual stream for each block, and blocks take twice the
+forward time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from .mode import Linearising
     from .network import Network, Step
 
-#: The place of a mixer's call in the run, to sort by.
+#: A sort key that gives the position of a mixer's call in the run.
 Place = tuple[float, ...]
-#: Receives a step's place, the step, and the gradients at its block's inputs and at its output.
+#: Receives a step's sort key, the step, and the gradients at its block's inputs and its output.
 Read = Callable[[Place, "Step", Sequence[Tensor | None]], None]
 
 
 def outside(number: int) -> Place:
-    """Return the place of a network's step outside blocks that run again, by its number."""
+    """Return the sort key of step ``number`` outside of blocks that run again."""
     return number, math.inf
 
 
 def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module, str]:
-    """Return the members of the innermost module lists that hold mixers' blocks, and their names.
+    """Return the members and names of the innermost module lists that contain mixers' blocks.
 
     Raises:
-        OptionError: if no list does.
+        OptionError: if no module list contains such a block.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, str] = {}
@@ -57,7 +57,7 @@ def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module
     if not found:
         raise OptionError(
             f"recompute=True runs blocks twice, but no nn.ModuleList of {type(model).__name__} "
-            "holds blocks with mixers. Leave recompute out."
+            "contains blocks with mixers. Leave recompute out."
         )
     return found
 
@@ -67,13 +67,14 @@ def along_all_paths(
     gradients: Iterator[Tensor | None],
     behind: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[int, Step, list[Tensor | None]]]:
-    """Yield the steps, and the gradients at their tensors along all paths from each step on.
+    """Yield the steps with the gradients at their tensors, along all paths from each step on.
 
-    A tensor that enters several blocks counts in each by its paths through this and later ones.
+    For a tensor that enters several blocks, gradients of later blocks are added to earlier ones.
 
     Args:
         steps: the steps.
-        gradients: yields each step's; for tensors that enter again, along its block's paths alone.
+        gradients: yields the gradients at each step's tensors. For a tensor that enters several
+            blocks, each gradient is along the paths of one block only.
         behind: gradients along paths outside of steps, by the ids of tensors. Default: none.
 
     Yields:
@@ -90,16 +91,17 @@ def along_all_paths(
 
 
 class Blocks:
-    """The calls of a network's blocks, whose graphs are made again.
+    """The calls of a network's blocks that run again in backward passes.
 
     Args:
         network: the network.
-        enter: called with a module that is entered and its arguments; it may return other
-            arguments.
+        enter: a function that is called with an entered module and the module's arguments; it may
+            return new arguments.
 
     Attributes:
-        passing: the live tensors that entered a block that runs for its output alone; else None.
-        again: whether a block runs again.
+        passing: while a block runs without a graph, the tensors entering the block that depend on
+            the input; else None.
+        again: whether a block is running again at present.
     """
 
     def __init__(self, network: Network, enter: Callable[..., Any]) -> None:
@@ -113,7 +115,7 @@ class Blocks:
 
     @contextmanager
     def watch(self, blocks: Mapping[nn.Module, str]) -> Iterator[None]:
-        """Run blocks, given with their names, without their graph inside the ``with``."""
+        """Run blocks without a graph inside the ``with``; ``blocks`` maps blocks to names."""
         self._names = blocks
         with ExitStack() as stack:
             for block in blocks:
@@ -122,7 +124,7 @@ class Blocks:
             yield
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block without its graph; a backward pass from its outputs runs it again."""
+        """Run a block without a graph; a backward pass from its outputs runs the block again."""
         live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
         if self.again or self.passing is not None or not live:
             return forward(*args, **kwargs)
@@ -138,8 +140,8 @@ class Blocks:
             self.passing = None
         if versions != [x._version for x in call.entering]:
             raise NotLinearError(
-                f"Module {call.name!r} changes its input in place, so that it cannot "
-                "run again. Leave recompute=True out."
+                f"Module {call.name!r} changes its input in place, so it cannot run again in a "
+                "backward pass. Leave recompute=True out."
             )
         given = {id(x) for x in tensors_in((args, kwargs))}
         new = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
@@ -152,7 +154,7 @@ class Blocks:
 
     @contextmanager
     def reading(self, read: Read) -> Iterator[None]:
-        """Let ``read`` receive the gradients of steps inside blocks, of passes in the ``with``."""
+        """Call ``read`` with the gradients of steps inside blocks, for passes in the ``with``."""
         self._read = read
         try:
             yield
@@ -162,7 +164,7 @@ class Blocks:
     def gradients(
         self, outputs: Tensor, wanted: Sequence[Tensor], seed: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Return the gradients at ``wanted``, None where none arrives.
+        """Return the gradients at ``wanted``, with None for a tensor without a gradient.
 
         Args:
             outputs: the tensor that is differentiated.
@@ -197,10 +199,10 @@ class Blocks:
         return total
 
     def _again(self, number: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Run a block again; return the tensors that entered it, and their gradients.
+        """Run a block again; return the tensors that entered the block, and their gradients.
 
         Args:
-            number: the number of its call.
+            number: the number of the block's call.
             later: the gradients at tensors along paths that do not enter the block, by id.
         """
         call, network, mode = self._calls[number], self.network, self.network.mode
@@ -257,13 +259,13 @@ class _BlockCall:
     Attributes:
         name: the block's name in the model.
         block: the block.
-        forward: its forward method.
-        args, kwargs: its arguments.
-        entering: the live tensors among these.
-        sizes: shapes of the new floating tensors that it returned.
-        anchor: a leaf of the graph that a backward pass reaches past the block's outputs.
-        is_first: whether it has not run again yet.
-        steps: how many steps outside of blocks came before.
+        forward: the block's forward method.
+        args, kwargs: the arguments of the call.
+        entering: the arguments that are tensors depending on the input.
+        sizes: the shapes of the new floating tensors that the block returned.
+        anchor: a leaf by which autograd calls :meth:`_Returned.backward` of this call.
+        is_first: whether the block has not run again yet.
+        steps: the number of steps outside of blocks before the call.
     """
 
     def __init__(
@@ -289,21 +291,21 @@ class _BlockCall:
         self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
 
     def taken(self) -> list[Tensor | None]:
-        """Return the sum of the gradients that have arrived, and begin anew."""
+        """Return the sum of the gradients added so far, and reset it."""
         found, self._arrived = self._arrived or [None] * len(self.sizes), []
         return found
 
     def check_same(self, left: Sequence[Tensor], mode: Linearising) -> None:
-        """Raise NotLinearError if the block returned other things when it ran again."""
+        """Raise NotLinearError if the block returned different tensors when it ran again."""
         if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
             raise NotLinearError(
-                f"Module {self.name!r} returns other tensors when it runs again, or ends "
-                "in an activation. Leave recompute=True out."
+                f"Module {self.name!r} returns different tensors when it runs again in a backward "
+                "pass, or ends in an activation. Leave recompute=True out."
             )
 
 
 class _Returned(torch.autograd.Function):
-    """A block's outputs, as part of the graph; gradients are kept for the block to run again."""
+    """Adds a block's outputs to the graph, and keeps gradients until the block runs again."""
 
     @staticmethod
     def forward(
@@ -320,7 +322,7 @@ class _Returned(torch.autograd.Function):
 
 
 def _add(total: dict[int, Tensor], found: Mapping[Tensor, Tensor | None]) -> None:
-    """Add gradients to those known at the same tensors, by id."""
+    """Add gradients to ``total``, which has one sum of gradients for each tensor's id."""
     for x, gradient in found.items():
         if gradient is not None:
             total[id(x)] = gradient + total[id(x)] if id(x) in total else gradient

@@ -1,9 +1,9 @@
-"""Constants of a linear network, and the contribution of each to the target.
+"""Record the constants of a linear network, and the contribution of each to the target.
 
-With every coefficient frozen a network is affine in its input: a linear map and whatever biases,
-position embeddings and class tokens add to it.  The backward pass that yields the relevance of the
-input also meets the gradient of each constant; their product is the constant's contribution.  Input
-and constants together make up the output.
+With every coefficient frozen a network is affine in its input: a linear map plus constants, such as
+biases, position embeddings and class tokens. The backward pass for the relevance of the input also
+computes the gradient of each constant. Gradient times constant is the constant's contribution. The
+contributions of the input and of all constants add up to the output.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ..operators.kernels.truths import may_hold_any
 #: Receives a constant's gradient, its value, and the name of the module that added it.
 Entry = Callable[[Tensor, Tensor, str], None]
 
-#: Constants as large as this hide tokens from a softmax; they are masks, and no biases.
+#: Constants of this size or more are masks that hide tokens from a softmax, not biases.
 _MASK = 1e4
 
 
 class Ledger:
-    """An account of the constants that enter the graph of a network linear in its input.
+    """Records the constants that are added in the graph of a network linear in its input.
 
-    A backward pass then hands each constant, its gradient and the name of the module that added it
-    to the function given to :meth:`entries_to`.
+    A backward pass then passes each constant, its gradient and the name of the module that added
+    the constant to the function given to :meth:`entries_to`.
 
     Args:
-        where: returns the name of the module that is running.
-        kept: whether constants stay in the network; masks and plain numbers, such as the one
-            added to a variance, always do. Default: True.
+        where: a function that returns the name of the running module.
+        kept: whether constants stay in the network. Masks and plain numbers, such as the epsilon
+            added to a variance, always stay. Default: True.
 
     Attributes:
-        leaves: constants that are leaves of the graph themselves: a backward pass has to go on to
-            them, or it does not meet them.
+        leaves: constants that are leaves of the graph. A backward pass must ask for their
+            gradients, or these constants are not recorded.
 
     Example:
         >>> import torch
@@ -60,11 +60,11 @@ class Ledger:
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
         """Record that ``constant`` is a summand of ``out``, and return ``out``.
 
-        If constants are not kept, return ``out`` without it.
+        If constants are not kept, return ``out`` without ``constant``.
 
         Args:
             out: a tensor of the graph.
-            constant: broadcastable to it.
+            constant: the constant, broadcastable to ``out``.
         """
         constant = once(constant.detach())
         if not self.kept:
@@ -76,10 +76,10 @@ class Ledger:
         return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
-        """Do as :meth:`included`, for a tensor that was changed in place.
+        """Record a summand as :meth:`included` does, for a tensor that was changed in place.
 
         Args:
-            out, constant: as there.
+            out, constant: the arguments of :meth:`included`.
         """
         constant = constant.detach()
         if out._is_view():  # later gradients of the whole tensor do not pass the view
@@ -95,8 +95,8 @@ class Ledger:
         """Record that ``constant`` is a summand of ``out``, whether biases are kept or not.
 
         Args:
-            out, constant: as in :meth:`included`.
-            where: its name. Default: None, the name of the running module.
+            out, constant: the arguments of :meth:`included`.
+            where: the constant's name. Default: None, the name of the running module.
         """
         if not out.requires_grad:  # results under no_grad are coefficients
             return
@@ -107,10 +107,10 @@ class Ledger:
 
     @contextmanager
     def entries_to(self, entry: Entry) -> Iterator[None]:
-        """Hand the constants that a backward pass inside the ``with`` meets to ``entry``.
+        """Pass the constants of backward passes inside the ``with`` to ``entry``.
 
         Args:
-            entry: receives a constant's gradient, its value, and the name of its module.
+            entry: a function of a constant's gradient, value and module name.
         """
         before, self._entry = self._entry, entry
         try:
@@ -119,18 +119,18 @@ class Ledger:
             self._entry = before
 
     def write_rest(self, rest: Tensor) -> None:
-        """Hand the part of an output that belongs to references, (B,), to the present entry."""
+        """Pass the part of the output that reference values contribute, (B,), to the entry."""
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 
     def write(self, gradient: Tensor, constant: Tensor, where: str) -> None:
-        """Hand a constant, and its gradient, to the present entry."""
+        """Pass a constant and its gradient to the function set by :meth:`entries_to`."""
         if self._entry is not None:
             self._entry(gradient.detach(), constant, where)
 
 
 def _in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base of a view, and the view's constant at its place in the base's shape."""
+    """Return the base of a view, and ``constant`` placed in a tensor of the base's shape."""
     base = view._base
     assert base is not None
     whole = torch.zeros_like(base)
@@ -140,9 +140,10 @@ def _in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _whole_of(out: Tensor) -> Tensor:
-    """Return the tensor that ``out`` is another shape of, else ``out``.
+    """Return the base tensor if ``out`` only reshapes the base, else ``out``.
 
-    A view that is changed in place later gets its gradient past its own hooks, by its base.
+    If a view is changed in place later, its gradient arrives at the base, and hooks on the view do
+    not run.
     """
     base = out._base
     if base is None or not base.requires_grad or base.numel() != out.numel():
@@ -155,7 +156,7 @@ def _droppable(constant: Tensor) -> Tensor:
 
 
 def share(product: Tensor, factors: int) -> Tensor:
-    """Return a product of ``factors`` tensors whose relevance is shared by them equally."""
+    """Return ``product`` with its gradient divided by ``factors``, so factors share it equally."""
     if not product.requires_grad:
         return product
     product.register_hook(  # type: ignore[no-untyped-call]
@@ -166,10 +167,10 @@ def share(product: Tensor, factors: int) -> Tensor:
 
 
 def once(constant: Any) -> Any:
-    """Shrink a tensor to size 1 along the dimensions that it only repeats its numbers along.
+    """Shrink an expanded tensor to size 1 along the dimensions in which its numbers repeat.
 
     Args:
-        constant: the tensor; numbers are returned as they are.
+        constant: the tensor. Anything else is returned unchanged.
     """
     if isinstance(constant, Tensor):
         for dim, stride in enumerate(constant.stride()):
@@ -179,16 +180,16 @@ def once(constant: Any) -> Any:
 
 
 def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
-    """Return gradient times constant, summed, but separate for each example.
+    """Return gradient times constant for each example, summed where the constant repeats.
 
-    Where the gradient is 0 the contribution is 0, even if the constant is infinite there.
+    If the gradient is 0 the contribution is 0, even for an infinite constant.
 
     Args:
-        gradient: gradient at the tensor of which the constant is a summand, (B, ...).
-        constant: broadcastable to the gradient.
+        gradient: the gradient (B, ...) at the tensor to which the constant was added.
+        constant: the constant, broadcastable to the gradient.
 
     Returns:
-        The product, summed over dimensions behind the first along which the constant repeats.
+        The product, summed over all dimensions after the first along which the constant repeats.
 
     Example:
         >>> import torch

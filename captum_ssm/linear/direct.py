@@ -1,7 +1,7 @@
-"""A network's direct paths: from the output of each part to the model's output, past all others.
+"""A network's direct paths: from each module's output to the model's output, through no other one.
 
-Mixers, and parts within tokens that are not linear, such as MLPs, are cut from their inputs.  Their
-outputs are the sources of a graph of nothing but the residual stream, its norms and the head.
+Mixers, and nonlinear modules that act within tokens, such as MLPs, are cut from their inputs. Their
+outputs are the sources of a graph that contains only the residual stream, its norms and the head.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .network import under_rules
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """The output of a part that acts within tokens, or the sequence entering the first block.
+    """The output of a module that acts within tokens, or the sequence entering the first block.
 
     Attributes:
-        output: its output (B, L, E).
-        mixers: the number of the last mixer call whose output it depends on, counted from 1; 0 for
-            none. Before :meth:`DirectPaths.place`, the last one that ran before it.
-        part: where to find it when the model runs again. Default: the input itself.
-        given: for each token of the first layer, its place here (B, L), -1 for none; None if they
-            are the same. Default: None.
+        output: the output, or the sequence, (B, L, E).
+        mixers: the number of the last mixer call, from 1, on which the output depends; 0 for none.
+            Before :meth:`DirectPaths.place`, the number of mixer calls that ran before.
+        part: the key of the tensor when the model runs again. Default: the run's input.
+        given: for each token of the first layer the token's number in the output (B, L), or -1 for
+            none; None if the numbers are the same. Default: None.
         is_placed: whether ``mixers`` and ``given`` are known. Default: True.
 
     Example:
@@ -58,10 +58,10 @@ class DirectPaths(Watcher):
 
     Attributes:
         mode: the rules and the constants.
-        entries: the sequences that entered the modules around the first mixer: the residual stream
-            is one of them, or comes from the input itself. Default: empty.
+        entries: the sequences that entered the modules around the first mixer. The residual stream
+            begins at one of them, or at the input itself. Default: empty.
         outputs: the output of each mixer call, in order. Default: empty.
-        locals: the parts that act within tokens, in order. Default: empty.
+        locals: the outputs of nonlinear modules that act within tokens, in order. Default: empty.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ class DirectPaths(Watcher):
     _calls: Counter[nn.Module] = field(default_factory=Counter)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Cut the sequences that enter the modules around the first mixer: paths begin there."""
+        """Begin new graphs at the sequences that enter the modules around the first mixer."""
         if self.outputs:
             return None
         self._calls[module] += 1
@@ -121,10 +121,10 @@ class DirectPaths(Watcher):
         given: Tensor | None,
         order: Tensor | None,
     ) -> None:
-        """Find the tokens of all parts; see :func:`~captum_ssm.tracing.parts.place`.
+        """Set the tokens and mixers on which all outputs depend, found by replays of the run.
 
         Args:
-            replays, stages, given, order: of the run, as there.
+            replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.place`.
         """
         parts = [*self.locals, *self.beginnings]
         found = place(replays, stages, given, order, [each.part for each in parts], self.mode.given)
@@ -152,7 +152,7 @@ class DirectPaths(Watcher):
 
         Args:
             part: a module that acts within tokens.
-            stack: removes the hooks when it is left.
+            stack: the exit stack that removes the hooks when it closes.
         """
         entered: list[tuple[int, int, int]] = []  # calls inside each other: bends, mixers, number
         calls = 0
@@ -185,20 +185,20 @@ def direct_paths(
     *,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Iterator[DirectPaths]:
-    """Trace a run inside the ``with`` to get the graph of its direct paths alone.
+    """Make a run inside the ``with`` leave a graph that contains only its direct paths.
 
-    Gradients of its output at the sources pass the residual stream, the frozen norms and the head,
-    and no mixer or MLP: the direct paths of LATIM's ALTI-Logit.
+    Gradients of the output at the sources go through the residual stream, the frozen norms and the
+    head, but through no mixer or MLP. These are the direct paths of LATIM's ALTI-Logit.
 
     Args:
         model: the module; it is not changed.
-        inputs: the explained token ids, or a floating input; run the model on its live copy
-            ``mode.root``.
+        inputs: the explained token ids, or a floating input. For a floating input, run the model
+            on its copy ``mode.root``.
         layers: names or modules of the mixers to use. Default: None, all.
 
     Yields:
-        The :class:`DirectPaths`, which have to be shown the run, by
-        :func:`~captum_ssm.trace` with ``watchers``, and are complete when it is.
+        The :class:`DirectPaths`. Pass them to :func:`~captum_ssm.trace` as ``watchers``; they are
+        complete when the run has ended.
 
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
@@ -232,9 +232,9 @@ def direct_paths(
 
 
 def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:
-    """Return the largest modules inside layers that hold no mixer and are not norms.
+    """Return the largest modules inside layers that contain no mixer and are not norms.
 
-    Layers are the members of each list of modules that has a mixer in some member.
+    Layers are the members of each module list in which some member contains a mixer.
     """
     around = {outer for mixer in mixers for outer in mixer.around}
     mixing = {mixer.module for mixer in mixers}

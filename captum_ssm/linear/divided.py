@@ -1,4 +1,4 @@
-"""A kernel and its gate that share relevance by a rule, with the kernel's own derivatives."""
+"""Divide the relevance of a kernel and its gate by a rule, with the kernel's own derivatives."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Core:
 
     Attributes:
         reading: the call of the mixer.
-        run: calls the kernel with its factors, by their names.
-        roles: the role of each factor, and the dimension of its tokens.
-        factors: the factors.
-        gate: the gate on a linear map of the result. Default: None.
-        at_rest: the gate's value where its input is 0. Default: 0.
+        run: a function that calls the kernel with its factors as keyword arguments.
+        roles: the role of each factor, and the factor's token dimension.
+        factors: the factors by name.
+        gate: the gate that multiplies a linear map of the result. Default: None.
+        at_rest: the gate's value if its input is 0. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
-        mapped: the linear map of it. Default: None.
-        place: its name among all that divide relevance.
+        mapped: the linear map of the kernel's output, if there is a gate. Default: None.
+        place: a key that identifies this object among all that divide relevance.
     """
 
     reading: Reading
@@ -54,7 +54,7 @@ class Core:
 
     @property
     def live(self) -> dict[str, Tensor]:
-        """The factors that get a share, by name."""
+        """The factors that depend on the input and get a share of the relevance, by name."""
         family = FAMILY[self.reading.mode.rule]
         every = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
         return {
@@ -66,7 +66,7 @@ class Core:
         return "gate" if name == _GATE else self.roles[name][0]
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at the live factors: averaged over nodes, times the shares."""
+        """Return the gradients at factors in ``live``, averaged over nodes, times the shares."""
         rule, live = self.reading.mode.rule, self.live
         family, nodes, found = FAMILY[rule], nodes_of(rule), dict[str, Tensor]()
         for node in nodes:
@@ -76,7 +76,7 @@ class Core:
         return found
 
     def _at(self, node: float, up: Tensor, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients at factors between their references and themselves."""
+        """Return the gradients with each factor at ``node`` between its reference and itself."""
         at = {name: x.detach() for name, x in self.factors.items()}
         names = [name for name in live if name != _GATE]
         for name in names:
@@ -135,7 +135,7 @@ class Core:
         return torch.lerp(mean, factor, node)
 
     def followed(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at the live factors along the paths of the present label."""
+        """Return the gradients at the factors in ``live``, along paths of the present label."""
         labels = self.reading.mode.labels
         found, begun = self.averaged(up), labels.begun
         if labels.label == "content":
@@ -151,11 +151,11 @@ class Core:
 
 
 def divided(core: Core, value: Tensor | None = None) -> Tensor:
-    """Return the value of a core, whose derivative its factors share.
+    """Return the value of a core as a tensor whose gradient is divided among the core's factors.
 
     Args:
         core: the core.
-        value: its value. Default: None, the kernel's.
+        value: the value. Default: None, the kernel's result.
     """
     with unseen():
         out: Tensor = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ def divided(core: Core, value: Tensor | None = None) -> Tensor:
 
 
 class _Divided(torch.autograd.Function):
-    """A kernel's result, or its product with a gate, whose derivative is averaged over nodes."""
+    """Computes a kernel's result, or its product with a gate; backward averages over nodes."""
 
     @staticmethod
     def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Entries: the roles of kernels' arguments, one entry a signature.
+"""Entries: functions that call kernels with the roles of the kernels' arguments.
 
-An entry receives the reading, a kernel, and the arguments of its call, and computes the result by
-:meth:`.Reading.moved`.  Most kernels take vectors (B, L, ...) whose names tell their roles; the
-others have entries of their own.  Kernels that act on single tokens are no matter of roles:
-:mod:`captum_ssm.tracing.repair.fused` replaces them by torch's functions.
+An entry receives the reading, a kernel, and the arguments of a kernel call, and computes the result
+by :meth:`.Reading.moved`. Most kernels take vectors (B, L, ...) and share one entry, which derives
+roles from argument names; the others have separate entries. Kernels that act on single tokens need
+no roles: :mod:`captum_ssm.tracing.repair.fused` replaces them by torch functions.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
 from .reading import READ, Reading, Roles, now
 
-#: Computes a kernel's result from the call that is read, the kernel and its arguments.
+#: Computes a kernel's result from the reading of a mixer call, the kernel and its arguments.
 Entry = Callable[..., Any]
 
 
 def _roles(dim: int, **names: str) -> Roles:
-    """Return the roles of arguments by name, for tokens along one dimension; content comes first.
+    """Return role and token dimension by argument name; content comes first.
 
     Args:
-        dim: the dimension.
-        **names: of arguments, by role.
+        dim: the dimension of the tokens.
+        **names: for each role the argument names, separated by spaces.
     """
     roles: Mapping[Any, str] = names
     return {name: (role, dim) for role, of_it in roles.items() for name in of_it.split()}
 
 
 _CONTENT = _roles(-1, content="x")
-#: Of (B, D, L), and B and C of (B, N, L).
+#: Roles for content and steps of shape (B, D, L), and B and C of shape (B, N, L).
 _SCAN = _roles(-1, content="u", step="delta", key="B", query="C")
-#: Of (B, L, ...): transformers', flash-linear-attention's and mamba_ssm's names.
+#: Roles for shapes (B, L, ...), by names in transformers, flash-linear-attention and mamba_ssm.
 _VECTORS = _roles(
     1,
     content="v value x hidden_states",
@@ -55,10 +55,10 @@ _VECTORS = _roles(
     key="k key p B",
     step="g gk w dt beta s",
 )
-#: Of (B, H, L, P).
+#: Roles for shape (B, H, L, P).
 _PAIRS = _roles(2, content="value", query="query", key="key")
 
-#: Arguments that, unless they are none, make of a kernel another function.
+#: Arguments that, if given, make a kernel compute something different from its entry.
 _OTHERWISE = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -67,13 +67,13 @@ _OTHERWISE = frozenset(
         *("dt_rms_weight", "B_proj_bias", "C_proj_bias", "residual", "cache", "reverse"),
     )
 )
-#: First and last states, which entries take in a run that continues from a cache.
+#: Arguments for first and last states, which entries accept in a run that continues from a cache.
 _STATES = frozenset(("initial_states", "initial_state"))
 _LAST = frozenset(("return_last_state", "return_final_states", "output_final_state"))
 
 
 def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """A kernel of vectors (B, L, ...), by the roles of their names."""
+    """Call a kernel of vectors (B, L, ...), with roles by argument name."""
     names = "q", "k", "p", "query", "key"
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
@@ -105,7 +105,7 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
 
 
 def _unread(x: Any) -> Any:
-    """Return a last state as zeros: a run that is explained reads its cache once."""
+    """Replace a returned last state by zeros, since an explained run does not read it again."""
     if not isinstance(x, Tensor):
         return x
     with unseen():
@@ -119,13 +119,13 @@ def _names(kernel: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _bind(kernel: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Add positional arguments to those by name; False if the kernel does not name them."""
+    """Add positional arguments to ``given`` by name; return False if they have no names."""
     given |= zip(_names(kernel), args, strict=False)
     return len(args) <= len(_names(kernel))
 
 
 def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """The gated delta rule; kernels of one token behind a state have no gradients."""
+    """Call a gated delta rule; for one token after a state, whose kernel has no gradients."""
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
         return reading.give_up(called)
@@ -137,7 +137,7 @@ def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: An
 
 @functools.cache
 def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gated delta rule of one token (B, 1, H, P) from a state (B, H, N, P)."""
+    """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state."""
 
     @functools.wraps(kernel)
     def step(
@@ -152,8 +152,9 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         odd = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
         if odd:
             raise CachedStateError(
-                f"{kernel.__name__} was called with {odd[0]}= behind a cache, and its gradients "
-                "are not known. Pass the whole sequence in one call, without a cache."
+                f"{kernel.__name__} was called with {odd[0]}= in a run that continues from a "
+                "cache, for which its gradients are not known. Pass the whole sequence in one "
+                "call, without a cache."
             )
         heads, wide = value.shape[2], torch.promote_types(value.dtype, torch.float32)
         q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
@@ -178,7 +179,7 @@ def _conv(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """causal_conv1d_fn: x (B, D, L)."""
+    """Call causal_conv1d_fn on x (B, D, L)."""
 
     def convolve(x: Tensor, bias: Tensor | None = bias) -> Tensor:
         return kernel(x, weight, bias, activation=None, **options)
@@ -196,7 +197,7 @@ def _conv(
 
 
 class _Convolved(torch.autograd.Function):
-    """A causal convolution (B, D, L), which keeps nothing: its adjoint runs backward in time."""
+    """A causal convolution (B, D, L) that saves no tensors; the adjoint convolves reversed time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor]) -> Tensor:
@@ -218,7 +219,7 @@ def _conv_of_fla(
     activation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """flash-linear-attention's causal_conv1d: x (B, L, D)."""
+    """Call flash-linear-attention's causal_conv1d on x (B, L, D)."""
 
     def convolve(x: Tensor) -> Tensor:
         out: Tensor = kernel(x=x, weight=weight, bias=None, activation=None, **options)[0]
@@ -244,7 +245,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **options: Any,
 ) -> Any:
-    """mamba_ssm's selective_scan_fn and transformers' mamba_selective_scan."""
+    """Call mamba_ssm's selective_scan_fn, or transformers' mamba_selective_scan."""
     options |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
@@ -268,7 +269,7 @@ def _by_operator(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """Compute a selective scan with a gradient for its content alone: half of a kernel's work."""
+    """Compute a selective scan with a gradient only for its content, at half of a kernel's cost."""
     wide = torch.promote_types(u.dtype, torch.float32)
     dt, values = delta.to(wide).mT, u.to(wide).mT
     dt = dt if bias is None else dt + bias
@@ -289,7 +290,7 @@ def _conv_step(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """causal_conv1d_update: x (B, D, L) behind the inputs that a cache holds."""
+    """Compute causal_conv1d_update on x (B, D, L), after the inputs stored in a cache."""
     if activation not in ("silu", "swish", None):
         reading.given_up = True
     x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
@@ -312,7 +313,7 @@ def _scan_step(
     dt_softplus: bool = False,
     **options: Any,
 ) -> Tensor:
-    """selective_state_update: one token x (B, D) or (B, H, P); its kernel has no gradients."""
+    """Compute selective_state_update, whose kernel has no gradients, on x (B, D) or (B, H, P)."""
 
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial_state: Tensor) -> Tensor:
         x, dt, B, C = (y[:, 0] for y in (x, dt, B, C))
@@ -332,7 +333,7 @@ def _scan_step(
 
 
 def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """mamba_ssm's mamba_inner_fn: a whole mixer but for its first projection."""
+    """Compute mamba_ssm's mamba_inner_fn: a whole mixer without its first projection."""
     of = _bound(kernel, *args, **kwargs)
     package = sys.modules.get("mamba_ssm.ops.selective_scan_interface")
     if package is None or of.B is not None or of.C is not None or of.A.is_complex():
@@ -352,7 +353,7 @@ def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwa
 def _split_conv_scan(
     reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """mamba_ssm's mamba_split_conv1d_scan_combined: Mamba-2 but for its first projection."""
+    """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection."""
     of, package = _bound(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
     heads, weight, zxbcdt = len(of.dt_bias), of.conv1d_weight, of.zxbcdt
     width = heads * (of.D.shape[1] if of.D.dim() == 2 else of.headdim or 1)
@@ -393,7 +394,7 @@ def attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention."""
+    """Call torch's scaled_dot_product_attention with the roles of its arguments."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(query, key, value, *args, **kwargs)
@@ -402,12 +403,12 @@ def attention(
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """A kernel whose factors' roles are other functions of its arguments: content alone is read."""
+    """Call a kernel in which only the content has a role; rules with shares need the adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
     return entry(kernel, *args, **given)
 
 
-#: flash-linear-attention's kernels, which come in several forms.
+#: Names of flash-linear-attention's kernels; each kernel has several of the forms below.
 _OF_FLA = """
 retention gla simple_gla linear_attn delta_rule comba forgetting_attn
 """
@@ -437,13 +438,13 @@ ENTRIES: dict[str, Entry] = {
     **{f"{form}_{name}": _delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
     **{f"{form}_{name}": _of_content for name in _FOR_CONTENT.split() for form in _FORMS},
 }
-#: Those of kernels that continue from a cache, and the arguments of states that others take.
+#: Entries of kernels that continue from a cache, and the state arguments that others accept.
 _STEPS = (_conv_step, _scan_step)
 _TAKEN = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a replacement for a kernel, which sends calls that are read to an entry."""
+    """Return a wrapper of kernels that calls ``entry`` if the running mixer is being read."""
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -466,7 +467,7 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _itself(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel without the function that asks whether its call is read."""
+    """Return the original kernel inside a wrapper made by :func:`_entered`."""
     found: Callable[..., Any] = getattr(kernel, "_kernel", kernel)
     return found
 
@@ -490,6 +491,6 @@ _changes = Shared(lambda: replacing(_repairs()))
 
 @contextmanager
 def entries() -> Iterator[None]:
-    """Let kernels ask whether their call is read, until the last user leaves."""
+    """Wrap all kernels that have entries, until the last nested context exits."""
     with lasting(_changes.enter):
         yield

@@ -1,4 +1,4 @@
-"""Torch's functions as a network linear at its input sees them."""
+"""Apply the rules to every torch function of a run, so that its graph is linear in the input."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
-#: Functions that return memory in which nothing is written yet, or zeros.
+#: Functions that return uninitialized memory or zeros.
 _BLANK = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
 _BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
-#: Functions whose second factor may be a weight, which a kernel has unpacked.
+#: Functions whose second factor may be a weight that a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
 
-#: Functions that look ids up as well, in results that do not tell which token is which.
+#: Functions that also look up ids, but whose results do not show which token is which.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 
 
-#: Kinds of functions that need no rule if their arguments depend on the input.
+#: Kinds of functions that need no rule, even if an argument depends on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
 def _kinds() -> dict[Any, object]:
-    """Return the kinds of the functions that models call most, for a quick look-up."""
+    """Return the kind of each function that models call often, for a fast look-up."""
     attributes = "shape dtype device layout ndim is_cuda"
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
     views = """
@@ -66,7 +66,7 @@ _KINDS = _kinds()
 
 
 class _Refused(torch.autograd.Function):
-    """A value whose dependence on the input is not known: it raises once a gradient reaches it."""
+    """A value whose dependence on the input is unknown; it raises when a gradient reaches it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, leaf: Tensor, complaint: str) -> Tensor:
@@ -80,13 +80,13 @@ class _Refused(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class LookUp:
-    """The look-up of the explained ids in one table.
+    """The look-up of the explained ids in one embedding table.
 
     Attributes:
         leaf: the rows that were looked up, (B, L', ...), in which the network is linear.
-        given: for each row its place among the explained ids (B, L'), -1 for another id; None if
-            the places are 0 .. L - 1.
-        table: the table, (V, ...).
+        given: for each row the position of its id among the explained ids (B, L'), -1 for another
+            id; None if the positions are 0 .. L - 1.
+        table: the embedding table, (V, ...).
     """
 
     leaf: Tensor
@@ -98,31 +98,33 @@ class Linearising(TorchFunctionMode):
     """While this mode is on, the graph that a forward run leaves is linear in the input.
 
     Attributes:
-        root: the input in which the network is linear, once it is there.
-        start: the copy of ``root`` that the model goes on with.
+        root: the input in which the network is linear; None until the run computes it.
+        start: the copy of ``root`` that the model uses.
         again: look-ups of the explained ids in further tables, such as an adapter's.
         others: further inputs in which the network is linear as well.
-        ledger: the constants that entered.
-        given: for each token of the root its place among the explained ids (B, L'), -1 for another
-            id; None if the places are 0 .. L - 1.
-        bends: how many calls of functions that are not linear there were so far.
-        at_rest: values of functions where their own input is 0, of those that are not 0 there.
-        reading: the call of a mixer that runs by its own code at present. Default: None.
+        ledger: the constants that the run adds.
+        given: for each token of the root its id's position among the explained ids (B, L'), -1 for
+            another id; None if the positions are 0 .. L - 1.
+        bends: the number of calls of nonlinear functions so far.
+        at_rest: results of functions that are not 0 at input 0, with the value at input 0.
+        reading: the mixer call whose own code is running. Default: None.
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
         labels: the paths that a backward pass follows.
-        blocks: the blocks whose graph is made again. Default: None, each keeps its graph.
-        tell: callbacks by the name of a torch function, which is called after them; empty at first.
-            They receive its name and arguments.
+        blocks: the blocks that run again in backward passes. Default: None, blocks keep their
+            graphs.
+        tell: functions by the name of a torch function, before which they are called with the name
+            and arguments of the torch function; empty at first.
 
     Args:
-        ids: the explained token ids, whose lookup is where the network begins; None if the
-            explained input is floating and given to :meth:`begin`.
-        rule: how relevance is divided; see :mod:`.shares`. ``"frozen"`` gives all of a product
-            outside of mixers to the factor that no activation has bent, the others give equal
-            shares. A product of factors that are alike is shared either way.
-        where: returns the name of the module that is running; it takes another name, which it
-            returns where none is.
+        ids: the explained token ids, at whose look-up the network begins; None if the explained
+            input is floating and passed to :meth:`begin`.
+        rule: how relevance is divided; see :mod:`.shares`. In a product outside of mixers,
+            ``"frozen"`` gives all relevance to the factor that does not come directly from an
+            activation; other rules give equal shares. If all factors come from activations, or
+            none does, every rule gives equal shares.
+        where: a function that returns the name of the running module, or its argument if no module
+            is running.
         constants: whether biases and other constants are kept. Default: True.
         by_role: whether backward passes can follow one role. Default: False.
     """
@@ -144,7 +146,7 @@ class Linearising(TorchFunctionMode):
         self.again: list[LookUp] = []
         self.others: tuple[Tensor, ...] = ()
         self.blocks: Blocks | None = None
-        #: The block that runs again, whose hooks and call are passed by.
+        #: Name of the block that runs again by its ``forward``, which module calls do not show.
         self.within: str = ""
         self._where = where
         self.ledger = Ledger(self.where, constants)
@@ -158,12 +160,12 @@ class Linearising(TorchFunctionMode):
         self._found = False
         self._kind = FOLLOWED
         self._tables: dict[int, LookUp] = {}
-        #: Tables, by their memory, in which ids were looked up that were computed of the explained.
+        #: Tables, by address, in which ids were looked up that were computed from explained ids.
         self._computed: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
         self.at_rest = WeakIdKeyDictionary()
-        #: Memory in which no function of torch has written, and its version.
+        #: Tensors into which no torch function has written, with their versions.
         self._unwritten = WeakIdKeyDictionary()
 
     def where(self) -> str:
@@ -171,31 +173,31 @@ class Linearising(TorchFunctionMode):
         return self._where(self.within)
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
-        """Return contexts in which torch's functions are left as they are."""
+        """Return contexts in which torch functions run without the rules."""
         return (unseen_by(self),)
 
     @property
     def divides(self) -> bool:
-        """Whether factors other than content and gates may get a share of relevance."""
+        """True if factors other than content and gates may get a share of relevance."""
         return self.rule not in ("frozen", "half") or (self.by_role and self.rule == "half")
 
     @property
     def follows_tangents(self) -> bool:
-        """Whether functions of gates and steps, such as a sigmoid, keep a linear part."""
+        """True if functions of gates and steps, such as a sigmoid, keep a linear part."""
         return self.rule not in ("frozen", "half")
 
     @property
     def knows_root(self) -> bool:
-        """Whether the root is the explained input, and not the look-up of some other ids."""
+        """True if the root is the explained input, and not a look-up of other ids."""
         return self.root is not None and (self._ids is None or self._found)
 
     @property
     def tokens(self) -> int:
-        """How many ids are explained, L."""
+        """The number L of explained ids in each example; 0 for a floating input."""
         return 0 if self._ids is None else self._ids.shape[1]
 
     def begin(self, x: Tensor) -> Tensor:
-        """Make ``x`` the root, and return a copy of it that the model may change in place."""
+        """Make ``x`` the root, and return a copy of the root that the model may change in place."""
         self.root = self.leaf(x.detach().clone())
         self.start = self.root.clone()
         return self.start
@@ -205,19 +207,19 @@ class Linearising(TorchFunctionMode):
         self.others = tuple(self.leaf(x.detach().clone()) for x in others)
 
     def begun(self, inputs: Tensor) -> Tensor:
-        """Return the input to run the model on: the ids, or a live copy of a floating input."""
+        """Return the input for the model: the ids, or a copy of a floating root with a graph."""
         if inputs.is_floating_point() and self.root is not None:
             return self.root.clone()
         return inputs
 
     def looked_up(self, ids: Tensor) -> list[Tensor]:
-        """Look up other ids in place of the explained ones, in each table.
+        """Return the embeddings of other ids, in each table that looked up the explained ids.
 
         Args:
-            ids: (B, L) of the root.
+            ids: the ids, with the shape (B, L) of the root's tokens.
 
         Raises:
-            OptionError: when none were looked up, or the shape is not the root's.
+            OptionError: when the model looked up no ids, or the shape is not that of the root.
         """
         shapes = {x.leaf.shape[:2] for x in self._tables.values()}
         if shapes != {ids.shape}:
@@ -230,13 +232,13 @@ class Linearising(TorchFunctionMode):
             return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
 
     def leaf(self, x: Tensor) -> Tensor:
-        """Return ``x`` as a live leaf of the graph, cut from the graph that computed it."""
+        """Return ``x`` detached, as a new leaf that counts as depending on the input."""
         leaf = x.detach().requires_grad_()
         self._leaves[leaf] = True
         return leaf
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return a live copy of a tensor of a cache, whose share counts as the constant "cache"."""
+        """Return a copy of a cache's tensor, whose contribution is the constant named "cache"."""
         with unseen(), torch.enable_grad():
             if not x.is_floating_point():
                 return x.clone()
@@ -304,10 +306,10 @@ class Linearising(TorchFunctionMode):
         )
 
     def _unknown(self, value: Any, complaint: str) -> Any:
-        """Refuse a value whose dependence on the input is not known, now or at its gradient.
+        """Raise for a value whose dependence on the input is unknown.
 
-        The latter with :attr:`defers`: the value is returned, and its graph raises in a backward
-        pass.  In a mixer that is read an adapter knows.
+        With :attr:`defers` the value is returned instead, and raises if a backward pass reaches it.
+        In a mixer whose code is read, the call is left to the mixer's adapter.
         """
         if self.reading is not None:
             self.reading.given_up = True
@@ -326,7 +328,7 @@ class Linearising(TorchFunctionMode):
         )
 
     def _made_blank(self, out: Any) -> Any:
-        """Record that nothing is written in the memory of a result, and return the result."""
+        """Record that no function has written into the tensors ``out``, and return ``out``."""
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
                 self._unwritten[x] = x._version
@@ -340,9 +342,9 @@ class Linearising(TorchFunctionMode):
     def _read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a function's arguments; those that it reads are checked by :meth:`known`.
+        """Check the arguments that a function reads by :meth:`known`, and return all arguments.
 
-        A weight is not: a kernel may have unpacked it out of torch's sight, but from no input.
+        A weight is not checked: a kernel may have unpacked it without torch, but not from an input.
         """
         base = name if name == "copy_" else plain(name.removesuffix("_"))
         if base not in RULES or not torch.is_grad_enabled():
@@ -357,7 +359,7 @@ class Linearising(TorchFunctionMode):
     def _is_simple(
         self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> bool:
-        """Return True if a result follows from one tensor alone, of the graph or a coefficient."""
+        """Return True if a result needs no rule: one tensor, and at most a constant weight."""
         x: Any = args[0] if args else None
         if type(x) is not Tensor:
             return False
@@ -376,11 +378,11 @@ class Linearising(TorchFunctionMode):
         return isinstance(x, Tensor) and x.requires_grad
 
     def known(self, value: Any) -> Any:
-        """Return a value that is read, if torch's functions wrote it.
+        """Return a value that is about to be read, after checking that torch functions wrote it.
 
         Raises:
-            NotLinearError: if a kernel may have written it, out of torch's sight; where this
-                defers, once a gradient reaches it.
+            NotLinearError: if a kernel may have written the value without torch. With
+                :attr:`defers` the error comes when a gradient reaches the value.
         """
         if type(value) in (tuple, list):
             return type(value)(map(self.known, value))
@@ -388,19 +390,19 @@ class Linearising(TorchFunctionMode):
             return value
         return self._unknown(
             value,
-            f"Module {self.where()!r} reads memory in which no function of torch has written. If a "
-            "kernel has, its dependence on the input is unknown. Run the model with torch's "
-            "own functions in place of the kernel.",
+            f"Module {self.where()!r} reads memory into which no torch function has written. If a "
+            "kernel wrote it, the dependence on the input is unknown. Run the model with torch "
+            "functions in place of the kernel.",
         )
 
     def constant_part(self, x: Any) -> Any:
-        """Return ``x`` with zeros in place of tensors that depend on the input."""
+        """Replace tensors in ``x`` that depend on the input by zeros."""
         if type(x) in (tuple, list):
             return type(x)(self.constant_part(item) for item in x)
         return torch.zeros_like(x) if self.is_live(x) else x
 
     def all_live(self, values: Iterable[Any]) -> bool:
-        """Return True if every floating tensor among ``values`` is live."""
+        """Return True if every floating tensor in ``values`` depends on the input."""
         for value in values:
             if type(value) in (tuple, list):
                 if not self.all_live(value):
@@ -412,16 +414,16 @@ class Linearising(TorchFunctionMode):
         return True
 
     def is_bent(self, x: Any) -> bool:
-        """Return True if ``x`` comes straight from an activation."""
+        """Return True if ``x`` comes directly from an activation function."""
         return isinstance(x, Tensor) and x in self._bent
 
     def mark_bent(self, x: Tensor) -> None:
-        """Note that ``x`` comes straight from an activation."""
+        """Record that ``x`` comes directly from an activation function."""
         if self.is_live(x):
             self._bent[x] = True
 
     def resembles(self, x: Tensor, other: Tensor) -> None:
-        """Note of ``x`` all that is noted of a tensor that it is a copy of."""
+        """Copy to ``x`` the records about ``other``, of which ``x`` is a copy."""
         if self.is_bent(other):
             self.mark_bent(x)
         if other in self.at_rest:
@@ -430,12 +432,12 @@ class Linearising(TorchFunctionMode):
     def gradients(
         self, output: Tensor, wanted: Sequence[Tensor], seed: Tensor | None = None
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of a number (B,) at tensors of the graph, None where none arrives.
+        """Return the gradients of ``output`` at tensors of the graph, None if there is none.
 
         Args:
-            output: the number.
+            output: one number for each example (B,).
             wanted: the tensors.
-            seed: its gradient (B,). Default: None, 1 for each example.
+            seed: the gradient at ``output`` (B,). Default: None, 1 for each example.
         """
         if self.blocks is not None:
             return self.blocks.gradients(output, wanted, seed)
@@ -443,7 +445,7 @@ class Linearising(TorchFunctionMode):
         return torch.autograd.grad(output, wanted, seed, retain_graph=True, allow_unused=True)
 
     def overwrite(self, x: Tensor, new: Tensor) -> Tensor:
-        """Write ``new`` with its graph into ``x``; without a graph it is a constant."""
+        """Write ``new`` and its graph into ``x``; if ``new`` has no graph, record a constant."""
         self._bent.pop(x, None)  # type: ignore[no-untyped-call]
         if x.requires_grad and not new.requires_grad:
             if not x._is_view():
@@ -463,9 +465,9 @@ class Linearising(TorchFunctionMode):
         kwargs: dict[str, Any],
         constant: Tensor | None = None,
     ) -> Tensor:
-        """Compute a product that shares relevance equally among its live factors.
+        """Compute a product that divides relevance equally among factors depending on the input.
 
-        With the rule ``"frozen"`` all goes to those that do not come straight from an activation.
+        With the rule ``"frozen"`` factors directly from an activation get none, if others get some.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         straight = [a for a in live if not self.is_bent(a)]
@@ -495,7 +497,7 @@ class Linearising(TorchFunctionMode):
         return False
 
     def _straight(self, value: Any) -> Any:
-        """Detach the tensors in ``value`` that come straight from an activation."""
+        """Detach the tensors in ``value`` that come directly from an activation."""
         if type(value) in (tuple, list):
             return type(value)(self._straight(item) for item in value)
         return value.detach() if self.is_bent(value) else value
@@ -517,7 +519,7 @@ class Linearising(TorchFunctionMode):
     def _without_input(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of constants, and follow ids through it; refuse a look-up of them."""
+        """Call a function of constants or ids; follow the ids, or refuse an unclear look-up."""
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
         is_look_up = name == "one_hot" or (name in _OUT_OF_SHAPE and out.is_floating_point())
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -533,10 +535,10 @@ class Linearising(TorchFunctionMode):
         )
 
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
-        """Return the result ``out`` of a look-up, live if the ids are the explained ones.
+        """Return the result ``out`` of a look-up, with a graph if the ids are the explained ids.
 
-        Until these are looked up the network begins at the first ids of all, perhaps a prompt that
-        the function holds; see :attr:`knows_root`.
+        Until the explained ids are looked up, the network begins at the first look-up of any ids,
+        which may be a prompt stored in forward_func; see :attr:`knows_root`.
         """
         tags = self._tags
         if tags is None:
@@ -575,7 +577,7 @@ class Linearising(TorchFunctionMode):
         return self.begin(out) if first else out
 
     def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
-        """Let the network begin at the first look-up of explained ids in a table."""
+        """Begin the network at the first look-up of explained ids in a table; return its rows."""
         if table.data_ptr() in self._computed:
             raise _other_tokens()
         if self._found:
@@ -594,14 +596,15 @@ class Linearising(TorchFunctionMode):
         return start
 
     def _of_explained(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
-        """Return the result of a look-up of explained ids, each in any place, as live rows.
+        """Return the result of a look-up of explained ids, in any order, as rows with a graph.
 
-        A second look-up in the same table takes its rows from the leaf of the first.
+        A second look-up in the same table takes its rows from the leaf of the first look-up.
 
         Args:
             out: the result (B, L', ...).
-            given: for each row its place among the explained ids (B, L'), -1 for another id.
-            table: the table.
+            given: for each row its id's position among the explained ids (B, L'), -1 for another
+                id.
+            table: the embedding table.
         """
         assert self._ids is not None
         everywhere = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
@@ -613,8 +616,8 @@ class Linearising(TorchFunctionMode):
         match = (given[:, :, None] == before[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):
             raise InputError(
-                "The model looks up token ids that it did not look up at first, so that the "
-                "embeddings it reads are not one input. Pass embeddings (B, L, E) as inputs."
+                "The model looks up token ids in a second look-up that were not in the first, so "
+                "its embeddings are not one input. Pass embeddings (B, L, E) as inputs."
             )
         behind = (1,) * (out.dim() - 2)
         places = match.long().argmax(-1).view(*given.shape, *behind).expand(out.shape)
@@ -627,7 +630,7 @@ class Linearising(TorchFunctionMode):
         return live
 
     def without_weights(self, value: Any) -> Any:
-        """Detach the parameters in ``value``: they are coefficients."""
+        """Detach the parameters in ``value``, which the rules treat as coefficients."""
         if isinstance(value, Tensor):
             foreign = value.requires_grad and value.is_leaf and value not in self._leaves
             return value.detach() if foreign else value
@@ -657,14 +660,14 @@ def _ids_and_table(
 def _unknown_look_up(where: str, name: str) -> InputError:
     return InputError(
         f"Module {where!r} looks up the token ids by torch's {name}, which does not show which "
-        "token each result belongs to. Pass embeddings (B, L, E) as inputs; of DNA, "
-        "captum_ssm.models.OneHot makes them."
+        "token each result belongs to. Pass embeddings (B, L, E) as inputs; for DNA, "
+        "captum_ssm.models.OneHot computes embeddings."
     )
 
 
 def _other_tokens() -> InputError:
     return InputError(
-        "The model looks up the tokens it was given and, in the same table, others that it makes "
-        "of them, such as their complements, so that the embeddings it reads are not one input. "
-        "Pass embeddings (B, L, E) as inputs; of DNA, captum_ssm.models.OneHot makes them."
+        "The model looks up its input tokens and, in the same table, tokens computed from them, "
+        "such as DNA complements, so that its embeddings are not one input. Pass embeddings "
+        "(B, L, E) as inputs; for DNA, captum_ssm.models.OneHot computes embeddings."
     )

@@ -1,10 +1,9 @@
-"""A whole network, linear at its input for the time of a ``with``.
+"""Make a whole network linear in its input inside a ``with``.
 
-No block of any model is written again: the model's own code runs, and every function of torch is
-read by the rules of :mod:`.rules`.  So are known mixers, whose kernels are functions with roles
-(:mod:`.kernels`); the others are replaced by their frozen operators, through hooks.  The model's
-results stay the same.  The graph that it leaves is linear, so one ordinary backward pass is the
-exact decomposition of its output.
+The model's own code runs, and the rules of :mod:`.rules` are applied to every torch function. The
+kernels of many mixers have rules as well (:mod:`.kernels`); hooks replace all other mixers by their
+frozen operators. The model's results stay the same, but its graph is linear. One ordinary backward
+pass therefore decomposes the output exactly.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from .kernels import entries
 from .mode import Linearising
 from .reading import Reading, is_read, mask_of
 from .shares import FAMILY, Rule, is_shared, shared
-from .sites import Met, Site, Sites
+from .sites import Site, SiteActivation, Sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +56,11 @@ class Step:
 
     Attributes:
         name: the mixer's qualified name in the model.
-        entering: the live tensors that entered its block, whose sum is the residual stream.
+        entering: the tensors depending on the input that entered the mixer's block; their sum is
+            the residual stream.
         output: the mixer's output (B, L, E).
-        again: for each entering tensor that other blocks may be given as well, a name of it; None
-            for others. Default: empty, for all.
+        again: for each entering tensor an id if other blocks may receive the same tensor, else
+            None. Default: empty, None for all.
 
     Example:
         >>> import torch
@@ -84,15 +84,15 @@ class Network(Watcher):
         mixers: the mixers of the model.
         sites: the activations that are read or cut.
         keeps_steps: whether the inputs and outputs of mixers are kept. Default: True.
-        verify: see :func:`linearised`. Default: False.
+        verify: whether operators are checked; see :func:`linearised`. Default: False.
         begins: the activation from which the network is explained. Default: None, the input.
-        calls: how often each of the mixers has run. Default: never.
+        calls: the number of calls of each mixer so far. Default: none.
         granted: the largest error that was accepted of an operator. Default: 0.
         mask: True for real tokens (B, L), by the first mixer that reads the input and has a mask;
             None if none is padding. Default: None.
         steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
-        content_only: names of the mixers that have run and whose adapters give no factor but
-            content that a rule could share relevance with, one for each call. Default: empty.
+        content_only: for each call of a mixer without factors that could share relevance with the
+            content, the mixer's name. Default: empty.
         continues: whether the run continues from a cache. Default: False.
 
     Example:
@@ -134,8 +134,8 @@ class Network(Watcher):
         Embeddings (B, L, E) of token ids, the floating input, or the activation at ``begins``.
 
         Raises:
-            InputError: if token ids were given, and none were looked up, or other ids whose places
-                among the given ones are not known.
+            InputError: if the model looked up no token ids, or ids whose positions among the given
+                ids are not known.
             LayerError: if the module at ``begins`` did not run.
         """
         if self.begins is not None:
@@ -149,27 +149,27 @@ class Network(Watcher):
             )
         if not self.mode.knows_root:
             raise InputError(
-                "The token ids that the model looked up are not those given as inputs, and torch's "
-                "functions do not show how they follow from them, nor which token is which. Does "
-                "forward_func make up ids anew, from a list or by arithmetic? Pass the ids that "
-                "the model reads as inputs, or embeddings (B, L, E)."
+                "The token ids that the model looked up are not the ids given as inputs, and torch "
+                "functions do not show which token is which. forward_func may compute new ids, "
+                "from a list or by arithmetic. Pass the ids that the model reads as inputs, or "
+                "embeddings (B, L, E)."
             )
         return self.mode.root
 
     @property
     def roots(self) -> list[Tensor]:
-        """The root; if it is a look-up of ids, also their look-ups in further tables."""
+        """The root and, if the root is a look-up of ids, the look-ups in further tables."""
         further = [] if self.begins is not None else self.mode.again
         return [self.root, *(x.leaf for x in further)]
 
     @property
     def passing(self) -> list[Tensor]:
-        """The input, whose stream may pass by ``begins``; empty if the network begins at it."""
+        """The inputs whose residual stream may bypass ``begins``; empty if ``begins`` is None."""
         if self.begins is None or self.mode.root is None:
             return []
         return [self.mode.root, *(x.leaf for x in self.mode.again)]
 
-    def met(self, site: Site) -> Met:
+    def met(self, site: Site) -> SiteActivation:
         """Return the activation at one of ``sites``.
 
         Raises:
@@ -205,20 +205,20 @@ class Network(Watcher):
         return swapped(given, again) if again else None
 
     def begin_again(self) -> None:
-        """Forget the tensors that entered blocks."""
+        """Clear the records of tensors that entered blocks."""
         for known in (self._entering, self._entered, self._first):
             known.clear()
 
     def leaves(self, module: nn.Module, output: Any) -> Any:
-        """A block has returned: later blocks are given views, apart from its own use of them."""
+        """Replace a block's outputs by views, to separate them from uses inside the block."""
         live = {id(x): x for x in tensors_in(output) if self.mode.is_live(x)}
         return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the mixer runs by its own code; see :mod:`.kernels`.
+        """Return True if the mixer's own code is read; see :mod:`.reading`.
 
-        Heads that are read or cut need an operator.  So do the rule ``"half"`` by role, and a
-        network without constants, which keeps the coefficients of the run with them.
+        An operator is needed if heads are read or cut, for the rule ``"half"`` by role, and for a
+        network without constants, whose coefficients must be those of the run with constants.
         """
         if sequence is not None and module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
@@ -228,8 +228,8 @@ class Network(Watcher):
             self._is_read[module] = not other and is_read(module, sequence, divides, continues)
             if half and continues:
                 raise CachedStateError(
-                    "The call continues from a cache, of which relevance by role is not known with "
-                    "rule='half'. Pass roles=False, or the whole sequence without a cache."
+                    "The call continues from a cache, for which rule='half' cannot compute "
+                    "relevance by role. Pass roles=False, or the whole sequence without a cache."
                 )
         return self._is_read.get(module, False)
 
@@ -259,7 +259,7 @@ class Network(Watcher):
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Return the mixer's output anew, by its operator, with a graph that is linear."""
+        """Return the mixer's output with a linear graph, computed by its operator if necessary."""
         real = call.output_tensor
         if self.mode.blocks is None or not self.mode.blocks.again:
             self.calls[mixer] += 1
@@ -300,7 +300,7 @@ class Network(Watcher):
             self.steps.append(Step(mixer.name, block, out, again))
 
     def _passed(self, mixer: Mixer, call: Call) -> None:
-        """Note the mask of a call in a block that runs for its output alone."""
+        """Record the mask of a mixer call in a block that runs without a graph."""
         named = [x for name, x in call.kwargs.items() if "mask" in name]
         if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named)):
             mask = linearize(mixer, call, running=True).mask
@@ -310,7 +310,7 @@ class Network(Watcher):
                 self.mask = mask
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """Replace outputs that later mixers read beside the stream by live ones."""
+        """Replace further outputs that later mixers read directly by tensors with a graph."""
         passed_on = self._passed_on.pop(mixer, None)
         if not passed_on:
             return None
@@ -322,7 +322,7 @@ class Network(Watcher):
     def _is_of_input(self, call: Call) -> bool:
         """Return True if a mixer reads the first input, and so has its tokens.
 
-        The mixers of an image tower read further inputs alone.  The graph is searched from the
+        The mixers of an image encoder read only further inputs. The graph is searched from the
         mixer's input, each node once in a run.
         """
         passing = None if self.mode.blocks is None else self.mode.blocks.passing
@@ -348,9 +348,9 @@ class Network(Watcher):
         return any(known.get(x.grad_fn, False) for x in read)
 
     def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """Return the linear mixer, and record its outputs that later mixers read.
+        """Check a linear mixer, and record its outputs that later mixers read.
 
-        Raises for examples without a real token, and for coefficients that are not finite.
+        Raise for examples without a real token, and for coefficients that are not finite.
         """
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
@@ -363,15 +363,15 @@ class Network(Watcher):
         return linear
 
     def _limit(self, real: Tensor, mixer: Mixer) -> float:
-        """Return, and grant, the error that is accepted of a mixer's output."""
+        """Return the largest accepted error of a mixer's output, and record it in ``granted``."""
         limit = tolerance_for(real, mixer.module) if self.verify is True else float(self.verify)
         self.granted = max(self.granted, limit)
         return limit
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
-        """Check the operator's output ``out`` against its module's, and raise if it is off.
+        """Raise if the operator's output ``out`` differs from the module's output.
 
-        If constants are not kept, ``out`` lacks them: it is computed again without the rules.
+        If constants are not kept, the output is computed again with constants for this check.
         """
         real = call.output_tensor
         limit = self._limit(real, mixer)
@@ -411,39 +411,39 @@ def linearised(
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
-    The model's results stay the same.  The gradient of its output with respect to ``network.root``
-    is the frozen network's: gradient times input, summed, and the contributions of constants make
-    up the output.  Take gradients after the ``with``.
+    The model's results stay the same. Its gradient with respect to ``network.root`` is the gradient
+    of the frozen network: gradient times input, summed, plus the contributions of constants is the
+    output. Take gradients after the ``with``.
 
     Args:
-        model: the module; it is not changed, and its hooks are removed when the block ends.
-        inputs: the explained token ids, or a floating input; run the model on its live copy
-            ``root``.
-        rule: division of relevance among mixers' factors; see :mod:`.shares`. Default:
+        model: the module; it is not changed, and hooks are removed when the block ends.
+        inputs: the explained token ids, or a floating input. For a floating input, run the model
+            on its copy ``root``.
+        rule: the division of relevance among mixers' factors; see :mod:`.shares`. Default:
             ``"frozen"``.
         by_role: whether backward passes can follow the paths of one role. Default: False.
         constants: whether biases and other constants are kept. Default: True.
-        others: further floating inputs, such as the images of a text; run the model on their live
-            copies ``mode.others``. Default: none.
+        others: further floating inputs, such as images beside a text; run the model on the copies
+            ``mode.others``. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether the inputs and outputs of mixers are kept. Default: True.
         verify: whether operators are checked against their modules' outputs; a number is the
             tolerance. Without constants the mixers are then linearized again. Default: False.
-        begins: the activation from which the network is explained; the stream past it is separate.
-            Default: None, the input.
+        begins: the activation from which the network is explained; the residual stream around it
+            is separate. Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
         reads: activations that are only read. Default: none.
         recompute: whether blocks run again in backward passes, one at a time, instead of keeping
             their graph; see :mod:`.blocks`. Default: False.
 
     Yields:
-        The :class:`Network`, complete when the forward run is.
+        The :class:`Network`, which is complete when the forward run has ended.
 
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
         NotLinearError: for a function without a known linear form.
         PaddedExampleError: when all tokens of an example are padding.
-        ReconstructionError: when ``verify`` finds an operator that is not its module.
+        ReconstructionError: when ``verify`` finds an operator that differs from its module.
 
     Example:
         >>> import torch
@@ -478,8 +478,8 @@ def linearised(
         if recompute:
             if cut or begins is not None:
                 raise OptionError(
-                    "recompute=True keeps no graph inside blocks, so no activation can be read or "
-                    "cut there. Leave recompute out."
+                    "recompute=True keeps no graph inside blocks, so no layer can be explained "
+                    "there. Leave recompute out."
                 )
             blocks = mode.blocks = Blocks(network, enter)
             # the blocks refer to the network, and hold all that has entered them
@@ -501,9 +501,9 @@ def under_rules(
     by_role: bool = False,
     constants: bool = True,
 ) -> Iterator[Linearising]:
-    """Run a model inside the ``with`` under the rules for torch's functions.
+    """Apply the rules for torch functions to the runs of a model inside the ``with``.
 
-    Mixers are left to a watcher of the run, :class:`Network` or :class:`.DirectPaths`.
+    A watcher of the run handles the mixers: :class:`Network` or :class:`.DirectPaths`.
     """
     names = {module: name for name, module in model.named_modules()}
 
@@ -528,12 +528,12 @@ def under_rules(
 def through(
     linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Compute a mixer's output (B, L, E) by its operator, with a graph that is linear.
+    """Compute a mixer's output (B, L, E) by its operator, with a linear graph.
 
     Args:
-        linear: the mixer, linearized at a live input.
-        mode: the rules; the output projection runs under them, so it must be on.
-        inside: function of the operator's output (B, L, H, P), whose result goes on. Default: None.
+        linear: the linear mixer, whose values depend on the input.
+        mode: the rules, which must be active, since the output projection runs under them.
+        inside: a function that replaces the operator's output (B, L, H, P). Default: None.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask, end_to_end = linear.mask, linear.end_to_end
@@ -545,7 +545,7 @@ def through(
 
 
 def _cut(operator: Operator, rule: Rule) -> None:
-    """Detach the coefficients of an operator that get no share by a rule."""
+    """Detach the coefficients of an operator whose role gets no share with a rule."""
     for (leaf, name), coefficient in live_coefficients(operator).items():
         if leaf.roles[name] not in FAMILY[rule]:
             leaf.live = {**leaf.live, name: coefficient.detach()}
@@ -558,7 +558,7 @@ def _apply(
 
     Args:
         operator: the operator.
-        values: a list of one tensor, which is taken out of it, so that nobody else keeps it alive.
+        values: a list with one tensor, which is removed from the list so that it can be freed.
         mode: the rules.
         mask: True for real tokens (B, L), or None.
     """

@@ -1,4 +1,4 @@
-"""Norms whose statistics are constants, for gradient methods of any network."""
+"""Freeze the statistics of norms, for gradient methods on any network."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..tracing.repair.fused import unfused
 from .mode import Linearising
 from .rules import RULES, plain
 
-#: Norms of torch: each is computed by its rule, whose root is met below.
+#: Norm functions of torch. Each is computed by its rule, whose root this mode then detaches.
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
-#: A root of one number a token is a norm's statistic; of many, part of a gate.
+#: Functions that compute a norm's statistic if their result is one number for each token.
 _ROOTS = ("sqrt", "norm", "vector_norm", "std")
 
 
@@ -27,7 +27,7 @@ _ROOTS = ("sqrt", "norm", "vector_norm", "std")
 def frozen_norms(
     model: nn.Module | None = None, keep: Any = None, *, interleaved: bool = False
 ) -> Iterator[None]:
-    """Let gradients take the statistics of norms for constants, in any network.
+    """Treat the statistics of norms as constants in gradients, in any network.
 
     A norm divides its input by a root of the input's own mean square.  Gradients through that root
     cancel most of a token's contribution, which makes gradient methods less faithful.  Inside the
@@ -46,8 +46,8 @@ def frozen_norms(
 
     Raises:
         OptionError: when only one of ``model`` and ``keep`` is given.
-        InputError: when a run meets other norms than that on ``keep``, or when no norm was met, as
-            in a compiled model.
+        InputError: when a run computes different norms than the run on ``keep``, or when no norm
+            was computed, as in a compiled model.
 
     References:
         Ali et al. 2022, "XAI for Transformers: Better Explanations through Conservative
@@ -83,19 +83,19 @@ def frozen_norms(
         yield
     if not norms.any_met:
         raise InputError(
-            "frozen_norms met no norm inside its with. Is the model run there, in this thread, "
-            "and is it uncompiled?"
+            "frozen_norms found no norm inside its with. Run the model there, in the same thread "
+            "and uncompiled, or leave frozen_norms out if the model has no norms."
         )
 
 
 class _Norms(TorchFunctionMode):
-    """Detaches the roots of norms, or puts kept ones in their place."""
+    """Detaches the roots of norms, or replaces the roots by those of a kept run."""
 
     def __init__(self, batch: int | None) -> None:
         super().__init__()
-        #: The examples of ``keep``, where larger batches repeat each by itself; else None.
+        #: Number of examples in ``keep`` if larger batches repeat each by itself; else None.
         self.batch = batch
-        #: Roots by the names of the functions that made them: of the run on ``keep``, and so far.
+        #: Function names and roots: of the run on ``keep``, and of the present run so far.
         self.kept: list[tuple[str, Tensor]] | None = None
         self.met: list[tuple[str, Tensor]] = []
         self.any_met = False
@@ -123,15 +123,15 @@ class _Norms(TorchFunctionMode):
 
     @property
     def ledger(self) -> _Norms:
-        """Receives constants from the rules of norms."""
+        """This object, to which the rules of norms pass their biases as to a ledger."""
         return self
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
-        """Return the output of a norm; nothing here records its bias."""
+        """Return the output of a norm unchanged; this mode records no biases."""
         return out
 
     def _root(self, name: str, root: Tensor) -> Tensor:
-        """Return a norm's divisor or factor, detached: this run's or the kept run's."""
+        """Return the detached divisor or factor of a norm, from this run or the kept run."""
         self.any_met, place = True, len(self.met)
         self.met.append((name, root.detach()))
         if self.kept is None:
@@ -154,8 +154,8 @@ class _Norms(TorchFunctionMode):
 
     def _others(self, found: str) -> InputError:
         return InputError(
-            f"frozen_norms keeps the norms of one run, and another run met {found}. Pass the "
-            "explained input as keep, of the same tokens, and run the same model."
+            f"frozen_norms keeps the norms of one run, but another run computed {found}. Pass the "
+            "explained input as keep, with the same tokens, and run the same model."
         )
 
 

@@ -1,15 +1,14 @@
-"""Mixers read as they run: a kernel is a function whose arguments have roles.
+"""Make a mixer linear while its own code runs, by the roles of its kernels' arguments.
 
-A mixer's code runs once, under the rules for torch's functions.  Of a kernel's arguments one is the
-content; others are keys, queries and steps, as :mod:`.kernels` has it.  With the rules ``"frozen"``
-and ``"half"`` all but the content are detached, and the kernel's own backward is linear.  With the
-other rules a kernel, and a gate that multiplies its result, share relevance as in :mod:`.shares`.
-The derivatives at the nodes are the kernel's own.  Nothing runs twice for the first rules, and no
-adapter is asked.
+A mixer's code runs once, under the rules for torch functions. One argument of a kernel is the
+content; the others are keys, queries and steps (see :mod:`.kernels`). With the rules ``"frozen"``
+and ``"half"`` everything except the content is detached, so that the kernel's own backward is
+linear. With the other rules a kernel, and a gate that multiplies its result, share relevance as in
+:mod:`.shares`, with the kernel's own derivatives. No adapter is called.
 
-A :class:`Reading` watches one call of a mixer.  It leaves the call to the mixer's adapter where
-roles do not describe the code: a kernel without an entry, options that change the meaning of a
-kernel's arguments, or a product of several factors other than a gate's.
+A :class:`Reading` follows one call of a mixer. It leaves the call to the mixer's adapter if roles
+do not describe the code: for a kernel without an entry, for options that change the meaning of a
+kernel's arguments, or for a product of several factors that is not a gate's.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from .divided import Core, divided
 if TYPE_CHECKING:
     from .mode import Linearising
 
-#: The role of each of a kernel's factors, and the dimension of its tokens.
+#: The role of each factor of a kernel, and the factor's token dimension.
 Roles = Mapping[str, tuple[Role, int]]
 
-#: Adapters of mixers whose own code is read, by their module; of images end to end, none.
+#: Modules of the adapters whose mixers are read while their own code runs.
 _READ = """
 attention mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
 """
-#: Those whose operators' gradients on a processor take less time, where rules divide.
+#: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
 _SLOW = ("mamba", "mamba2", "delta")
-#: The modules of adapters, by the paths of the classes that they serve.  Where gradients are
-#: recorded, PaTH refuses its cache, and Gated DeltaProduct float32.
+#: The adapter's module for the path of each mixer class. If gradients are recorded, PaTH refuses a
+#: cache, and Gated DeltaProduct refuses float32, so both are left out.
 READ = {
     path: kind
     for path, adapter in ADAPTERS.items()
@@ -67,11 +66,11 @@ class Reading:
         mode: the rules.
         given_up: whether an adapter has to explain the call.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
-        continues: see below.
+        continues: whether the run continues from a cache.
 
     Args:
         mode: the rules.
-        sequence: the first floating tensor that the mixer is given: graphs are searched up to it.
+        sequence: the mixer's first floating input, at which a search of the graph ends.
         continues: whether the run continues from a cache. Default: False.
     """
 
@@ -83,14 +82,14 @@ class Reading:
         self.given_up = False
         self.mask: Tensor | None = None
         self._mixes = False
-        #: Where kernels are in the graph, and where their contents are.
+        #: Graph nodes of kernels' results, with the graph nodes of the kernels' contents.
         self._moved: dict[Any, Any] = {}
-        #: The kernels that share relevance, by their place in the graph, with their results.
+        #: Kernels that divide relevance, with their results, by the graph nodes of the results.
         self._cores: dict[Any, tuple[Core, Tensor]] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Read the code that runs inside the ``with``."""
+        """Apply this reading to the mixer code that runs inside the ``with``."""
         before, self.mode.reading = self.mode.reading, self
         token = now.set(self)
         try:
@@ -100,7 +99,7 @@ class Reading:
             self.mode.reading = before
 
     def give_up(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Leave the call to an adapter, and return a kernel's result."""
+        """Leave the mixer call to an adapter, and return a kernel's result without a graph."""
         self.given_up = True
         with torch.no_grad(), unseen():
             return kernel(*args, **kwargs)
@@ -108,12 +107,12 @@ class Reading:
     def moved(
         self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return a kernel's result for its factors.
+        """Return a kernel's result, with a graph that is linear or divided among the factors.
 
         Args:
-            run: calls the kernel with the factors, by their names.
-            roles: of the factors.
-            factors: the factors.
+            run: a function that calls the kernel with the factors as keyword arguments.
+            roles: the roles of the factors.
+            factors: the factors by name.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
@@ -128,7 +127,7 @@ class Reading:
         return out
 
     def selecting(self, x: Tensor) -> Tensor:
-        """Return the source of keys and steps; by some rules without a graph."""
+        """Return ``x``, from which keys and steps are computed; detached if they get no share."""
         return x if self.mode.divides else x.detach()
 
     def _shared(
@@ -141,15 +140,15 @@ class Reading:
         return out
 
     def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
-        """Give up at a product of several factors that depend on the input, unless it is a gate's.
+        """Handle a product of factors that depend on the input: a gate's, or leave the call.
 
         Args:
             out: the product.
-            live: the factors that share the relevance.
-            straight: the live factors that no activation has bent.
+            live: the factors that depend on the input.
+            straight: the factors in ``live`` that do not come directly from an activation.
 
         Returns:
-            The product that a kernel and its gate share; None if its factors share it equally.
+            The product divided among a kernel and its gate, or None to divide it equally.
         """
         behind = [(x, *self._behind(x)) for x in live if self.mode.divides]
         found = [each for each in behind if each[1]]
@@ -167,14 +166,14 @@ class Reading:
         return divided(core.gated(result, mapped, gates[0], at_rest), out)
 
     def _at_rest(self, gate: Tensor) -> float | None:
-        """Return a gate's value where its input is 0; None if it is not known."""
+        """Return the value of a gate whose input is 0, or None if the value is not known."""
         if self.mode.is_bent(gate):
             return 0.0
         known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
         return known
 
     def _behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
-        """Return the kernels that ``x`` is computed from, and whether from anything else."""
+        """Return the kernels from which ``x`` is computed, and True if it has other sources."""
         todo, seen, cores, of_others = [x.grad_fn], set[Any](), list[tuple[Core, Tensor]](), False
         while todo:
             node = todo.pop()
@@ -190,10 +189,10 @@ class Reading:
         return cores, of_others
 
     def explains(self, call: Call) -> bool:
-        """Return True if the call's output has a graph that is linear, through one kernel at least.
+        """Return True if the call's output has a linear graph through at least one kernel.
 
         Args:
-            call: the call, which has ended; its graph's records are dropped.
+            call: the call, which has ended. The records of its graph are dropped.
         """
         out, entering, moved = call.output_tensor, call.hidden_states, self._moved
         self._moved, self._cores = {}, {}
@@ -218,18 +217,19 @@ class Reading:
         return True
 
 
-#: Where the package's own functions are.
+#: Prefix of the names of this package's modules.
 _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool = False) -> bool:
-    """Return True if a mixer's own code is read.
+    """Return True if a mixer is explained by its own running code, not by its adapter.
 
     Args:
         module: the mixer.
-        sequence: its input.
+        sequence: the mixer's input.
         divides: whether factors other than content and gates get a share.
-        continues: whether the run continues from a cache; adapters know none. Default: False.
+        continues: whether the run continues from a cache, which no adapter supports. Default:
+            False.
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
@@ -249,7 +249,7 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
 def _loops(module: nn.Module, device: torch.device) -> bool:
     """Return True if a mixer's scan is a loop over tokens, whose graph takes much time and memory.
 
-    It is called once on each kind of device, with two tokens: kernels have a custom backward.
+    This is tested once for each kind of device, on two tokens: a kernel has a custom backward.
     """
     code = vars(sys.modules[type(module).__module__])
     kernel = next(
@@ -269,13 +269,13 @@ _known_loops: dict[tuple[Any, str], bool] = {}
 
 
 def mask_of(module: nn.Module, call: Call) -> Tensor | None:
-    """Return the mask of a call, True for real tokens (B, L); None if none is padding.
+    """Return the mask of a call, True for real tokens (B, L); None if no token is padding.
 
-    Of attention that continues from a cache it has the cached tokens in front.
+    If attention continues from a cache, the mask begins with the cached tokens.
 
     Args:
-        module: the mixer, of a class that :func:`is_read`.
-        call: its call.
+        module: the mixer, for which :func:`is_read` returns True.
+        call: the mixer's call.
     """
     place = _place_of_mask(type(module).forward)
     mask = None if place is None else call.argument("attention_mask", place)

@@ -1,4 +1,4 @@
-"""A rule for each of torch's functions, by which a network becomes linear at its input.
+"""One rule for each torch function, by which a network becomes linear in its input.
 
 A tensor is *live* if it depends on the explained input.  Functions fall into a few kinds:
 
@@ -7,7 +7,7 @@ linear    kept as they are: views, sums, convolutions, products with weights
 affine    kept; parts that are not live enter as constants
 bent      f(x) becomes x times the frozen ratio f(x) / x: activations that are 0 at 0
 frozen    their result is a coefficient: softmax, sigmoid, exponentials, reciprocals, norms
-product   of live factors: the gate rule says which of them carries the relevance
+product   of live factors, which divide the relevance by the rule of the mode
 ========  =======================================================================================
 
 Values never change; only the set of live tensors does.  Each rule computes torch's function
@@ -32,10 +32,10 @@ from .constants import once
 if TYPE_CHECKING:
     from .mode import Linearising
 
-#: A rule: the mode, torch's function, its arguments.
+#: A rule: a function of the mode, the torch function, and the arguments of the torch function.
 Rule = Callable[["Linearising", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: The function that each of Python's operators, and other names, stand for.
+#: The usual name of the torch function behind each Python operator and each alias.
 ALIASES = {
     "__add__": "add", "__radd__": "add", "__iadd__": "add_",
     "__sub__": "sub", "__rsub__": "rsub", "__isub__": "sub_", "subtract": "sub",
@@ -50,10 +50,10 @@ ALIASES = {
     "expit": "sigmoid", "_grouped_mm": "grouped_mm",
 }  # fmt: skip
 
-#: In front of the names of functions in torch.linalg, torch.fft and torch.special.
+#: Prefixes of the names of functions in torch.linalg, torch.fft and torch.special.
 PREFIXES = ("linalg_", "fft_", "special_")
 
-#: Linear, and the result holds the same numbers.
+#: Linear functions whose result contains the same numbers as the argument.
 VIEWS = """
     view view_as reshape reshape_as permute transpose t swapaxes swapdims movedim moveaxis
     contiguous to type type_as float double half bfloat16 cpu cuda clone chunk split
@@ -63,7 +63,7 @@ VIEWS = """
     resolve_neg real
 """
 
-#: Linear in other ways; a maximum is linear once its place is frozen.
+#: Other linear functions. A maximum is linear if the index of the maximum is frozen.
 MIXING = """
     index_select gather take_along_dim repeat repeat_interleave tile sum mean nansum cumsum
     diagonal diag_embed tril triu unfold fold pixel_shuffle pixel_unshuffle avg_pool1d
@@ -73,23 +73,23 @@ MIXING = """
     broadcast_to broadcast_tensors atleast_2d atleast_3d ravel deg2rad
 """
 
-#: Sums and differences of two, and other functions that put constants beside their arguments.
+#: Sums and differences of two tensors, and functions that combine tensors side by side.
 SUMS = "add sub rsub"
 JOINS = "cat stack index_add scatter_add scatter masked_scatter index_copy index_put diff"
 
-#: Products of two tensors or more.
+#: Products of two or more tensors.
 PRODUCTS = """
     mul matmul mm bmm mv dot einsum outer tensordot inner vdot chain_matmul multi_dot grouped_mm
 """
 
-#: Functions of one number that are 0 at 0, if their arguments make them so.
+#: Functions of single numbers that are 0 at 0, possibly depending on their options.
 BENT = """
     silu gelu relu relu6 leaky_relu prelu elu selu celu tanh softsign mish hardswish hardtanh
     hardshrink softshrink tanhshrink abs square sqrt clamp clamp_min clamp_max sin tan asinh
     arcsinh atan arctan erf expm1 log1p sinh sign threshold rrelu
 """
 
-#: Functions whose results are coefficients.
+#: Functions whose results are treated as constant coefficients.
 FROZEN = """
     softmax softmin gumbel_softmax sigmoid log_sigmoid hardsigmoid softplus exp exp2
     log log2 log10 rsqrt reciprocal rdiv cos cosh logsumexp logcumsumexp norm vector_norm
@@ -98,7 +98,8 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
-#: Frozen functions of one number that have a tangent; of limits, those that 0 is not between.
+#: Frozen functions of single numbers that may be replaced by a tangent. ``clamp`` and its like are
+#: frozen only if 0 is outside of their limits.
 TANGENT = frozenset(
     ("sigmoid", "log_sigmoid", "softplus", "exp", "exp2", "clamp", "clamp_min", "clamp_max")
 )
@@ -106,14 +107,14 @@ TANGENT = frozenset(
 
 @functools.cache
 def plain(name: str) -> str:
-    """Return a function's name without its namespace, and aliases as the usual name."""
+    """Return a function's usual name, without the prefix of its namespace."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return ALIASES.get(name, name)
 
 
 def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep views and other functions of the same numbers; a view of a bent tensor is bent."""
+    """Call a view or a similar linear function; mark views of a bent tensor as bent."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -122,18 +123,18 @@ def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def mixing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep a function that is linear and returns no view."""
+    """Call a linear function that returns no view."""
     return func(*args, **kwargs)
 
 
 def extremum(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep max and min over entries; freeze max and min of two tensors."""
+    """Call max or min over entries as a linear function; freeze max or min of two tensors."""
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
 
 def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep a function that puts live and constant tensors beside each other; record the latter."""
+    """Call a function that combines tensors side by side; record its constant arguments."""
     out = func(*args, **kwargs)
     return (
         out if mode.all_live((*args, *kwargs.values())) else _beside(mode, func, args, kwargs, out)
@@ -141,7 +142,7 @@ def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep where, pad and masked_fill; record constants, numbers among them."""
+    """Call where, pad or masked_fill; record the constant arguments, including plain numbers."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
     numbers = any(isinstance(value, int | float) and value for value in values)
@@ -153,14 +154,14 @@ def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _beside(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Return ``out``, and record as constant the function's result with zeros for live tensors."""
+    """Record the function's result for zeros in place of live tensors as a constant of ``out``."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
 def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep a sum or difference of two; record the one that is constant, also a number."""
+    """Add or subtract two arguments; record a constant argument, which may be a number."""
     (x, other), kwargs = positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
     fixed = [value for value in (x, other) if not mode.is_live(value)]
@@ -177,7 +178,7 @@ def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Assign x[index] = value; record as constants the entries of x that are not live."""
+    """Assign x[index] = value; record constant entries of x, or a constant value."""
     base, index, value = args
     if mode.is_live(base) and mode.is_live(value):
         func(base, index, value)
@@ -190,18 +191,18 @@ def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def copying(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write x.copy_(source)."""
+    """Compute x.copy_(source) by overwriting x with source and its graph."""
     (x, source), _ = positional(args, kwargs, "self", "src")
     return mode.overwrite(x, source)
 
 
 def product(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Share the relevance of a product among its live factors; see :meth:`.product`."""
+    """Divide the relevance of a product among its live factors, by ``mode.product``."""
     return mode.product(func, args, kwargs)
 
 
 def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Freeze the denominator."""
+    """Divide by the frozen denominator; freeze a rounded quotient."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
     (numerator, denominator), _ = positional(args, kwargs, "input", "other")
@@ -211,14 +212,14 @@ def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def gated(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute glu: one half times the frozen sigmoid of the other."""
+    """Compute glu: the first half of the features times the frozen sigmoid of the second."""
     x, dim = filled(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
 
 def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute x - its mean under the frozen probabilities - their entropy, a constant."""
+    """Compute log_softmax as x minus its mean by frozen probabilities, minus their entropy."""
     x = args[0] if args else kwargs["input"]
     logarithms = frozen(mode, func, args, kwargs)
     (_, dim), _ = positional(args[:2], kwargs, "input", "dim")
@@ -232,7 +233,7 @@ def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Freeze the result; by rules that follow tangents, those in TANGENT keep a linear part."""
+    """Freeze the result; a function in TANGENT keeps a linear part if the mode's rule needs it."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)
@@ -244,7 +245,7 @@ def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return f(x) as its tangent at x: slope times x, and a constant."""
+    """Return f(x) as its tangent at x: the frozen slope times x, plus a constant."""
     x, *rest = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         # a checkpoint around the model would count this graph as its part
@@ -286,7 +287,7 @@ def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _closed_ratio(
     func: Any, x: Tensor, rest: Iterable[Any], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return f(x) / x if it is x or a single function of it, else None."""
+    """Return f(x) / x if it has a closed form, as for silu and squares; else None."""
     name, options = plain(func.__name__), [*rest, *kwargs.values()]
     if name == "silu" and not any(options):  # which may ask for it in place
         return torch.sigmoid(x)
@@ -295,7 +296,7 @@ def _closed_ratio(
 
 
 def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
-    """Return f(x) / x, and whether f works in place."""
+    """Return the ratio f(x) / x, and True if f changes its argument in place."""
     # where x is 0 the ratio is the slope, read off close by
     start = torch.where(x == 0, torch.finfo(x.dtype).eps ** 0.5, x)
     scratch = start.clone()
@@ -304,7 +305,7 @@ def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tens
 
 
 def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bend positive powers, and freeze others."""
+    """Apply the rule of bent functions to positive powers, and freeze all other powers."""
     exponent = args[1] if len(args) > 1 else kwargs["exponent"]
     if isinstance(exponent, Tensor) or exponent <= 0:
         return frozen(mode, func, args, kwargs)
@@ -312,7 +313,7 @@ def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute linear and convolutions: a product with a weight, and a bias by output channel."""
+    """Compute linear or a convolution: a product with a weight, plus a bias per output channel."""
     (x, weight, *rest), kwargs = positional(args, kwargs, "input", "weight", "bias")
     bias = rest[0] if rest else None
     if bias is None:
@@ -322,7 +323,7 @@ def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
-    """Return the rule of addmm and its kin: beta times a summand plus alpha times a product."""
+    """Return the rule of addmm and similar functions: beta * summand + alpha * product."""
 
     def rule(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)
@@ -334,21 +335,21 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
 
 
 def lerp(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first, and a part of its difference from the second."""
+    """Compute lerp as x + (end - x) * weight."""
     (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
     difference = summing(mode, torch.sub, (end, x), {})
     return summing(mode, torch.add, (x, mode.product(torch.mul, (difference, weight), {})), {})
 
 
 def _summed_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the batched product, summed over the batch."""
+    """Return the matrix products of a batch (b, i, k), summed over the batch to (i, k)."""
     return torch.einsum("bij,bjk->ik", left, right)
 
 
 def layer_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Center, and scale by a frozen deviation."""
+    """Compute layer_norm: center, and divide by a frozen standard deviation."""
     x, size, weight, bias, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
     )
@@ -359,7 +360,7 @@ def layer_norm(
 def group_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Center each group of channels, and scale by a frozen deviation."""
+    """Compute group_norm: center each channel group, and divide by a frozen deviation."""
     x, groups, weight, bias, eps = filled(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
     )
@@ -372,7 +373,7 @@ def group_norm(
 def instance_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Center each channel of an example, and scale by a frozen deviation over its places."""
+    """Compute instance_norm: center each example's channels, and divide by a frozen deviation."""
     args, kwargs = _named(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
     x, mean, variance, weight, bias, of_input, _, eps, *_ = filled(
@@ -392,7 +393,7 @@ def instance_norm(
 
 
 def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Scale by a frozen root mean square."""
+    """Compute rms_norm: divide by a frozen root mean square."""
     x, size, weight, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
     )
@@ -405,7 +406,7 @@ def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
 def batch_norm(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Apply an affine map to each channel, by the running statistics."""
+    """Compute batch_norm: an affine map of each channel with the running statistics."""
     args, kwargs = _named(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
     x, mean, variance, weight, bias, training, _, eps = filled(
@@ -427,9 +428,9 @@ def batch_norm(
 def _named(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Name the arguments of torch.batch_norm and its like, whose weights precede statistics.
+    """Convert positional arguments of torch.batch_norm or torch.instance_norm to named ones.
 
-    torch.nn.functional has a function of the same name with the statistics first.
+    These functions take weights before statistics, unlike the ones in torch.nn.functional.
     """
     if func not in (torch.batch_norm, torch.instance_norm):
         return args, kwargs
@@ -441,7 +442,7 @@ def _named(
 def normalize(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Divide a vector by its frozen length."""
+    """Compute normalize: divide vectors by their frozen lengths."""
     x, p, dim, eps = filled(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
     length = torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True)
     out: Tensor = x / length.clamp_min(eps)
@@ -449,7 +450,7 @@ def normalize(
 
 
 def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """Center, and divide by a frozen deviation over ``dims``."""
+    """Center ``x``, and divide by a frozen standard deviation over ``dims``."""
     wide = _wide(x)
     centred = wide - wide.mean(dims, keepdim=True)
     variance = centred.detach().square().mean(dims, keepdim=True)
@@ -464,14 +465,14 @@ def _scaled_and_shifted(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to float32 at least, as torch's own norms compute."""
+    """Convert to float32 or wider, in which torch's own norms compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def filled(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
 ) -> list[Any]:
-    """Return all arguments in order; ``defaults`` belong to the last names."""
+    """Return all arguments in the order of ``names``; ``defaults`` are for the last names."""
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
     values.update(zip(names, args, strict=False))
     return [values[name] for name in names]
@@ -480,14 +481,14 @@ def filled(
 def positional(
     args: tuple[Any, ...], kwargs: dict[str, Any], *names: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move arguments that came by the names of the first positions to these positions."""
+    """Move keyword arguments with the given names to positional arguments, in this order."""
     kwargs = dict(kwargs)
     moved = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
     return (*args, *moved), kwargs
 
 
 def _table() -> dict[str, Rule]:
-    """Return the rule of each function, by its plain name."""
+    """Return the rule of each torch function, by the name that :func:`plain` returns."""
     rules: dict[str, Rule] = {}
     kinds: tuple[tuple[str, Rule], ...] = (
         (VIEWS, linear),

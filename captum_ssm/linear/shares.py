@@ -1,10 +1,10 @@
 """Rules by which a mixer's relevance is divided among its factors.
 
-A mixer's outer part is a function of its live factors, each of a role.  Content is the values that
-are moved; the others are keys, queries, gates, and steps by which states move on.  A rule names the
-roles that get a share.  The output keeps its value; its derivative with respect to a factor is the
-average of the derivatives at nodes between the factor and a reference, times the rule's share.  The
-references' part is a separate constant.
+A mixer's output is a function of factors that depend on the input. Each factor has a role: content
+is the values that are moved between tokens, and the other roles are keys, queries, gates, and the
+steps that update states. A rule gives shares to some roles. The output keeps its value. Its
+derivative with respect to a factor is the average of the derivatives at nodes between a reference
+value and the factor, times the share. The contribution of the reference values is a constant.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..operators.coefficients import (
 from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
-#: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
-#: keys and queries alike. ``"centered"``: these, and steps, where keys and queries count by their
-#: difference from the average so far. ``"balanced"``: the gradient itself, whole for content and
-#: half for all other roles.
+#: ``"frozen"``: only content. ``"half"``: content and gates equally. ``"equal"``: content, gates,
+#: keys and queries equally. ``"centered"``: these and steps; for keys and queries the difference
+#: from their mean so far counts. ``"balanced"``: the gradient itself, in full for content and half
+#: for all other roles.
 Rule = Literal["frozen", "half", "equal", "centered", "balanced"]
 
 
@@ -42,10 +42,10 @@ class Share:
     """The share of relevance that a role gets.
 
     Attributes:
-        reference: the value that its factors are compared with. ``"rest"``: their value where the
-            input is 0. ``"mean"``: their mean over the tokens up to each. ``"own"``: themselves, so
-            the derivative is local.
-        share: factor on the average derivative.
+        reference: the value with which the role's factors are compared. ``"rest"``: the value for
+            an input of 0. ``"mean"``: the mean over all tokens up to each. ``"own"``: the factor
+            itself, so the derivative is local.
+        share: the number that multiplies the average derivative.
     """
 
     reference: Literal["rest", "mean", "own"]
@@ -74,8 +74,8 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
 def nodes_of(rule: Rule) -> tuple[float, ...]:
     """Return the nodes between references (0) and factors (1) at which derivatives are taken.
 
-    They are Gauss's two, exact for products of up to four factors; or the factors alone, if every
-    factor is its own reference.
+    These are the two Gauss nodes, which are exact for products of up to four factors. If every
+    factor is its own reference, the only node is 1.
     """
     if all(share.reference == "own" for share in FAMILY[rule].values()):
         return (1.0,)
@@ -83,27 +83,27 @@ def nodes_of(rule: Rule) -> tuple[float, ...]:
 
 
 class Labels:
-    """The paths that a backward pass follows: all of them, or one label's.
+    """The paths that a backward pass follows: all paths, or the paths with one label.
 
-    A path from the output to the input is labeled by the role of its first factor other than
-    content.  Without one its label is ``"content"``.
+    The label of a path from the output to the input is the role of its first factor that is not
+    content. If there is no such factor the label is ``"content"``.
     """
 
     def __init__(self, several: bool) -> None:
         self.several = several
         self.label: Role | None = None
-        #: Gradients that came to factors along content alone, by the factors' role: the paths of
-        #: that label go on from there.
+        #: By role, the gradients that reached factors through content only. The paths with that
+        #: role as label continue from these gradients.
         self.begun: dict[Role, dict[tuple[object, object], Tensor]] = {}
-        #: The block that runs again, and how many parts of it divide relevance so far.
+        #: Number of the block that runs again, and number of keys that it was given so far.
         self._again: tuple[int, int] | None = None
 
     def again(self, block: int | None) -> None:
-        """Note that a block, by its number, runs again from now on; None for no block."""
+        """Record the number of the block that runs again from now on; None for no block."""
         self._again = None if block is None else (block, 0)
 
     def place(self) -> object:
-        """Return a name for a part that divides relevance: the same when its block runs again."""
+        """Return a key for an object that divides relevance; equal when its block runs again."""
         if self._again is None:
             return object()
         block, part = self._again
@@ -112,9 +112,9 @@ class Labels:
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
-        """Follow the paths of one label inside the ``with``: content first, then the others.
+        """Follow the paths of one label inside the ``with``; call it for content first.
 
-        Paths of other labels than content go on from ``begun``: pass a gradient of 0 at the output.
+        Paths with other labels continue from ``begun``, so pass a gradient of 0 at the output.
         """
         self.label = label
         try:
@@ -124,7 +124,7 @@ class Labels:
 
 
 def is_shared(operator: Operator, rule: Rule) -> bool:
-    """Return True if coefficients of the operator get a share by the rule."""
+    """Return True if a coefficient of the operator gets a share with the rule."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 
@@ -136,7 +136,7 @@ def shared(
     labels: Labels,
     mask: Tensor | None,
 ) -> Tensor:
-    """Apply an operator to ``x`` (B, L, H, P), with a derivative shared among factors by a rule."""
+    """Apply an operator to ``x`` (B, L, H, P), with a gradient divided among factors by a rule."""
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
     outer = _Outer(operator, rule, chosen, ledger, labels, mask, labels.place())
@@ -146,16 +146,16 @@ def shared(
 
 @dataclass(frozen=True, eq=False)
 class _Outer:
-    """The outer part of a mixer, from the first operator on that has factors with a share.
+    """The last operators of a mixer, from the first operator whose factors get a share.
 
     Attributes:
         operator: the product of these operators.
         rule: the rule.
-        chosen: its coefficients that get a share, by leaf and name.
-        ledger: records the part of the references.
+        chosen: the operator's coefficients that get a share, as pairs of leaf and name.
+        ledger: the ledger that records the contribution of reference values.
         labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
-        place: its name among all that divide relevance.
+        place: a key that identifies this object among all that divide relevance.
     """
 
     operator: Operator
@@ -168,7 +168,7 @@ class _Outer:
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients at values and factors, of the paths that this pass follows."""
+        """Return the gradients at values and factors along the paths that this pass follows."""
         label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
         if label == "content":
@@ -182,7 +182,7 @@ class _Outer:
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients at values and factors: averaged over nodes, times the shares."""
+        """Return the gradients at values and factors, averaged over nodes, times the shares."""
         shares, found, count = FAMILY[self.rule], Gradients(), len(nodes_of(self.rule))
         stack = (gradient / count).expand(count, *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
@@ -194,7 +194,7 @@ class _Outer:
         return shared(of_values, "content"), of_factors
 
     def _back(self, x: Tensor) -> Back:
-        """Return the function that takes gradients back at the nodes; kept for several passes."""
+        """Return the backward function at all nodes, cached if several passes need it."""
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
@@ -207,7 +207,7 @@ class _Outer:
         return back
 
     def _moved(self, nodes: Tensor) -> Moved:
-        """Return the factors at the nodes; those that are their own reference are left out."""
+        """Return the factors at the nodes, except factors that are their own reference."""
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}
@@ -230,7 +230,7 @@ class _Outer:
 
 
 class _Averaged(torch.autograd.Function):
-    """An operator's output, whose derivative is averaged over the nodes."""
+    """Computes an operator's output; the backward averages derivatives over the nodes."""
 
     @staticmethod
     def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:
@@ -256,20 +256,20 @@ class _Averaged(torch.autograd.Function):
 
 
 def by_example(x: Tensor, batch: int) -> Tensor:
-    """Sum by example, (B,); spread tensors without examples in front evenly.
+    """Return the sum of each example (B,); divide the sum evenly if ``x`` has no example dimension.
 
     Args:
         x: the tensor.
-        batch: how many examples there are, B.
+        batch: the number of examples, B.
     """
     return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
 
 
 def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean over the tokens up to each, (B, L, ...).
+    """Return for each token the mean over all tokens up to this token, (B, L, ...).
 
     Args:
-        x: (B, L, ...).
+        x: the tensor (B, L, ...).
         mask: True for the tokens that count (B, L), or None for all.
     """
     ones, wide = (1,) * (x.dim() - 2), x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Activations inside a run, which are read, or at which a linear network begins anew."""
+"""Read activations inside a run, or begin a new linear network at them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import hooked
 from .mode import Linearising
 
-#: How the channels of a mixer's heads are named, behind the mixer's own name.
+#: Suffix of a mixer's name that names the channels of the mixer's heads.
 HEADS = ".heads"
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """The place of an activation in a model.
+    """An activation of a model: the input or output of a module, or a mixer's heads.
 
     Attributes:
-        name: name of the module; of a mixer's heads with ``.heads`` behind it.
+        name: the module's name, with the suffix ``.heads`` for a mixer's heads.
         module: the module.
-        at: ``"output"`` or ``"input"`` of the module, or ``"heads"``: its operator's output for
-            each channel of each head, (B, L, H, P), before they are mixed.
+        at: ``"output"`` or ``"input"`` of the module, or ``"heads"``: the operator's output for
+            each channel of each head, (B, L, H, P), before heads are mixed.
     """
 
     name: str
@@ -48,15 +48,15 @@ def find_site(
 
     Args:
         model: the model.
-        layer: a module of it, its qualified name, or a mixer's name with ``.heads`` behind it.
+        layer: a module of the model, a module's qualified name, or a mixer's name + ``.heads``.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        at_input: whether it is the module's input. Default: False, its output.
+        at_input: whether the activation is the module's input. Default: False, the output.
 
     Returns:
         The :class:`Site`.
 
     Raises:
-        LayerError: for anything but a module of the model, and for parts of mixers.
+        LayerError: if ``layer`` is not a module of the model, or is a part of a mixer.
 
     Example:
         >>> from captum_ssm.linear.sites import find_site
@@ -76,7 +76,7 @@ def find_site(
     if module is None:
         called = repr(layer) if isinstance(layer, str) else f"of type {type(layer).__name__}"
         raise LayerError(
-            f"layer is {called}, but not a module of the model. Pass one of its modules, a "
+            f"layer is {called}, but not a module of the model. Pass a module of the model, a "
             f"name from model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
             f"{mixers[0].name + HEADS!r}."
         )
@@ -95,30 +95,32 @@ def _name(module: Any, named: dict[str, nn.Module]) -> str | None:
 
 
 def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
-    """Find the heads of a mixer, by its name with ``.heads`` behind it."""
+    """Return the site of a mixer's heads; ``name`` is the mixer's name with ``.heads``."""
     of_mixer = name.removesuffix(HEADS)
     mixer = next((mixer for mixer in mixers if of_mixer in mixer.names), None)
     if mixer is None or at_input:
         raise LayerError(
-            f"layer {name!r} is read as the output of heads of the mixer {of_mixer!r}"
+            f"layer {name!r} names the output of the heads of the mixer {of_mixer!r}"
             + (
                 ", which has no input: leave attribute_to_layer_input and "
                 "attribute_to_neuron_input False, or pass the mixer."
                 if mixer is not None
-                else f", but the mixers are: {', '.join(each.name for each in mixers)}."
+                else ", which the model does not have. Pass one of these mixers with '.heads': "
+                f"{', '.join(each.name for each in mixers)}."
             )
         )
     return Site(name, mixer.module, "heads")
 
 
 @dataclass(frozen=True, eq=False)
-class Met:
-    """The activation at a site in a run.
+class SiteActivation:
+    """The value of an activation in a run.
 
     Attributes:
-        value: its live tensors, concatenated along the last dimension.
-        sizes: sizes of the tensors in the last dimension.
-        leaf: the tensor that the network goes on from if it is cut there; else None.
+        value: the activation's tensors that depend on the input, concatenated along the last
+            dimension.
+        sizes: the sizes of these tensors in the last dimension.
+        leaf: the leaf from which the network continues if it is cut here; else None.
     """
 
     value: Tensor
@@ -127,7 +129,7 @@ class Met:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The live tensors that ``value`` consists of."""
+        """The tensors that ``value`` concatenates."""
         return torch.split(self.value, list(self.sizes), -1)
 
 
@@ -137,16 +139,16 @@ class Sites:
 
     Attributes:
         mode: the rules under which the model runs.
-        cut: the sites, and for each whether the network begins anew there.
-        met: the activations, in the order in which they were computed. Default: empty.
+        cut: for each site, whether a new network begins at the site.
+        met: the activation at each site, in the order of the run. Default: empty.
     """
 
     mode: Linearising
     cut: dict[Site, bool]
-    met: dict[Site, Met] = field(default_factory=dict)
+    met: dict[Site, SiteActivation] = field(default_factory=dict)
 
     def watch(self, stack: ExitStack) -> None:
-        """Hook the modules of all sites, until a stack is left."""
+        """Register hooks on the modules of all sites until ``stack`` closes."""
         for site in self.cut:
             module = site.module
             if site.at == "output":
@@ -159,18 +161,18 @@ class Sites:
                 stack.enter_context(before)
 
     def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Read or cut the heads of a mixer, the output (B, L, H, P) of its operator."""
+        """Read or cut the operator's output (B, L, H, P) of a mixer, if its heads are a site."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._meet(site, value)
         return value
 
-    def found(self, site: Site) -> Met:
-        """Return the activation at a site; raise if its module did not run."""
+    def found(self, site: Site) -> SiteActivation:
+        """Return the activation at a site; raise an error if the site's module did not run."""
         if site not in self.met:
             raise LayerError(
-                f"layer {site.name!r} never ran in this call of the model, or as a part of another "
-                "module's own code. Pass a layer that forward_func calls."
+                f"layer {site.name!r} was not called in this run of the model, or another module "
+                "uses it without calling it. Pass a layer that forward_func calls."
             )
         return self.met[site]
 
@@ -181,7 +183,7 @@ class Sites:
         return lambda module, args, kwargs: self._meet(site, (args, kwargs))
 
     def _meet(self, site: Site, value: Any) -> Any:
-        """Keep an activation, and return the value to go on with: a copy, or a new leaf."""
+        """Record an activation, and return the value that the model uses: a copy or a new leaf."""
         if not torch._C._is_torch_function_enabled():  # a checkpoint runs again, in the backward
             return value
         with unseen(), torch.enable_grad():
@@ -191,11 +193,11 @@ class Sites:
             # a copy, also of one: the model may change the activation in place later
             whole = torch.cat(tensors, -1)
             if not self.cut[site]:  # a copy goes on, for the same reason
-                self.met[site] = Met(whole, sizes, None)
+                self.met[site] = SiteActivation(whole, sizes, None)
                 copies = [x.clone() for x in tensors]
             else:
                 leaf = self.mode.leaf(whole)
-                self.met[site] = Met(whole, sizes, leaf)
+                self.met[site] = SiteActivation(whole, sizes, leaf)
                 parts = zip(torch.split(leaf, list(sizes), -1), tensors, strict=True)
                 copies = [part.to(x.dtype, copy=True) for part, x in parts]
             for x, new in zip(tensors, copies, strict=True):
@@ -204,7 +206,7 @@ class Sites:
         return _replaced(value, iter(copies))
 
     def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
-        """Raise for a second call, for no live tensor, and for shapes of no single activation."""
+        """Raise for a second call, for no tensor with a graph, and for unsuitable shapes."""
         if site in self.met:
             raise LayerError(
                 f"layer {site.name!r} runs several times in one call of the model, so that it has "
@@ -219,8 +221,8 @@ class Sites:
         shapes, root = [tuple(x.shape) for x in tensors], self.mode.root
         if any(shape[:-1] != shapes[0][:-1] for shape in shapes) or len(shapes[0]) < 2:
             raise LayerError(
-                f"layer {site.name!r} has tensors of shapes {shapes}, not one "
-                "activation. Pass a layer with one tensor."
+                f"layer {site.name!r} has tensors of shapes {shapes}, which are not one "
+                "activation. Pass a layer with one tensor of two or more dimensions."
             )
         if root is not None and len(root) != len(tensors[0]):
             raise LayerError(
@@ -231,7 +233,7 @@ class Sites:
 
 
 def _live(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that depend on the input, however nested."""
+    """Yield the tensors in a nested value that depend on the input."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
@@ -244,7 +246,7 @@ def _live(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
-    """Replace the live tensors in a value, in the order of :func:`_live`."""
+    """Replace the tensors that :func:`_live` yields by the tensors of ``new``, in order."""
     if isinstance(value, Tensor):
         return next(new) if value.requires_grad else value
     if isinstance(value, dict):

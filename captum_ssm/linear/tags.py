@@ -1,12 +1,12 @@
-"""Places of explained ids, followed through a run up to the look-up in an embedding's table.
+"""Follow the positions of explained ids through a run to the look-up in an embedding table.
 
-Each function of the ids, or of results of such functions, is called once more on tagged copies of
-its whole numbers: to each explained id a multiple of a large prime is added, by its place.  A
-function that moves ids moves their tags with them, whatever its name.  One that computes with them
-leaves numbers without a valid tag.
+Each function of the ids, or of results of such functions, is called a second time on tagged copies
+of its integer arguments. A tagged copy adds a multiple of a large prime to each explained id, by
+the id's position. Any function that moves ids moves the tags with them. A function that computes
+with ids returns numbers without a valid tag.
 
-Copies are on the host, because they are small.  A tagged id that is used as an index is out of
-bounds, after which a GPU would do no more work.
+The copies are on the CPU, because they are small, and because a tagged id that is used as an index
+is out of bounds, after which a GPU could no longer be used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..tracing.hooks import swapped, tensors_in
 from ..tracing.layer import same_memory
 from ..tracing.replays import begins_with
 
-#: In place of a place: none of the explained ids, and a number that may be computed from some.
+#: Used instead of a position: not an explained id, and a number that may be computed from some.
 NONE, UNTOLD = -1, -2
 
-#: Multiples of B * L that are added to places, by the way in which these are known.
+#: Multiples of B * L that are added to positions, by how the positions were found.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
 
-#: Room for ids below their tags, and the least prime for tags that fit into 32 bits with them.
+#: Upper limit of ids below the tags, and smallest prime with which ids and tags fit into 32 bits.
 _IDS, _LEAST = 2**24, 2**10
 
 
@@ -53,12 +53,12 @@ class Tags:
         self._version, self._began = _version(self.ids), _where(self.ids)
         #: The ids as they were before any function was given them.
         self._first: Tensor | None = None
-        #: By where memory begins: a tensor that keeps it, and all that it holds, tagged.
+        #: By start of memory: a tensor that keeps it alive, and tagged copies of its numbers.
         self._memories: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @functools.cached_property
     def _step(self) -> int:
-        """The prime that tags are multiples of; they survive a hash table's smaller modulus."""
+        """The prime whose multiples are tags, large so that tags survive a hash table's modulus."""
         each = 2 * self.ids.numel() + 1
         step = (2**31 - _IDS) // each
         step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys
@@ -67,17 +67,17 @@ class Tags:
         return step
 
     def follow(self, x: Tensor) -> bool:
-        """Return True if whole numbers are the explained ids, or may be computed from them."""
+        """Return True if integers ``x`` are the explained ids, or may be computed from them."""
         where = _where(x)
         return where is not None and (where == self._began or where in self._memories)
 
     def places(self, x: Tensor) -> Tensor:
-        """Return the place, among the explained ids, of each of a tensor's numbers, on the host.
+        """Return for each number in ``x`` its position among the explained ids, on the CPU.
 
         Returns:
-            Places b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`. Places of
-            recognized ids are larger by B * L.  Places of computed ids that came out equal to the
-            explained ones are larger by 2 * B * L.
+            Positions b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`. Positions of
+            recognized ids are larger by B * L. Positions of ids that were computed, but are equal
+            to the explained ids, are larger by 2 * B * L.
         """
         count = self.ids.numel()
         if same_memory(x, self.ids) and _version(x) == self._version is not None:
@@ -93,9 +93,9 @@ class Tags:
             return self._numbers(COMPUTED * count) if is_equal else places
 
     def by_example(self, places: Tensor) -> Tensor | None:
-        """Return places as positions in their own examples (B, L'), :data:`NONE` for none.
+        """Convert ``places`` to positions within each example (B, L'), :data:`NONE` for none.
 
-        None if some place is not known or lies in another example, or ``places`` are no rows.
+        Return None if a position is unknown or in a different example, or if the shape is wrong.
         """
         (batch, length), is_given = self.ids.shape, places > NONE
         if places.dim() != 2 or len(places) != batch or bool((places == UNTOLD).any()):
@@ -106,7 +106,7 @@ class Tags:
         return at.where(is_given, NONE)
 
     def recognize(self, x: Tensor) -> bool:
-        """Follow ids (B, L') if the explained ones are the first of them; return whether."""
+        """Follow ids (B, L') if they begin with the explained ids; return True if they do."""
         with unseen():
             if not begins_with(x, self.ids):
                 return False
@@ -148,9 +148,9 @@ class Tags:
         return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
 
     def _tagged(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return the ``numbers`` of ``x`` with tags; as they are if ``x`` is not followed.
+        """Return the ``numbers`` of ``x`` with tags, or unchanged if ``x`` is not followed.
 
-        Tagged ones share the memory that is kept for them, so that in-place changes stay there.
+        Tagged numbers are views of the stored copy, so that in-place changes are stored as well.
         """
         where = _where(x)
         if where == self._began and where not in self._memories:
@@ -161,7 +161,7 @@ class Tags:
         return _in(cells, x) if like.element_size() == x.element_size() else numbers + 1
 
     def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
-        """Follow a tensor, and all others in its memory; ``tagged`` is None if tags are unknown."""
+        """Follow all tensors in the memory of ``x``; ``tagged`` is None if tags are unknown."""
         size = x.untyped_storage().nbytes() // x.element_size()
         cells = _on_host(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:
@@ -172,7 +172,7 @@ class Tags:
 
 
 def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
-    """Return the ``count`` results of a function on tagged copies; None each if it fails."""
+    """Return the ``count`` results of a function on tagged copies; each is None if it fails."""
     try:
         out = func(*args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is not an index
@@ -186,7 +186,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _in(cells: Tensor, x: Tensor) -> Tensor:
-    """Return the part of a whole memory that a tensor is."""
+    """Return a view of ``cells``, a copy of the memory of ``x``, with the layout of ``x``."""
     return cells.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
@@ -195,7 +195,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _where(x: Tensor) -> Any:
-    """Return where the memory of whole numbers begins; None for other tensors."""
+    """Return device and address of the memory of an integer tensor; None for other tensors."""
     if x.is_floating_point() or x.is_complex() or x.is_quantized or x.dtype == torch.bool:
         return None
     if x.layout != torch.strided or not x.numel():

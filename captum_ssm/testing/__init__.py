@@ -1,4 +1,4 @@
-"""Checks of a custom operator, adapter or method.
+"""Check that a custom operator, adapter or method keeps the promises of this package.
 
 Each check raises an ``AssertionError`` that names the broken promise.
 """

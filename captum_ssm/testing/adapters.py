@@ -1,4 +1,4 @@
-"""The contract of adapters: every promise about a mixer, checked on one build of a model."""
+"""Check on one model that the adapters of its mixers keep every promise of the package."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from ..inside import LayerLatimFlow, NeuronLatimFlow
 from ..mixers.base import first_tensor
 from ..tracing import Layer, trace
 
-#: One module and one recorded call in float64; the matrices (B, H * P, L, L) of its heads' channels
-#: out, or several by their components ("exact", "s6", "unified-gate"); None for other classes.
+#: A function of a module and one recorded call, in float64. It returns the matrices of all channels
+#: (B, H * P, L, L), or such matrices by names of components ("exact", "s6", "unified-gate"), or
+#: None for a module of a different class.
 Formula = Callable[[Any, Tensor, Mapping[str, Any]], Tensor | Mapping[str, Tensor] | None]
 
-#: Largest max|a - b| / max|b| between two ways to compute the same.  Modules in float64 are allowed
-#: as much as in float32, to which many of them round parts of their recurrences.
+#: Largest accepted max|a - b| / max|b| of two ways to compute the same result. It is the same for
+#: float64 and float32, since many float64 modules compute parts of their recurrences in float32.
 _SAME = 1e-5
-#: How much more than a module's own rounding error is accepted, where this is above the limit.
+#: Multiple of a module's own rounding error that is accepted if it is above the limit.
 _OWN = 32
 _ALL = slice(None)
-#: The limits for a formula, by its own dtype.
+#: Largest error of an operator compared with a formula, by the formula's dtype.
 _EXACT = {torch.float64: 1e-9, torch.float32: 2e-6}
 
 
@@ -51,29 +52,32 @@ def check_adapter(
 
     The model is built once. A clause checks one promise for each mixer that runs:
 
-    - ``"float32"``, ``"float64"``, ``"bfloat16"``: the operator reproduces the module. Operators of
-      a bfloat16 module are computed in float32. - ``"matrices"``: the matrices are the operator and
-      its adjoint, and equal ``formula``. - ``"batches"``, ``"lengths"``: an example alone gives the
-      same as in its batch, and so do a causal mixer's first tokens alone. - ``"left padding"``,
-      ``"right padding"``: so does an example in a padded batch. Padded tokens are never read. -
-      ``"sums"``: relevance of :class:`~captum_ssm.LatimFlow` and biases add up to the output. -
-      ``"layers"``, ``"neurons"``, ``"heads"``: so they do at blocks, mixers and their heads. -
-      ``"knock-out"``: a mixer without some edges returns its matrices with these entries zeroed. -
-      ``"LoRA"``: the operator includes the weights of LoRA adapters. It needs peft. -
-      ``"checkpointing"``, ``"offload"``, ``"copy and pickle"``: gradient checkpointing, offloaded
-      weights (with accelerate) and copies of the model give the same.
+    - ``"float32"``, ``"float64"``, ``"bfloat16"``: the operator reproduces the module's output. The
+      operators of a bfloat16 module are computed in float32.
+    - ``"matrices"``: the matrices agree with the operator and its adjoint, and with ``formula``.
+    - ``"batches"``, ``"lengths"``: an example by itself gives the same results as in its batch, and
+      so do the first tokens of an example, for a causal mixer.
+    - ``"left padding"``, ``"right padding"``: an example by itself gives the same results as in a
+      padded batch, and padded tokens are never read.
+    - ``"sums"``: relevance of :class:`~captum_ssm.LatimFlow` and biases add up to the output.
+    - ``"layers"``, ``"neurons"``, ``"heads"``: these sums also hold at blocks, mixers and heads.
+    - ``"knock-out"``: a mixer without some edges equals its matrices with these entries zeroed.
+    - ``"LoRA"``: the operator includes the weights of LoRA adapters. This clause needs peft.
+    - ``"checkpointing"``, ``"offload"``, ``"copy and pickle"``: gradient checkpointing, offloaded
+      weights (with accelerate) and copies of the model give the same results.
 
     Args:
-        make: builds the model, or a mixer alone; called once. Its parameters should be random.
+        make: a function that builds the model, or a single mixer, with random parameters. It is
+            called once.
         inputs: two or more different examples: token ids (B, L), embeddings (B, L, E) or images
             (B, C, H, W). Images have neither lengths nor padding.
         formula: the mixer's definition, written without this package; see :data:`Formula`. It is
-            given a module in float64, its input (B, L, E) and the keyword arguments of the call.
-            Default: None, no formula.
-        refuses: clauses that the mixer does not keep, each with a regular expression that the
-            error's text matches. A clause that holds may not be named. Default: none.
-        clauses: names of the clauses to check. Default: None, all of them; LoRA and offloading
-            without peft and accelerate are left out.
+            called with a module in float64, the module's input (B, L, E) and the keyword arguments
+            of the call. Default: None, no formula.
+        refuses: clauses that the mixer does not keep, each with a regular expression that matches
+            the error. An error is raised if such a clause holds. Default: none.
+        clauses: the names of the clauses to check. Default: None, all clauses, except LoRA without
+            peft and offloading without accelerate.
 
     Returns:
         The names of the clauses that were checked.
@@ -92,7 +96,7 @@ def check_adapter(
     """
     asked = [name for name in CLAUSES if clauses is None or name in clauses]
     if unknown := {*refuses, *(clauses or ())} - set(CLAUSES):
-        raise ValueError(f"no such clauses: {sorted(unknown)}; there are {list(CLAUSES)}")
+        raise ValueError(f"no such clauses: {sorted(unknown)}. Use names from {list(CLAUSES)}.")
     if clauses is None:
         asked = [name for name in asked if _is_there(_NEEDS.get(name))]
     if inputs.dim() == 4:
@@ -111,12 +115,12 @@ def check_adapter(
             if not re.search(refuses[name], said):
                 raise AssertionError(f"{said} (refused, but not for {refuses[name]!r})") from error
         else:
-            assert name not in refuses, f"{name}: it holds, so refuses must not name it"
+            assert name not in refuses, f"{name}: the clause holds, so remove it from refuses"
     return asked
 
 
 class _Subject:
-    """The model in its own precision and in float64, its input, and the layers of a run."""
+    """The checked model in its own precision and in float64, its input, and its traced layers."""
 
     def __init__(
         self, model: nn.Module, inputs: Tensor, formula: Formula | None, refuses: Collection[str]
@@ -131,7 +135,7 @@ class _Subject:
         except Exception:  # such as a class that is in no file
             self.pickles = False
         self.layers = _layers(self.model, self.wide)
-        assert self.layers, "no mixer ran"
+        assert self.layers, "the model ran no mixer: pass a model that calls a supported mixer"
         self.names = [layer.name for layer in self.layers]
         with torch.no_grad():
             output = logits_of(_run(self.model, self.wide))
@@ -144,7 +148,7 @@ class _Subject:
         return flow.decompose(self.wide, self.target, features=True)
 
     def at_layer(self, name: str, at_input: bool) -> Any:
-        """Return the decomposition of the plain model's output at a layer."""
+        """Return the decomposition of the float64 model's output at a layer, cached."""
         if (name, at_input) not in self._at_layers:
             explain = LayerLatimFlow(self.model, name, rule="frozen")
             found = explain.decompose(self.wide, self.target, None, at_input)
@@ -152,15 +156,16 @@ class _Subject:
         return self._at_layers[name, at_input]
 
     def is_padded(self, side: str) -> bool:
-        """Return True if the mixers accept a batch that is padded on this side."""
+        """Return True if the mixers accept a batch that is padded on ``side``."""
         takes = self.inputs.dim() < 4 and _takes_mask(self.model)
         return takes and f"{side} padding" not in self.refuses
 
     @property
     def places(self) -> list[tuple[str, bool]]:
-        """Return the input of the first and the output of the last part of each class.
+        """For each class of blocks and mixers, the name of the first and of the last module.
 
-        Only blocks and mixers that run once count; True marks an input.
+        Each name comes with True, for the first module's input, or False, for the last one's
+        output. Modules that run several times are left out.
         """
         names = {module: name for name, module in self.model.named_modules()}
         ran = [x for layer in self.layers for x in (layer.block, layer.mixer.module) if x in names]
@@ -190,7 +195,7 @@ def _reproduces(dtype: torch.dtype) -> Callable[[_Subject], None]:
 
 
 def _is_the_module(layer: Layer) -> None:
-    """Check the operator against the module's output, of a bfloat16 module its float32 output."""
+    """Check that the operator reproduces the module's output, in float32 for bfloat16 modules."""
     linear, wanted = layer.linear, layer.in_order(layer.output)
     working = torch.float64 if wanted.dtype == torch.float64 else torch.float32
     rebuilt = linear.output()
@@ -207,7 +212,7 @@ def _is_the_module(layer: Layer) -> None:
 
 
 def _again(layer: Layer, dtype: torch.dtype) -> Tensor:
-    """Return the module's output for the same input in another precision."""
+    """Run a layer's module again on the same input in another dtype, and return the output."""
     module = copy.deepcopy(layer.mixer.module).to(dtype)
     args, kwargs = tree_map(lambda x: _as(x, dtype), (layer.call.args, dict(layer.call.kwargs)))
     with torch.no_grad(), trace(module, operators=False) as record:
@@ -231,11 +236,11 @@ def _matrices(subject: _Subject) -> None:
         covered += 1
         for name, exact in (wanted if isinstance(wanted, Mapping) else {"exact": wanted}).items():
             part = layer.linear.restrict(parse_components(name)).operator.per_channel()
-            said, limit = f"{layer.name}: {name}, beside the formula", _EXACT[exact.dtype]
+            said, limit = f"{layer.name}: {name}, against the formula", _EXACT[exact.dtype]
             _close(said, part.dense(None), exact, limit=limit)
             _close(said, part.dense("mean"), exact.mean(1), exact, limit)
             _close(said, part.rows([-1, 0], None), exact[:, :, [-1, 0]], exact, limit)
-    assert covered, "the formula covers none of the mixers"
+    assert covered, "the formula returns None for all mixers: return matrices for one of them"
 
 
 def _is_its_matrices(layer: Layer) -> None:
@@ -248,7 +253,7 @@ def _is_its_matrices(layer: Layer) -> None:
     size = mapped.abs().sum()  # of all terms, which may cancel
     _close(f"{name}: the adjoint", (operator.transpose(u) * v).sum(), mapped.sum(), size)
     for tensor in operator.tensors().values():
-        assert not tensor.requires_grad, f"{name}: coefficients belong to a graph"
+        assert not tensor.requires_grad, f"{name}: a coefficient requires grad; detach it"
     if own is operator:
         found = torch.einsum("bcij,bjc->bic", matrices, linear.values.flatten(2))
         wanted = operator.affine(linear.values).flatten(2)
@@ -280,7 +285,7 @@ def _padding(side: str) -> Callable[[_Subject], None]:
             _is_the_module(layer)
             found = layer.linear.mask
             assert found is not None, f"{layer.name}: the mixer returns no mask"
-            assert torch.equal(found, mask.bool()), f"{layer.name}: the mask is another"
+            assert torch.equal(found, mask.bool()), f"{layer.name}: returns a different mask"
             read = _dense(layer).abs().sum((1, 2))  # (B, L)
             assert not read[mask == 0].any(), f"{layer.name}: padded tokens are read"
         for row in range(1, len(mask)):
@@ -292,7 +297,7 @@ def _padding(side: str) -> Callable[[_Subject], None]:
 
 
 def _padded(subject: _Subject, side: str) -> tuple[list[Layer], Tensor, Tensor]:
-    """Run a padded batch of three examples: of all tokens, of about half of them, and of two."""
+    """Run a padded batch of examples with all tokens, about half of the tokens, and two tokens."""
     assert _takes_mask(subject.model), "the model's forward takes no attention_mask"
     inputs = subject.wide[[0, 1, 0]]
     tokens = inputs.shape[1]
@@ -307,18 +312,18 @@ def _pairs(subject: _Subject, inputs: Tensor, layers: list[Layer]) -> Iterator[t
 
 
 def _is_same(own: Layer, among: Layer, rows: Any = _ALL, tokens: Any = _ALL) -> None:
-    """Check that a layer gives the same for tokens alone and for these tokens in a larger batch."""
+    """Check that a layer of a run on some tokens equals these tokens in a run on a larger batch."""
     found, every = _dense(own), _dense(among)
     mine, all_ = own.linear, among.linear
     wanted = every[rows][:, :, tokens][..., tokens]
-    _close(f"{own.name}: matrices differ from those alone", found, wanted, every)
+    _close(f"{own.name}: matrices in a batch and by themselves", found, wanted, every)
     for name in ("values", "bias"):
         found, wanted = getattr(mine, name), getattr(all_, name)[rows, tokens]
-        _close(f"{own.name}: {name} differ from those alone", found, wanted, all_.values)
+        _close(f"{own.name}: {name} in a batch and by themselves", found, wanted, all_.values)
 
 
 def _dense(layer: Layer) -> Tensor:
-    """Return the matrices of every channel, kept for as long as the layer is."""
+    """Return the matrices of all channels (B, H * P, L, L), cached as long as the layer exists."""
     if layer not in _MATRICES:
         _MATRICES[layer] = layer.operator.per_channel().dense(None)
     return _MATRICES[layer]
@@ -360,7 +365,7 @@ def _at_layers(subject: _Subject) -> None:
         _adds_up(name, found)
         if name in mixers and not at_input:
             first = found.inputs[..., : found.sizes[0]]
-            _close(f"{name}, beside the whole decomposition", first, mixers[name])
+            _close(f"{name}, against the whole decomposition", first, mixers[name])
 
 
 def _at_neurons(subject: _Subject) -> None:
@@ -394,7 +399,7 @@ def _at_heads(subject: _Subject) -> None:
 
 
 def _knock_out(subject: _Subject) -> None:
-    """Check cut edges against matrices with zeros, in a padded batch if the mixers accept one."""
+    """Check that cut edges give the output of matrices with zeros, if possible with padding."""
     layers, mask, inputs = subject.layers, None, subject.wide
     if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")
@@ -412,7 +417,7 @@ def _knock_out(subject: _Subject) -> None:
         # hooked last, so that it sees the output without the edges
         with torch.no_grad(), cut, layer.mixer.module.register_forward_hook(keep):
             _run(subject.model, inputs, mask)
-        _close(f"{layer.name}, beside zeroed entries", layer.in_order(found[-1]), wanted)
+        _close(f"{layer.name}, against zeroed entries", layer.in_order(found[-1]), wanted)
 
 
 def _keep(found: list[Any], module: Any, args: Any, output: Any) -> None:
@@ -437,7 +442,7 @@ def _lora(subject: _Subject) -> None:
     for layer in layers:
         _is_the_module(layer)
     changes = max(_error(x.output, y.output) for x, y in zip(layers, subject.layers, strict=True))
-    assert changes > _SAME, "the LoRA adapters change nothing"
+    assert changes > _SAME, "the LoRA adapters do not change the output of any mixer"
 
 
 def _checkpointing(subject: _Subject) -> None:
@@ -458,7 +463,7 @@ def _offload(subject: _Subject) -> None:
     assert any(x.is_meta for x in model.parameters()), "no weight was offloaded"
     with torch.no_grad():
         wanted, found = (logits_of(_run(x, subject.wide)) for x in (subject.model, model))
-    _close("the offloaded model returns something else", found, wanted)
+    _close("the output of the offloaded model", found, wanted)
     _explains_the_same(subject, model)
 
 
@@ -466,11 +471,11 @@ def _explains_the_same(subject: _Subject, model: nn.Module) -> None:
     for found, wanted in zip(_layers(model, subject.wide), subject.layers, strict=True):
         _is_same(found, wanted)
     flow = LatimFlow(model).decompose(subject.wide, subject.target, rule="frozen", roles=False)
-    _close("the relevance, beside the plain model's", flow.inputs, subject.decomposition.inputs)
+    _close("the relevance, against the plain model", flow.inputs, subject.decomposition.inputs)
 
 
 def _copies(subject: _Subject) -> None:
-    """Check that an explained model can be copied, and that operators hold no weights."""
+    """Check that an explained model can be copied, and that operators share no weights with it."""
     assert _hooks(subject.model) == subject.hooks, "hooks are left on the model"
     model = copy.deepcopy(subject.model)
     if subject.pickles:
@@ -496,7 +501,7 @@ def _hooks(model: nn.Module) -> list[int]:
 
 
 def _kinds(layers: list[Layer]) -> Collection[Layer]:
-    """Return the last layer of every class of mixers."""
+    """Return the last layer of each mixer class."""
     return {type(x.mixer.module): x for x in layers}.values()
 
 
@@ -528,7 +533,7 @@ def _close(
 
 
 def _error(found: Tensor, wanted: Tensor, size: Tensor | None = None) -> float:
-    """Return max|a - b| / max|b|, or by the size of another tensor; infinite for NaN."""
+    """Return max|a - b| / max|b|, or / max|size| if ``size`` is given; infinite for NaN."""
     assert found.shape == wanted.shape, f"shapes {tuple(found.shape)} and {tuple(wanted.shape)}"
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = (wanted if size is None else size.detach().double()).abs().max().clamp_min(1e-30)
@@ -541,7 +546,7 @@ def _is_there(package: str | None) -> bool:
 
 _NEEDS = {"LoRA": "peft", "offload": "accelerate"}
 _OF_SEQUENCES = ("lengths", "left padding", "right padding")
-#: The clauses by name.
+#: The function that checks each clause, by the clause's name.
 CLAUSES: Mapping[str, Callable[[_Subject], None]] = MappingProxyType(
     {
         "float32": _reproduces(torch.float32),

@@ -1,4 +1,4 @@
-"""The contract of an explanation method: Captum's promises, and every option on every input."""
+"""Check an explanation method: Captum's interface, and every option on every kind of input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLAUSES = (
     "signature", "results", "options", "padding", "parts", "modes", "precision", "delta", "traces",
     "refusals", "captum",
 )  # fmt: skip
-#: Kinds of inputs: token ids, their embeddings, images.
+#: Kinds of inputs: token ids, embeddings of token ids, and images.
 KINDS = ("ids", "embeddings", "images")
 
 
@@ -43,18 +43,20 @@ def check_method(
 ) -> None:
     """Check that an explanation method keeps all promises of Captum and this package.
 
-    Every value of every option of ``attribute`` is tried on a padded batch: against an example
-    alone, in parts under ``torch.no_grad()``, and in bfloat16. The inputs are token ids, embeddings
-    and images.
+    Every value of every option of ``attribute`` is tried on a padded batch. The result is compared
+    with the result for a single example, for parts of the batch under ``torch.no_grad()``, and for
+    bfloat16. The inputs are token ids, embeddings and images.
 
     Args:
-        method: the class, called as ``method(model)``.
-        options: values of new options, or other values of known ones, by name. Default: None.
-        clauses: the clauses that are checked. Default: :data:`CLAUSES`, all.
+        method: the method's class, called as ``method(model)``.
+        options: values to try for new options, or instead of the known values, by option name.
+            Default: None.
+        clauses: the names of the clauses to check. Default: :data:`CLAUSES`, all.
         kinds: the kinds of inputs. Default: :data:`KINDS`, all.
-        language: makes the language model, with 19 tokens and two layers of 16 channels, whose
-            second argument is the attention mask. Default: None, a small Mamba of transformers.
-        seed: of the models and inputs. Default: 0.
+        language: a function that builds the language model, with 19 tokens and two layers of 16
+            channels, whose second argument is the attention mask. Default: None, a small Mamba
+            from transformers.
+        seed: the seed of the models and inputs. Default: 0.
 
     Raises:
         AssertionError: when a clause does not hold; the message names failed clauses and options.
@@ -77,15 +79,16 @@ def check_method(
 
 
 def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) -> None:
-    """Check that a cut of messages does the same to each example alone, and leaves no trace.
+    """Check that :func:`~captum_ssm.knock_out` is independent of padding and restores the model.
 
     Args:
-        language: as for :func:`check_method`. Default: None, a small Mamba of transformers.
-        seed: of the model and the input. Default: 0.
+        language: a function that builds the language model, as in :func:`check_method`. Default:
+            None, a small Mamba from transformers.
+        seed: the seed of the model and the input. Default: 0.
 
     Raises:
-        AssertionError: when a padded example's output differs from the example alone, or the cut
-            leaves anything on the model.
+        AssertionError: when a padded example's output differs from the output of the example by
+            itself, when nothing changes, or when the model is different afterwards.
     """
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -114,7 +117,7 @@ def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) ->
 
 
 class _Case(NamedTuple):
-    """A model with inputs and a target."""
+    """A model with inputs of one kind, a target for each example, and an attention mask."""
 
     kind: str
     model: Any
@@ -123,22 +126,22 @@ class _Case(NamedTuple):
     mask: Tensor | None
 
     def real(self, example: int) -> Tensor:
-        """Return True for tokens of an example without padding."""
+        """Return a mask (L,) of an example's tokens, True for tokens that are not padding."""
         tokens = torch.ones(len(self.inputs[0])) if self.mask is None else self.mask[example]
         return tokens.bool()
 
     def value(self, value: Any) -> Any:
-        """Return an option's value for the case's kind of inputs."""
+        """Return an option's value for this case, chosen by kind if it is a :class:`ByKind`."""
         return getattr(value, self.kind) if isinstance(value, ByKind) else value
 
     def halved(self) -> _Case:
-        """Return the case with weights and inputs in bfloat16, which represents them exactly."""
+        """Return the case with weights and inputs converted to bfloat16, without rounding."""
         x, model = self.inputs, copy.deepcopy(self.model).bfloat16()
         return self._replace(model=model, inputs=x.bfloat16() if x.is_floating_point() else x)
 
 
 class _Checker:
-    """The clauses, each of which notes its failures."""
+    """Runs the clauses on one method, and collects the failures in ``failures``."""
 
     def __init__(
         self,
@@ -166,9 +169,9 @@ class _Checker:
         }
 
     def run(self, clause: str) -> None:
-        """Check one clause, and note all failures of the clause."""
+        """Check one clause, and add all failures of the clause to ``failures``."""
         if clause not in CLAUSES:
-            raise ValueError(f"clauses names {clause!r}. Known are {', '.join(CLAUSES)}.")
+            raise ValueError(f"clauses names {clause!r}. Use names of {', '.join(CLAUSES)}.")
         check = getattr(self, clause)
         if clause not in (*_BY_KIND, *_BY_OPTION):
             with self.noted(clause):
@@ -185,7 +188,7 @@ class _Checker:
 
     @contextmanager
     def noted(self, where: str) -> Iterator[None]:
-        """Note failures inside the ``with``, and go on."""
+        """Add an exception raised inside the ``with`` to ``failures``, and continue."""
         try:
             yield
         except Exception as error:
@@ -193,11 +196,11 @@ class _Checker:
             self.failures.append(f"{where}: {what}{error}")
 
     def found(self, case: _Case, **options: Any) -> Any:
-        """Return the method's relevance in a case."""
+        """Run the method on a case with some options, and return the relevance."""
         return self.method(case.model).attribute(case.inputs, case.target, case.mask, **options)
 
     def whole(self, case: _Case, options: dict[str, Any]) -> Tensor:
-        """Return the method's relevance in a case, cached for several clauses."""
+        """Return the method's relevance for a case, cached by the options for later clauses."""
         key = (case.kind, repr(options))
         if key not in self._wholes:
             self._wholes[key] = self.found(case, **options)
@@ -207,7 +210,7 @@ class _Checker:
 
     def signature(self) -> None:
         method, parameters = self.method, list(self.parameters.values())
-        _require(issubclass(method, Attribution), "the method is no captum.attr.Attribution")
+        _require(issubclass(method, Attribution), "the method does not subclass Attribution")
         _require(
             not self.unknown, f"no values to try of {self.unknown}: pass options={{name: Values}}"
         )
@@ -215,14 +218,14 @@ class _Checker:
         first = ["self", "inputs", "target", "additional_forward_args"]
         _require(names == first, f"attribute takes {names} first, but Captum passes {first}")
         kinds = [each.kind for each in parameters[4:]]
-        _require(set(kinds) <= {inspect.Parameter.KEYWORD_ONLY}, "options go by keyword alone")
+        _require(set(kinds) <= {inspect.Parameter.KEYWORD_ONLY}, "options must be keyword-only")
         lacking = [each.name for each in parameters[2:] if each.default is each.empty]
-        _require(not lacking, f"{lacking} have no default")
+        _require(not lacking, f"the arguments {lacking} of attribute have no default")
         made, name = method(self.cases["ids"].model), method.get_name()
         _require(made.get_name() == name and name.split() and name == " ".join(name.split()),
-                 f"the name {name!r} is not of whole words")  # fmt: skip
-        _require(callable(made.forward_func), "forward_func cannot be called")
-        _require(isinstance(made.multiplies_by_inputs, bool), "multiplies_by_inputs is no bool")
+                 f"get_name() is {name!r}, not words with single spaces")  # fmt: skip
+        _require(callable(made.forward_func), "forward_func is not callable")
+        _require(isinstance(made.multiplies_by_inputs, bool), "multiplies_by_inputs is not a bool")
         _require(made.has_convergence_delta() is ("return_convergence_delta" in self.parameters),
                  "has_convergence_delta() is not whether attribute returns one")  # fmt: skip
         beneath = getattr(method.attribute, "__wrapped__", None)
@@ -233,7 +236,7 @@ class _Checker:
         case = self.cases["embeddings"]
         made = self.method(case.model)
         if not made.has_convergence_delta():
-            with _raises(NotImplementedError, "a delta is computed that is not promised"):
+            with _raises(NotImplementedError, "compute_convergence_delta() raises no error"):
                 made.compute_convergence_delta()
             return
         for kind in self.kinds:
@@ -241,9 +244,7 @@ class _Checker:
             _require(delta.shape == (2,), f"{kind}: the delta has shape {tuple(delta.shape)}")
             _require(bool((delta.abs() <= 1e-5 * found.abs().flatten(1).sum(1)).all()),
                      f"{kind}: the delta is {delta.tolist()}")  # fmt: skip
-            _close(
-                found, self.found(self.cases[kind]), f"{kind}: relevance beside the delta differs"
-            )
+            _close(found, self.found(self.cases[kind]), f"{kind}: relevance with a delta differs")
         found, shift = self.found(case), torch.tensor([2.0, -1.0], dtype=torch.float64)
         moved = found + shift[:, None, None] / found[0].numel()
         again = made.compute_convergence_delta(moved, *case[2:])
@@ -260,11 +261,11 @@ class _Checker:
         for name in {"baselines", "n_steps", "feature_mask"} - {*self.parameters}:
             self._refused(name, model, **given, **{name: None})
         hidden = torch.stack([mask[0], 0 * mask[0]])
-        with _raises(PaddedExampleError, "an example that is padding alone is explained"):
+        with _raises(PaddedExampleError, "an example with only padding raises no error"):
             self.method(model).attribute(ids, target, hidden)
-        with _raises(CaptumSSMError, "a padded token is asked for"):
+        with _raises(CaptumSSMError, "a target at a padded token raises no error"):
             self.method(model).attribute(ids, (0, 3), mask)
-        with _raises(CaptumSSMError, "a function that leads to no model is taken"):
+        with _raises(CaptumSSMError, "a forward_func without a model raises no error"):
             self.method(lambda x: x)
 
     def _refused(self, name: str, model: nn.Module, **given: Any) -> None:
@@ -272,10 +273,10 @@ class _Checker:
             self.method(model).attribute(**given)
         except CaptumSSMError as error:
             message = str(error)
-            _require(name.rstrip("s") in message, f"the error does not name it: {message}")
-            _require(message.endswith((".", "?", ")")), f"the error is no sentence: {message}")
+            _require(name.rstrip("s") in message, f"the error does not name {name}: {message}")
+            _require(message.endswith((".", "?", ")")), f"the error is not a sentence: {message}")
         else:
-            raise AssertionError("is not refused")
+            raise AssertionError(f"the value of {name} raises no CaptumSSMError")
 
     @torch.no_grad()
     def captum(self) -> None:
@@ -283,8 +284,8 @@ class _Checker:
         _, model, inputs, target, mask = case
         made, expected = self.method(model), self.found(case)
         beneath = made.attribute.__wrapped__(made, (inputs,), target, mask)
-        _require(isinstance(beneath, tuple), "a tuple does not give a tuple")
-        _equal(beneath[0], expected, "what is beneath the decorator says something else")
+        _require(isinstance(beneath, tuple), "a tuple of inputs does not return a tuple")
+        _equal(beneath[0], expected, "attribute without its decorator differs")
         other = copy.copy(self.method(copy.deepcopy(model)))
         other.forward_func, other.model = _function(case), model
         _close(other.attribute(*case[2:]), expected, "a copy with another forward_func differs")
@@ -307,16 +308,16 @@ class _Checker:
                 with self.noted(f"options, {_shown(name, value)}"):
                     given = {name: value}
                     if isinstance(value, str) and value == default:
-                        _close(self.whole(cases[0], given), plain, "by its name it differs")
+                        _close(self.whole(cases[0], given), plain, "the default by name differs")
                         continue
                     for other, earlier in seen.items():
                         differs = any(self._differs(case, given, earlier) for case in cases)
-                        _require(differs, f"says the same as {other}")
+                        _require(differs, f"gives the same relevance as {other}")
                     seen[repr(value)] = given
             for value in values.same:
                 with self.noted(f"options, {_shown(name, value)}"), _silent():
                     found = self.found(cases[0], **{name: value})
-                    _close(found, plain, "does not say the same as the default")
+                    _close(found, plain, "the relevance differs from the default's")
 
     def _differs(self, case: _Case, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return True if two choices of options give different relevance."""
@@ -330,22 +331,22 @@ class _Checker:
 
     def results(self, case: _Case) -> None:
         found = self.found(case)
-        _require(type(found) is Tensor and not found.requires_grad, "the result is no plain tensor")
-        _require(found.is_contiguous() and found.is_leaf, "the result is not by itself in memory")
+        _require(type(found) is Tensor and not found.requires_grad, "the result is not detached")
+        _require(found.is_contiguous() and found.is_leaf, "the result is not a contiguous leaf")
         _require(found.shape == case.inputs.shape, f"the result has shape {tuple(found.shape)}")
         _require(found.dtype == torch.float64, f"a float64 model gives {found.dtype}")
-        _require(bool(found.isfinite().all()), "the result holds NaN or infinity")
+        _require(bool(found.isfinite().all()), "the result contains NaN or infinity")
         _require(bool(found.flatten(1).any(1).all()), "an example has no relevance")
         first = found.clone()
         found.mul_(2)
-        _equal(self.found(case), first, "a second call says something else")
+        _equal(self.found(case), first, "a second call returns a different result")
         (in_tuple,) = self.found(
             _Case(case.kind, case.model, (case.inputs,), case.target, case.mask)
         )
-        _equal(in_tuple, first, "a tuple of the input says something else")
+        _equal(in_tuple, first, "the input in a tuple gives a different result")
         tokens = self.found(case, per_token=True)
         if case.inputs.dim() == 4:
-            _require(tokens.shape == (2, 3, 4), f"of 3 x 4 patches {tuple(tokens.shape)} are shown")
+            _require(tokens.shape == (2, 3, 4), f"per_token=True has shape {tuple(tokens.shape)}")
         else:
             wanted = first.flatten(2).sum(2) if first.dim() == 3 else first
             _close(tokens, wanted, "per_token=True is not the sum over features")
@@ -369,12 +370,12 @@ class _Checker:
 
             handle = module.register_forward_pre_hook(fail)
             before = _state(model)
-            with _raises(error, "an error of the model is lost"):
+            with _raises(error, "an error raised in the model is not raised by attribute"):
                 self.found(case)
             _same(before, _state(model))
             handle.remove()
         before = _state(model)
-        with _raises(CaptumSSMError, "a target outside is taken"):
+        with _raises(CaptumSSMError, "a target outside of the output raises no error"):
             self.found(case._replace(target=(99, 99)))
         _same(before, _state(model))
         model.requires_grad_(True).zero_grad()
@@ -382,11 +383,11 @@ class _Checker:
     def modes(self, case: _Case) -> None:
         whole = self.whole(case, {})
         with torch.no_grad():
-            _equal(self.found(case), whole, "under no_grad it differs")
-            _require(not torch.is_grad_enabled(), "no_grad ends with the call")
+            _equal(self.found(case), whole, "under no_grad the result differs")
+            _require(not torch.is_grad_enabled(), "attribute leaves gradients switched on")
         with torch.inference_mode():
             try:
-                _equal(self.found(case), whole, "under inference_mode it differs")
+                _equal(self.found(case), whole, "under inference_mode the result differs")
             except GradientModeError:
                 _require(self.method.needs_gradient, "inference_mode is refused without need")
 
@@ -397,21 +398,21 @@ class _Checker:
         for example in (1,) if options else (0, 1):  # parts have each option of both
             real = case.real(example)
             alone = self.found(_alone(case, example), **_of(options, example))
-            _close(whole[example, real], alone[0], f"example {example} differs from it alone")
+            _close(whole[example, real], alone[0], f"example {example} differs by itself")
             if case.mask is not None:
-                _require(not whole[example, ~real].any(), "padding has relevance")
+                _require(not whole[example, ~real].any(), "padding has nonzero relevance")
 
     def parts(self, case: _Case, **options: Any) -> None:
         with torch.no_grad():
             parts = self.found(case, internal_batch_size=1, **options)
-        _close(parts, self.whole(case, options), "parts under no_grad differ")
+        _close(parts, self.whole(case, options), "with internal_batch_size=1 the result differs")
 
     def precision(self, case: _Case, **options: Any) -> None:
         if case.kind not in self._halved:
             self._halved[case.kind] = case.halved()
         found = self.found(self._halved[case.kind], **options)
         _require(found.dtype in (torch.float32, torch.bfloat16), f"the result is {found.dtype}")
-        _close(found, self.whole(case, options), "in bfloat16 it differs", 0.1)
+        _close(found, self.whole(case, options), "in bfloat16 the result differs", 0.1)
 
 
 _BY_KIND = ("results", "traces", "modes")
@@ -435,7 +436,7 @@ def _alone(case: _Case, example: int) -> _Case:
 
 
 def _function(case: _Case) -> Callable[..., Any]:
-    """Return a function that runs the model, on embeddings by their name."""
+    """Return a function that runs a case's model; embeddings are passed as inputs_embeds."""
     if case.kind == "embeddings":
         return lambda x, mask: case.model(inputs_embeds=x, attention_mask=mask).logits
     return lambda *args: case.model(*args)
@@ -451,13 +452,13 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference, in shares of the largest entry."""
+    """Return the largest difference, relative to the largest entry of ``wanted``."""
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-9))
 
 
 def _close(found: Tensor, wanted: Tensor, message: str, limit: float = 1e-6) -> None:
-    _require(found.shape == wanted.shape, f"{message}: {tuple(found.shape)} is its shape")
+    _require(found.shape == wanted.shape, f"{message}: it has shape {tuple(found.shape)}")
     size = wanted.detach().abs().max().clamp_min(1e-3).double()
     off = float((found.detach() - wanted.detach()).abs().max().double() / size)
     _require(off <= limit, f"{message} by {off:.1e} of its largest entry")
@@ -478,7 +479,7 @@ def _raises(error: type[BaseException], message: str) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Hide progress bars."""
+    """Hide progress bars inside the ``with``, by capturing stderr."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -490,7 +491,7 @@ _HOOKS = (
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Return the state of model and process that a call may not change."""
+    """Return the state of the model and of torch that a call of a method must not change."""
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         gradient = None if tensor.grad is None else tensor.grad.clone()

@@ -1,7 +1,7 @@
-"""Check an operator against the plain matrices that its author writes down.
+"""Check an operator against plain matrices that its author writes down.
 
-Every method of :class:`~captum_ssm.operators.Operator` is a clause: a question to the operator,
-beside the same question to the matrices.  A failure names the clause, the dtype and the error.
+Each clause calls one method of :class:`~captum_ssm.operators.Operator`, and compares the result
+with the same computation on the matrices. A failure names the clause, the dtype and the error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..operators.kernels.bands import Band
 from ..operators.kernels.portions import Stream
 from ..operators.kernels.rows import Strip
 
-#: Largest errors, relative to the largest number that the answer could be if nothing canceled.
+#: Largest errors by dtype, relative to the largest possible result if no terms canceled.
 RTOL: Mapping[torch.dtype, float] = {torch.float64: 1e-11, torch.float32: 2e-5}
 #: Gradients of coefficients are long sums; their errors may be larger by this factor.
 _GRADIENTS = 10.0
-#: In which context a question is asked.
+#: A function that returns the context in which the operator's methods are called.
 Setting = Callable[[], AbstractContextManager[None]]
 
 
@@ -48,23 +48,24 @@ def check_operator(
     on the CPU and on a GPU if there is one.
 
     Args:
-        make: called with the coefficients by keyword, returns the operator; often its class.
-        matrices: float64 matrices of each channel (B, H * P, L, L) or head (B, H, L, L); (B, H, P,
-            P, L, L) if channels of a head mix, from the last P to the first. A batch of 1 serves
-            all examples. A function of the coefficients, differentiable in those that have roles,
-            or a tensor if there are no coefficients.
-        coefficients: float64 tensors by the names that :meth:`.Operator.tensors` uses. Without
-            them, the operator is checked in the dtype that ``make()`` chooses, and gradients of
-            coefficients are not checked. Default: None.
-        offset: constant term, broadcastable to (B, L, H, P), or a function of the coefficients.
-            Default: None, the operator has none.
-        bound: matrices whose entries are sums of absolute values, if terms of the true entries
-            cancel. Errors are relative to them. Default: None, the matrices' absolute values.
-        rows: ranges of neighboring rows to ask for. Default: None, all rows, the first half, the
+        make: a function, often the operator's class, that is called with the coefficients as
+            keyword arguments and returns the operator.
+        matrices: float64 matrices of each channel (B, H * P, L, L) or head (B, H, L, L), or (B, H,
+            P, P, L, L) if the channels of a head mix, from the last P to the first. B may be 1 for
+            all examples. Pass a function of the coefficients, which is differentiable in all that
+            have roles, or a tensor if there are no coefficients.
+        coefficients: float64 tensors by the names that :meth:`.Operator.tensors` uses. Default:
+            None; the operator is then checked in the dtype that ``make()`` chooses, without
+            gradients of coefficients.
+        offset: the constant term, broadcastable to (B, L, H, P), or a function of the coefficients.
+            Default: None, the operator has no constant term.
+        bound: matrices whose entries are sums of absolute values, for entries whose terms cancel.
+            Errors are relative to this bound. Default: None, the matrices' absolute values.
+        rows: the ranges of rows that are requested. Default: None, all rows, the first half, the
             second half and the last row.
-        lags: lags of the band in products with a band. Default: ``(-1, 0, 2)``.
-        rtol: largest relative error by dtype. Default: :data:`RTOL`.
-        seed: seed of the random values; the global generators stay as they are. Default: 0.
+        lags: the lags of the band in products with a band. Default: ``(-1, 0, 2)``.
+        rtol: the largest relative error by dtype. Default: :data:`RTOL`.
+        seed: the seed of the random values. Global generators are not changed. Default: 0.
 
     Raises:
         AssertionError: if a clause fails; the message names it.
@@ -110,13 +111,13 @@ def check_operator(
 
 
 class _Plain:
-    """The answers that follow from matrices (B, H, P, L, L), or (B, H, P, P, L, L) of a mixer.
+    """Computes an operator's results from matrices (B, H, P, L, L) or (B, H, P, P, L, L).
 
     Args:
-        matrices: of channels, heads or mixing channels.
-        offset: the constant term, None for none.
-        shape: the sizes.
-        is_size: whether the matrices are bounds on the size of other matrices' entries.
+        matrices: the matrices of channels, heads or mixing channels.
+        offset: the constant term, or None.
+        shape: the operator's shape.
+        is_size: whether the matrices are bounds on the absolute values of other matrices.
     """
 
     def __init__(self, matrices: Tensor, offset: Tensor | None, shape: Shape, is_size: bool):
@@ -156,7 +157,7 @@ class _Plain:
         return _Plain(some if some.dim() == 6 else some.flatten(1, 2), offset, shape, self.is_size)
 
     def reduced(self, reduce: Reduce) -> Tensor:
-        """(B, L, L), or (B, C or H, L, L)."""
+        """Return the matrices reduced over channels (B, L, L), or by channel or head."""
         every = self.matrices.flatten(1, 2)
         if reduce is None or reduce == "heads":
             return every if reduce is None else self.matrices.mean(2)
@@ -191,7 +192,7 @@ class _Plain:
 def _plain(
     shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
 ) -> tuple[_Plain, _Plain]:
-    """Return the matrices' answers, and bounds on the size of terms that may cancel."""
+    """Return the matrices as :class:`_Plain`, and bounds on the size of terms that may cancel."""
     size = matrices.abs() if bound is None else bound
     constant = None if offset is None else offset.double()
     of_size = None if constant is None else constant.abs()
@@ -203,7 +204,7 @@ def _plain(
 
 
 class _Inputs(NamedTuple):
-    """Random values and factors for one operator."""
+    """The random values with which an operator's methods are called."""
 
     u: Tensor  # (B, L, H, P), as the next two
     v: Tensor
@@ -218,7 +219,7 @@ class _Inputs(NamedTuple):
     rows: list[range]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Inputs:
-        """Return the same with another dtype, or absolute values."""
+        """Apply a function, such as a conversion to another dtype, to all floating tensors."""
         return self._replace(
             u=function(self.u),
             v=function(self.v),
@@ -266,12 +267,12 @@ def _inputs(
     )
 
 
-#: The clause, the operator's answer, and the same question to matrices.
+#: The clause's name, the operator's result, and a function that computes it from matrices.
 Clause = tuple[str, Tensor, Callable[[_Plain, _Inputs], Tensor]]
 
 
 def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
-    """Yield the clauses about the map, which may mix the channels of a head."""
+    """Yield the clauses about methods that apply the operator to values."""
     for name in ("v", "strided", "stack"):
         yield from _of_values(o, q, name)
     yield "affine", o.affine(q.v), lambda m, q: m.affine(q.v)
@@ -309,7 +310,7 @@ def _of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
 
 
 def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
-    """Yield the clauses about the matrices of channels."""
+    """Yield the clauses about methods that return or reduce the matrices of channels."""
     yield "mean_matvec", o.mean_matvec(q.x), lambda m, q: m.mean(q.x)
     yield "mean_rmatvec", o.mean_rmatvec(q.x), lambda m, q: m.mT.mean(q.x)
     forth, back = (_gradient(f, q.x, q.x) for f in (o.mean_matvec, o.mean_rmatvec))
@@ -344,7 +345,7 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
 
 
 def _entries_of(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
-    """Between the factors of number ``i``, or with the band for -1."""
+    """Yield the clauses about ``entries`` with pair ``i`` of factors, or with the band for -1."""
     rows = q.rows if i <= 0 else [range(o.shape.tokens), q.rows[i % len(q.rows)]]
     left, right = q.factors[i]
     left, band = (q.u, q.band) if i < 0 else (left, {0: right})
@@ -364,7 +365,7 @@ def _entries(m: _Plain, q: _Inputs, i: int, rows: range, by_head: bool) -> Tenso
 
 
 class _Check:
-    """Asks an operator, and compares its answers."""
+    """Compares the results of an operator's methods with results from matrices."""
 
     def __init__(
         self, operator: Operator, rtol: Mapping[torch.dtype, float], setting: Setting
@@ -373,7 +374,7 @@ class _Check:
         self.dtype = operator.dtype if operator.tensors() else None
 
     def all(self, clauses: Iterator[Clause], plain: _Plain, size: _Plain, q: _Inputs) -> None:
-        """Compare the answers to some clauses."""
+        """Compare all clauses with the matrices; check that no method changes its arguments."""
         exact = q.map(lambda x: x.detach().cpu().double().clone())
         largest = exact.map(torch.Tensor.abs)
         given = _tensors(q)
@@ -386,28 +387,28 @@ class _Check:
                 break
             except Exception as error:
                 about = self._about(f"after {clause}")
-                raise AssertionError(f"{about}, the next question raised {error!r}.") from error
+                raise AssertionError(f"{about}, the next clause raised {error!r}.") from error
             same = all(map(torch.equal, given, kept))
-            self.true(f"after {clause}, values and factors are as they were", same)
+            self.true(f"after {clause}, values and factors are unchanged", same)
             self.close(clause, found, wanted(plain, exact), wanted(size, largest))
 
     def close(
         self, clause: str, found: Tensor, wanted: Tensor, size: Tensor, looser: float = 1.0
     ) -> None:
-        """Raise unless an answer is right, relative to the size of its terms."""
+        """Raise unless a result is right, with an error relative to the size of its terms."""
         about = self._about(clause)
         if found.shape != wanted.shape:
             raise AssertionError(f"{about} has shape {(*found.shape,)}, not {(*wanted.shape,)}.")
         if self.dtype not in (None, found.dtype) or found.device != self.operator.device:
             raise AssertionError(
-                f"{about} is in {found.dtype} on {found.device}, and its coefficients in "
-                f"{self.dtype} on {self.operator.device}."
+                f"{about} is in {found.dtype} on {found.device}, but the coefficients are in "
+                f"{self.dtype} on {self.operator.device}. Both must be the same."
             )
         if not found.numel():
             return
         largest = float(size.detach().max())
         if not math.isfinite(largest):
-            raise AssertionError(f"{about}: the matrices or their bound are not finite.")
+            raise AssertionError(f"{about}: matrices or bound are not finite. Pass finite ones.")
         allowed = looser * self.rtol[found.dtype] * largest
         error = (found.detach().double().cpu() - wanted.detach()).abs()
         worst = float(error.max())
@@ -420,22 +421,22 @@ class _Check:
             )
 
     def true(self, clause: str, holds: bool) -> None:
-        """Raise unless a clause holds."""
+        """Raise an error that names the clause if ``holds`` is False."""
         if not holds:
-            raise AssertionError(f"{self._about(clause)} does not hold.")
+            raise AssertionError(f"{self._about(clause)}: this clause does not hold.")
 
     def raises(self, clause: str, error: type[Exception], ask: Callable[[], Any]) -> None:
-        """Raise unless a question raises an error of the given class."""
+        """Raise unless the call ``ask()`` raises an error of the given class."""
         try:
             ask()
         except error:
             return
         except Exception as other:
             raise AssertionError(f"{self._about(clause)} raised {other!r}.") from other
-        raise AssertionError(f"{self._about(clause)} raised no {error.__name__}.")
+        raise AssertionError(f"{self._about(clause)} must raise {error.__name__}, but did not.")
 
     def promises(self, plain: _Plain) -> None:
-        """Check the clauses that no random values are needed for."""
+        """Check the clauses that need no random values, such as shapes and refused arguments."""
         o, own = self.operator, plain.own_shares().reduced(None)
         batch, tokens, heads, per_head = o.shape
         self.true(f"shape is {o.shape}", own.shape == (batch, heads * per_head, tokens, tokens))
@@ -528,7 +529,7 @@ class _Check:
 
 @contextmanager
 def _elsewhere_by_default() -> Iterator[None]:
-    """Make half precision on a device without memory the default of new tensors."""
+    """Create new tensors in float16 on the meta device by default, inside the ``with``."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
@@ -539,7 +540,7 @@ def _elsewhere_by_default() -> Iterator[None]:
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
-    """Return a coefficient in another dtype if it is a number, on another device."""
+    """Move a coefficient to a device, and convert it to ``dtype`` if it is floating."""
     return x.detach().to(device, dtype if x.is_floating_point() else None)
 
 
@@ -558,12 +559,12 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _largest(channels: Tensor) -> Tensor:
-    """Return the largest absolute value of the channels: a reduction that is a function."""
+    """Return the largest absolute value of the channels, as an example of a custom reduction."""
     return channels.abs().amax(-1)
 
 
 def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor) -> Tensor:
-    """Return the gradient of a linear function; zero if it maps everything to zero."""
+    """Return the gradient of a linear function, or zeros if its output has no graph."""
     at = at.detach().requires_grad_()
     out = function(at)
     if not out.requires_grad:
@@ -572,17 +573,17 @@ def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor
 
 
 def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """Return a function's value; check that no graph is recorded while gradients are off."""
+    """Return a function's value; check that it records no graph under no_grad."""
     with torch.no_grad():
         out = function(v.clone().requires_grad_())
-    assert not out.requires_grad, "its graph is recorded"
+    assert not out.requires_grad, "it records a graph under torch.no_grad()"
     with torch.inference_mode():
-        assert torch.equal(out, function(v.clone())), "another answer in inference_mode"
+        assert torch.equal(out, function(v.clone())), "its result differs in inference_mode"
     return out
 
 
 def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """Return the outputs of all tokens, fed to a stream a few at a time."""
+    """Return a stream's outputs for all tokens, which are passed to it a few at a time."""
     tokens = v.shape[1]
     parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
     found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
@@ -590,16 +591,16 @@ def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
 
 
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
-    """Return all columns of a strip that holds the rows asked for."""
-    assert strip.rows == rows, f"its rows are {strip.rows}"
+    """Check a strip's rows and shape, and return all its columns, zeros included."""
+    assert strip.rows == rows, f"its rows are {strip.rows}, not {rows}"
     by_head = [shape.heads] if strip.entries.dim() == 4 else []
     size = (shape.batch, *by_head, len(rows), len(strip.columns))
-    assert strip.entries.shape == size, f"its entries are {tuple(strip.entries.shape)}"
+    assert strip.entries.shape == size, f"its entries have shape {tuple(strip.entries.shape)}"
     return strip.full(shape.tokens)
 
 
 def _of_band(operator: Operator, band: Band) -> Tensor:
-    """Return the matrices (B, H, P, L, L) of a band."""
+    """Return the dense matrices (B, H, P, L, L) of a band of diagonals."""
     batch, tokens, heads, per_head = operator.shape
     size = batch, heads, per_head, tokens, tokens
     out = torch.zeros(size, dtype=operator.dtype, device=operator.device)

@@ -1,4 +1,4 @@
-"""The options of explanation methods, with the values to try."""
+"""The options of explanation methods, with the values that :func:`.check_method` tries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .small import CHANNELS, TOKENS, WIDTH
 
 
 class ByKind(NamedTuple):
-    """A value that depends on the kind of the inputs; a list or tensor holds one per example."""
+    """An option's values for each kind of inputs. A list or tensor has one value per example."""
 
     ids: Any
     embeddings: Any
@@ -24,10 +24,10 @@ class Values(NamedTuple):
     """The values to try for an option.
 
     Attributes:
-        differ: accepted values, each with another result than the others and the default; a
-            :class:`ByKind` if they depend on the kind of inputs.
-        same: accepted values with the result of the default.
-        refused: values that an error refuses by the option's name.
+        differ: accepted values whose results differ from each other and from the default's result;
+            a :class:`ByKind` for a value that depends on the kind of inputs.
+        same: accepted values that give the same result as the default.
+        refused: values that must raise an error that names the option.
     """
 
     differ: Collection[Any] = ()
@@ -40,13 +40,13 @@ _NAMES = ("x", "", 3, 1.5, True, ["mean"], {"a": 1})
 _FLAG = ("yes", "", 1, 0, 1.0, None, [True], torch.tensor([True, False]))
 _NUMBER = ("a", 1.5, 1.0, _NAN, True, [1], torch.tensor(1.5), np.float64(1))
 _NO = (False, np.False_)
-#: Targets of both examples, and their contrasts.
+#: Targets of both examples, and other targets to contrast with them.
 TARGET = ByKind((-1, 3), [(-1, 3), (-2, 4)], [1, 3])
 OTHER = ByKind((-2, 5), [(-1, 5), (-3, 6)], torch.tensor([4, 0]))
-#: A number for each example in the place of its embeddings or pixels.
+#: One baseline number for each example, for all its embeddings or pixels.
 _EACH = torch.tensor([1.0, -0.5])
 BASELINES = ByKind(_EACH.view(2, 1, 1), _EACH.view(2, 1, 1), _EACH.view(2, 1, 1, 1))
-#: By the name of an argument of ``attribute``: the values that it is tried with.
+#: The values to try, by the name of the argument of ``attribute``.
 OPTIONS: dict[str, Values] = {
     "inputs": Values((), (), (
         None, "a", 3, 1.5, [], [1, 2], np.ones((2, 5)), {}, (), torch.ones(2, 5).bool(),

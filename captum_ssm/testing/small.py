@@ -1,4 +1,4 @@
-"""Small models with random weights, and their inputs, for the contract's checks."""
+"""Small models with random weights, and inputs for them, used by the checks of methods."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY, CLASSES, WIDTH, CHANNELS = 19, 5, 8, 16
-#: How many tokens an input has, and how many of the second example's are padding, the first ones.
+#: Number of tokens of an input, and number of padding tokens at the start of the second example.
 TOKENS, HIDDEN = 7, 3
 
 
 def padded_ids() -> tuple[Tensor, Tensor]:
-    """Return token ids and their mask; the first tokens of the second example are padding."""
+    """Return token ids (2, 7) and a mask; the second example begins with 3 padding tokens."""
     ids, mask = torch.randint(VOCABULARY, (2, TOKENS)), torch.ones(2, TOKENS).long()
     mask[1, :HIDDEN] = 0
     return ids, mask
@@ -29,14 +29,14 @@ def _config() -> Any:
 
 
 def language() -> Any:
-    """Return a Mamba that predicts the next of 19 tokens."""
+    """Return a small Mamba language model with a vocabulary of 19 tokens."""
     from transformers import MambaForCausalLM
 
     return randomised(MambaForCausalLM(_config()))
 
 
 class Vision(nn.Module):
-    """Patches with a class token in their middle, Mamba blocks and a head."""
+    """An image classifier: patches with a class token in the middle, Mamba blocks and a head."""
 
     def __init__(self) -> None:
         from transformers.models.mamba.modeling_mamba import MambaBlock
@@ -59,7 +59,7 @@ class Vision(nn.Module):
 
 @torch.no_grad()
 def randomised(model: nn.Module) -> nn.Module:
-    """Draw random weights with which all tokens influence each other."""
+    """Give a model random weights, scaled so that every earlier token has influence."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith(("A_log", "dt_proj.bias")):

@@ -1,4 +1,4 @@
-"""One forward run of a model: its mixer calls with arguments, in order."""
+"""Record a forward run of a model: the mixer calls in order, with their arguments."""
 
 from .chance import require_deterministic
 from .find import Mixer, find_mixers, find_model, runnable, unwrap

@@ -86,7 +86,7 @@ def copied(cache: Any, anew: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object, through its attributes."""
+    """Yield the tensors in an object, also in containers and in attributes of objects."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -136,7 +136,7 @@ class _CacheCalls(threading.local):
         self.known: dict[int, Any] = {}
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Delete all records of calls, which an interrupt may have left."""
         for found in (self.wanted, self.dropped, self.known):
             found.clear()
 
@@ -220,7 +220,7 @@ def _finished(*_: Any) -> None:
         _calls.wanted.pop()
 
 
-def _keep_apart_as_with_a_cache() -> Undo:
+def _disable_packing() -> Undo:
     """Switch off transformers' detection of packed texts in calls that would have used a cache.
 
     Without a mask and a cache, transformers reads restarting positions as several packed texts.
@@ -239,7 +239,7 @@ def _keep_apart_as_with_a_cache() -> Undo:
     return lambda: setattr(code, original.__name__, original)
 
 
-_packed = Shared(_keep_apart_as_with_a_cache)
+_packed = Shared(_disable_packing)
 
 
 @functools.cache

@@ -125,8 +125,8 @@ def instead(holder: Any, name: str, function: Callable[..., Any]) -> AbstractCon
     return lasting(replace)
 
 
-def _undo_those_of_others() -> None:
-    """Undo, in a forked process, the changes of threads that do not exist there."""
+def _undo_other_threads() -> None:
+    """In a forked process, undo the changes of all threads that do not exist there."""
     try:
         for key, (thread, undo) in reversed(list(_lasting.items())):
             if thread != threading.get_ident():
@@ -138,5 +138,5 @@ def _undo_those_of_others() -> None:
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_undo_those_of_others
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_undo_other_threads
     )

@@ -1,4 +1,4 @@
-"""Find the modules that mix tokens behind the user's forward_func."""
+"""Find the model that the user's forward_func runs, and the model's token mixers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None) -> nn.Module:
-    """Return the module behind ``forward_func``: itself, or the one that it refers to.
+    """Return the model that ``forward_func`` is, or the model that ``forward_func`` uses.
 
     Args:
         forward_func: a module; a bound method or a partial; an object that holds a module, such as
@@ -132,12 +132,12 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     if found:
         listed = ", ".join(f"{name!r} ({type(m).__name__})" for m, name in found.items())
         raise ModelNotFoundError(
-            f"Several modules can be reached from forward_func={forward_func!r}: {listed}. Say "
-            "which one is explained: Method(forward_func, model=module)."
+            f"Several modules can be reached from forward_func={forward_func!r}: {listed}. Pass "
+            "the one to explain: Method(forward_func, model=module)."
         )
     raise ModelNotFoundError(
-        f"No torch.nn.Module can be reached from forward_func={forward_func!r}. Pass the module "
-        "itself, or name it as well: Method(forward_func, model=module)."
+        f"No torch.nn.Module can be reached from forward_func={forward_func!r}. Pass a module as "
+        "forward_func, or pass the module as well: Method(forward_func, model=module)."
     )
 
 
@@ -284,7 +284,7 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
             return mixer
     name = f"a {class_path(type(layer))}" if isinstance(layer, nn.Module) else repr(layer)
     raise NoMixerError(
-        f"layers names {name}, which is not a supported mixer of this model. Its mixers are: "
+        f"layers names {name}, which is not a supported mixer of this model. Use mixers from: "
         f"{', '.join(mixer.name for mixer in found) or 'none'}."
     )
 

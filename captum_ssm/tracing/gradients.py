@@ -99,12 +99,12 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
             present = of_this_thread(module, _CHECKPOINTING)
             if isinstance(present, functools.partial) and "use_reentrant" in present.keywords:
                 other = functools.partial(present, use_reentrant=False)
-                other = functools.partial(_from_live, other)
+                other = functools.partial(_checkpoint_run, other)
                 stack.enter_context(instead(module, _CHECKPOINTING, other))
         yield
 
 
-def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_run(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a function with its first tensor argument made part of the autograd graph.
 
     Hooks on a layer of transformers 4 run inside the layer's checkpoint. A graph that begins in
@@ -120,23 +120,23 @@ def checkpoints_off(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if _CHECKPOINTING in vars(module):
-                stack.enter_context(instead(module, _CHECKPOINTING, _at_once))
+                stack.enter_context(instead(module, _CHECKPOINTING, _run_directly))
         yield
 
 
-def _at_once(function: Function, *args: Any, **kwargs: Any) -> Any:
+def _run_directly(function: Function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
 @dataclass
-class _Lent:
+class _ReplacedTensor:
     """An inference tensor that a copy replaces, and the number of runs that use the copy."""
 
     original: Tensor
     users: int
 
 
-_lent: dict[tuple[int, str], _Lent] = {}
+_replaced: dict[tuple[int, str], _ReplacedTensor] = {}
 
 
 def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
@@ -151,34 +151,34 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
             for module in model.modules():
                 for named in (module._parameters, module._buffers):
                     for name, tensor in named.items():
-                        if tensor is not None and _lend(named, name, tensor, copies):
-                            stack.callback(_take_back, named, name)
+                        if tensor is not None and _replace(named, name, tensor, copies):
+                            stack.callback(_restore, named, name)
             return stack.pop_all().close
 
     return lasting(lend)
 
 
-def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
+def _replace(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
     """Replace ``named[name]`` by a copy if it is an inference tensor; return True if replaced."""
     key = (id(named), name)
-    if key in _lent:
-        _lent[key].users += 1
+    if key in _replaced:
+        _replaced[key].users += 1
         return True
     if not tensor.is_inference():
         return False
     if id(tensor) not in copies:
         copies[id(tensor)] = _ordinary(tensor)
-    _lent[key] = _Lent(tensor, users=1)
+    _replaced[key] = _ReplacedTensor(tensor, users=1)
     named[name] = copies[id(tensor)]
     return True
 
 
-def _take_back(named: Named, name: str) -> None:
+def _restore(named: Named, name: str) -> None:
     """Restore the inference tensor ``named[name]`` once no other run uses the copy."""
     key = (id(named), name)
-    _lent[key].users -= 1
-    if not _lent[key].users:
-        named[name] = _lent.pop(key).original
+    _replaced[key].users -= 1
+    if not _replaced[key].users:
+        named[name] = _replaced.pop(key).original
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

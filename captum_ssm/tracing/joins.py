@@ -45,7 +45,7 @@ _Reading = Callable[[Tensor], Tensor]
 
 #: Size of the noise relative to the largest number nearby, so that the noise of a small branch
 #: exceeds the rounding of a large stream.
-_LOUD = 4
+_NOISE = 4
 #: Bytes of tensors that one replay may keep. If more are needed, fewer layers share a replay.
 _BYTES = 2**28
 #: Typical number of stream-sized tensors at the modules between two mixers.
@@ -162,7 +162,7 @@ class _JoinSearch:
             joins = [each for stage in some for each in self._joins(stage)]
             for each in joins:
                 self._find(each)
-            lost = self._lost(joins)
+            lost = self._read_elsewhere(joins)
             for each in joins:
                 if each.found is not None and each not in lost:
                     for k, way in each.found.ways.items():
@@ -214,7 +214,7 @@ class _JoinSearch:
         for members in found:
             branches = {}
             for k in members:
-                own = self.layers[k].in_order(self._loud(k))
+                own = self.layers[k].in_order(self._noisy_output(k))
                 branches[k] = [Branch((), change_at(own, self.leaves[k], self.slots[k].at))]
             until = members[0] + 1 if members is not writers else stage[-1] + 1
             out.append(_Join(members, branches, until + self._after(stage)))
@@ -222,13 +222,13 @@ class _JoinSearch:
 
     # --- replays ---------------------------------------------------------------------------
 
-    def _loud(self, k: int) -> Tensor:
+    def _noisy_output(self, k: int) -> Tensor:
         """Return layer k's recorded output with noise at all tokens, in the module's layout."""
         if k not in self.loud:
             leaf = self.replays.leaf(k)
             around = [seen.value for seen in self.real.values() if seen.ran == k]
             sizes = [x.abs().max().to(leaf) for x in around if x.numel() == leaf.numel()]
-            loud = _LOUD * torch.stack([leaf.abs().max(), *sizes]).max()
+            loud = _NOISE * torch.stack([leaf.abs().max(), *sizes]).max()
             loud = loud.clamp(max=torch.finfo(leaf.dtype).max / 64)
             generator = torch.Generator("cpu").manual_seed(_SEED + k)
             noise = torch.randn(leaf.shape[1:], generator=generator, device="cpu").to(leaf)
@@ -240,7 +240,7 @@ class _JoinSearch:
         own, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
             return own.clone()
-        (on, at), loud, order = slot, self._loud(k), self.layers[k].order
+        (on, at), loud, order = slot, self._noisy_output(k), self.layers[k].order
         if len(at) == on.numel():
             return loud.clone()
         on = on if order is None else on.index_select(1, order.to(on.device))
@@ -283,7 +283,7 @@ class _JoinSearch:
         with met_by(self.modules, note):
             return self.replays.run(leaf)
 
-    def _lost(self, joins: Sequence[_Join]) -> set[_Join]:
+    def _read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
         """Return the joins whose outputs the model also reads elsewhere than in the stream."""
         known = [each for each in joins if each.found is not None and each.found.at is not None]
         if not known or not self._is_read_elsewhere(known):
@@ -327,21 +327,21 @@ class _JoinSearch:
                 if now.shape != x.shape:
                     continue
                 known = self._fits(each, x, now)
-                if not known and key[2] and self._passes_gate(each, key, x, now, reading):
+                if not known and key[2] and self._append_gated(each, key, x, now, reading):
                     known = self._fits(each, x, now)
                 if not known:
-                    self._hop_together(each, key, x, now, reading)
+                    self._follow_concatenated(each, key, x, now, reading)
                     continue
                 if len(known) == len(each.members):
                     rest = x - _added(known, self.leaves, x)
                     if not is_constant(rest, x):
-                        stream = self._entered(rest, each.members, ran, reading)
+                        stream = self._stream_before(rest, each.members, ran, reading)
                         if stream is not None:
                             each.found = _Found(known, stream, key, reading)
                             return
                         continue
                     each.apart = each.apart or known
-                self._hop(each, key, x, reading, known)
+                self._follow_module(each, key, x, reading, known)
                 break
         if each.found is None:
             self._find_by_value(each)
@@ -357,7 +357,7 @@ class _JoinSearch:
                     found[k] = way
         return found
 
-    def _entered(
+    def _stream_before(
         self, rest: Tensor, members: Sequence[int], ran: int, reading: _Reading
     ) -> Tensor | None:
         """Return the residual stream before the layers, if tensors of the run explain ``rest``.
@@ -392,7 +392,7 @@ class _JoinSearch:
                 return rest if kind == "sum" else x
         return None
 
-    def _passes_gate(
+    def _append_gated(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> bool:
         """Add ``x`` to the branches if it is a branch times a module's output, as with a gate."""
@@ -424,7 +424,7 @@ class _JoinSearch:
                         return True
         return False
 
-    def _hop(
+    def _follow_module(
         self, each: _Join, key: _Key, x: Tensor, reading: _Reading, known: Mapping[int, Way]
     ) -> None:
         """Add the output of a module that a branch enters to the branches, if linear or a norm."""
@@ -447,7 +447,7 @@ class _JoinSearch:
             change = change_at(now, out, self.slots[k].at)
             each.branches[k].append(Branch([*way, *mine], change))
 
-    def _hop_together(
+    def _follow_concatenated(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> None:
         """Add a projection's output to the branches if its input concatenates layers' branches."""

@@ -137,7 +137,7 @@ def _refuse(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Calls:
-    """State shared by the hooks of a run."""
+    """The hooks of a run, with the state that they share."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers

@@ -259,13 +259,13 @@ class _OrderSearch:
         for name, x in zip(self.names, self.entering, strict=False):
             if x.shape[:2] != keep.shape:
                 raise NotAChain(
-                    f"{name} does not read all tokens of the layers before it, each once: it reads "
-                    f"{x.shape[1]} tokens of {len(x)} sequences, not {keep.shape[1]} of "
+                    f"{name} does not read all tokens of the layers before it exactly once: it "
+                    f"reads {x.shape[1]} tokens of {len(x)} sequences, not {keep.shape[1]} of "
                     f"{len(keep)}. {INSTEAD}"
                 )
         for layer in layers:
             layer.check_unchanged()
-        replays.settle_hooks([*self._with_bits(keep.shape[1])])
+        replays.settle_hooks([*self._sets_by_bit(keep.shape[1])])
         self.leaves = [replays.leaf(k) for k in range(len(layers))]
         # once without noise: the output, as replays have it, and whether runs are repeatable
         with replays.measuring():
@@ -299,30 +299,29 @@ class _OrderSearch:
         replays, own = self.replays, self.own
         self.roots = [(replays.root, self.given)]
         rolled = own.shape[1] > _FEW and self.all_real
-        in_order = self.in_place and all(map(self._all_as, self._subsets()))
+        in_order = self.in_place and all(map(self._changes_exactly, self._subsets()))
         if in_order and (not rolled or self._rolls()):
             return self._of_input(own)
         given, root = own, replays.root
         if root is not None:
             given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
-            unread = ~self._at_root(torch.ones_like(self.keep))
+            unread = ~self._root_mask(torch.ones_like(self.keep))
             if bool(unread.any() and (given >= 0).any()):
                 passing = self._spread(unread, torch.zeros_like(self.keep))
                 if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
                     raise NotAChain(
-                        f"{self.names[0]} does not read all tokens that pass around it to later "
-                        f"layers. {INSTEAD}"
+                        f"{self.names[0]} does not read all tokens that pass around it. {INSTEAD}"
                     )
         if bool((given < 0).any()) and replays.entry is not None:
             replays.root, self.given = replays.entry, own  # where all tokens are there
             self.given = self._read(own.shape[1], lambda on: self._spread(on, on)[:1])[0]
-        found = self._read(own.shape[1], lambda on: self._spread(self._at_root(on), on))
+        found = self._read(own.shape[1], lambda on: self._spread(self._root_mask(on), on))
         for k, places in enumerate(found):
             places = torch.where(self.keep, places, own)
             if not torch.equal(places.sort(1).values, own):
                 raise NotAChain(
-                    f"{self.names[k]} does not read all tokens of the layers before it, each once. "
-                    f"{INSTEAD}"
+                    f"{self.names[k]} does not read all tokens of the layers before it exactly "
+                    f"once. {INSTEAD}"
                 )
             self.orders[k] = None if torch.equal(places, own) else places
         self.roots = [(root, given), (replays.root, self.given)][: 1 + (replays.root is not root)]
@@ -359,7 +358,7 @@ class _OrderSearch:
             on = drawn.argsort(1).to(device) < tokens // 2
             yield from (on, ~on)
 
-    def _with_bits(self, tokens: int) -> Iterator[Tensor]:
+    def _sets_by_bit(self, tokens: int) -> Iterator[Tensor]:
         """Yield for each bit the tokens (B, L) with that bit in ``number ^ example number``."""
         salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
         for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
@@ -368,7 +367,7 @@ class _OrderSearch:
     def _salt(self) -> Tensor:
         return torch.arange(len(self.keep), device=self.keep.device)[:, None]
 
-    def _all_as(self, on: Tensor) -> bool:
+    def _changes_exactly(self, on: Tensor) -> bool:
         """Return True if noise at some tokens changes every layer at exactly these tokens.
 
         If no noise changes the output, as with a head of zeros, ``per_token`` becomes False.
@@ -399,7 +398,7 @@ class _OrderSearch:
         found = [changed(x, y.roll(1, 1)).any().to(self.keep.device) for x, y in pairs]
         return not bool(torch.stack(found).any())
 
-    def _at_root(self, on: Tensor) -> Tensor:
+    def _root_mask(self, on: Tensor) -> Tensor:
         """Convert a mask of first-layer tokens (B, L) to a mask of root tokens (B, L')."""
         root = self.replays.root
         size = self.keep.shape[1] if root is None else root.shape[1]
@@ -440,7 +439,7 @@ class _OrderSearch:
     def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return for each layer the token number at each position (B, L), -1 for none."""
         found: list[Tensor] = []
-        for bit, has in enumerate(self._with_bits(tokens)):
+        for bit, has in enumerate(self._sets_by_bit(tokens)):
             there = [x.to(self.keep.device) for x in spread(has)]
             others = [x.to(self.keep.device) for x in spread(~has)]
             found = found or [torch.zeros_like(x, dtype=torch.long) for x in there]
@@ -454,9 +453,9 @@ class _OrderSearch:
         """Return the error that names the module that mixed tokens before layer k."""
         there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         calm = self._inside(k, self._silent)
-        where = f"after {_small(self.names[k - 1])}" if k else "before the first layer"
+        where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
         for (name, *before), (_, *one), (_, *other) in zip(calm, there, others, strict=False):
-            met = [_meet(*each) for each in zip(before, one, other, strict=True)]
+            met = [_both_change(*each) for each in zip(before, one, other, strict=True)]
             if met == [False, True]:
                 where = f"in module {name!r}"
                 break
@@ -561,7 +560,7 @@ class _OrderSearch:
                 # noise passes them on the stream alone, and through no gate.
                 return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
 
-            on = self._at_root(slots == 0) & noise
+            on = self._root_mask(slots == 0) & noise
             entering, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
             return [*entering, output] if self.per_token else entering
 
@@ -587,7 +586,7 @@ class _OrderSearch:
                 on = on if order is None else on.gather(1, order)
                 return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
-            root = self._at_root(torch.full_like(self.keep, of_others))
+            root = self._root_mask(torch.full_like(self.keep, of_others))
             found = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
             return found.reshape(len(found), -1)
 
@@ -602,20 +601,17 @@ class _OrderSearch:
             found[-1, 0] |= not bool(changed(output(given, False), neither).any())
 
 
-def _small(name: str) -> str:
+def _lower_first(name: str) -> str:
     """Return a name with a lower-case first letter, for the middle of a sentence."""
     return name[0].lower() + name[1:]
 
 
 def _other_shape(name: str, x: Tensor, before: Tensor) -> str:
-    return (
-        f"{name} reads an input of shape {tuple(x.shape)} when the model runs again, and of shape "
-        f"{tuple(before.shape)} before. Make forward_func repeatable, or use LatimFlow, which runs "
-        "it once."
-    )
+    shapes = f"shape {tuple(x.shape)} when the model runs again, not {tuple(before.shape)}"
+    return f"{name} reads an input of {shapes}. Make forward_func repeatable, or use LatimFlow."
 
 
-def _meet(calm: Tensor, one: Tensor, other: Tensor) -> bool:
+def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
     """Return True if noise at one set of tokens and noise at another change the same number."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
@@ -651,21 +647,19 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
         if not own <= behind:
             raise NotAChain(
-                f"{follower} does not read the output of {_small(name)}, which ran before it: "
-                "something silences it, or the model has branches of layers, or runs several "
+                f"{follower} does not read the output of {_lower_first(name)}, which ran before: "
+                "the output is set to zero, or the model has branches of layers, or runs several "
                 f"times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
             last = max(here - behind)
             lost = f"the output of layer {layers[last - 1].name!r}" if last else "the model's input"
             raise NotAChain(
-                f"{follower} reads the output of {_small(name)} with only a part of that layer's "
-                f"input, without {lost}. {INSTEAD}"
+                f"{follower} reads the output of {_lower_first(name)} with only a part of the "
+                f"input of that layer, without {lost}. {INSTEAD}"
             )
         if behind - here - own:
-            raise NotAChain(
-                f"{follower} reads a residual connection that skips several layers. {INSTEAD}"
-            )
+            raise NotAChain(f"{follower} reads a connection that skips several layers. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
 

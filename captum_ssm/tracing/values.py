@@ -80,7 +80,7 @@ def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | 
 
 
 def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
-    """Return one way for a weighted sum of ways: shared first steps and one step; None if none."""
+    """Return one way equal to a weighted sum of ways, or None if a step differs between tokens."""
     shared = 0
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1
@@ -100,7 +100,7 @@ def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
 
 
 def change_at(now: Tensor, before: Tensor, at: Tensor) -> Tensor:
-    """Return the change of a tensor at some tokens, in float32 at least."""
+    """Return the change of a tensor at tokens ``at``, in float32 or wider."""
     exact = torch.promote_types(before.dtype, torch.float32)
     return rows_at(now, at).to(exact) - rows_at(before, at).to(exact)
 

@@ -52,7 +52,7 @@ _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 
 
 def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
-    """Return the largest error accepted of an operator, by the module's precision.
+    """Return the largest accepted error of an operator, by the module's precision.
 
     Args:
         output: the module's output (B, L, E); call it within the autocast that the module ran in.

@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]
     ),
     "features that later layers replace": (
         lambda: joined(lambda b, x, m: torch.where(torch.arange(WIDTH) < 3, m, x)),
-        (ImplicitAttentionRollout,), r"beside a part.*without the output of layer '0",
+        (ImplicitAttentionRollout,), r"with only a part.*without the output of layer '0",
     ),
     "a gate first, and added later": (lambda: run_by(late), STREAM, "around several layers"),
     "both layers passed at once": (
@@ -381,7 +381,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]
     ),
     "a part of what is read": (
         lambda: run_by(lambda b, x: x + b[1](x + b[0](x))), (*STREAM, LatimLogit),
-        r"beside a part.*without the output of layer '0\.blocks\.0\.mixer'",
+        r"with only a part.*without the output of layer '0\.blocks\.0\.mixer'",
     ),
 }  # fmt: skip
 

@@ -161,13 +161,13 @@ def test_a_method_of_ones_own() -> None:
     ("change", "clause", "said"),
     [
         (lambda _, found, power: found * power / found.shape[1], "padding",
-         r"padding, ids, power=2\.0: example 1 differs from it alone"),
+         r"padding, ids, power=2\.0: example 1 differs by itself"),
         (lambda _, found, power: power * found / found.abs().max(), "padding",
-         "example . differs from it alone"),
+         "example . differs by itself"),
         (leaves_a_hook, "traces", r"traces, ids: a call has changed : module"),
         (writes_to_the_model, "traces", "a call has changed backbone"),
         (lambda _, found, power: found.clone(), "options",
-         r"power=2\.0: says the same as its default 1\.0"),
+         r"power=2\.0: gives the same relevance as its default 1\.0"),
     ],
 )  # fmt: skip
 def test_a_broken_one_is_told_so(change: Any, clause: str, said: str) -> None:

@@ -18,7 +18,7 @@ from captum_ssm.tracing import Layer
 CORE = tuple(list(CLAUSES)[: list(CLAUSES).index("sums")])
 PADDING = ("left padding", "right padding")
 #: Padding on the left leaks a bias of the input projection through the convolution.
-LEAKS = {"left padding": "differ from those alone|takes no attention_mask"}
+LEAKS = {"left padding": "in a batch and by themselves|takes no attention_mask"}
 #: Components of Mamba's matrices, alone and left out.
 ABLATIONS = (
     *("s6", "unified", "exact", "exact-scan-skip"),

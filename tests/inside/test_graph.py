@@ -380,5 +380,5 @@ def test_what_does_not_fit_is_named():
         attribution_graph(model, token_ids(2, 5), (-1, 3), nodes=BLOCKS)
     unused = classifier("last")
     unused.spare = torch.nn.Linear(2, 2)
-    with pytest.raises(LayerError, match="never ran"):
+    with pytest.raises(LayerError, match="was not called"):
         attribution_graph(unused, ids, 2, nodes=["spare"])

@@ -39,7 +39,7 @@ def test_what_is_no_layer() -> None:
         (7, "of type int, but not a module"),
         (None, "of type NoneType, but not a module"),
         (f"{BLOCK}.mixer.in_proj", r"part of the mixer 'backbone.layers.1.mixer'.*heads"),
-        (f"{BLOCK}.heads", r"the mixers are: backbone.layers.0.mixer"),
+        (f"{BLOCK}.heads", r"one of these mixers with .*: backbone.layers.0.mixer"),
     ]
     for layer, said in cases:
         with pytest.raises(LayerError, match=said):
@@ -72,7 +72,7 @@ class Tail(nn.Module):
 
 def test_layers_without_an_activation() -> None:
     for part, said in (
-        ("never", "'parts.never' never ran"),
+        ("never", "'parts.never' was not called"),
         ("twice", "'parts.twice' runs several times"),
         ("flat", r"'parts.flat' .*shape \(22, 19\), in which the 2 examples do not come first"),
         ("frozen", "'parts.frozen' returns depends on the inputs, or it runs under no_grad"),

@@ -194,7 +194,7 @@ def test_wrong_use_is_refused() -> None:
     net, x = _net("rms")
     with pytest.raises(OptionError, match="only keep"), frozen_norms(keep=x):
         pass
-    with pytest.raises(InputError, match="met no norm"), frozen_norms():
+    with pytest.raises(InputError, match="found no norm"), frozen_norms():
         nn.Linear(4, 1).double()(x)
     with pytest.raises(InputError, match="shape"), frozen_norms(net, keep=x):
         net(x[:2])

@@ -36,7 +36,7 @@ from captum_ssm.testing.adapters import CLAUSES, check_adapter
 
 #: What kinds do not keep: clauses, and how the contract says so.
 NO_MASK = dict.fromkeys(PADDING, "the mixer returns no mask")
-SHIFTED = {"left padding": "differ from those alone"}  # positions are counted from the left
+SHIFTED = {"left padding": "in a batch and by themselves"}  # positions are counted from the left
 #: What bfloat16 rounds is not all computed in float32 by the adapter.
 ROUNDED = {"bfloat16": "off by"}
 REFUSES: dict[str, dict[str, str]] = {
@@ -58,10 +58,13 @@ REFUSES: dict[str, dict[str, str]] = {
     "vmamba without gate": {"copy and pickle": "weights are shared"},
     "vmamba with gate": {"copy and pickle": "weights are shared"},
     # The function in its convolution's place takes no seq_idx.
-    "fla LogLinearMamba2": {"left padding": "differ from those alone", "checkpointing": "seq_idx"},
+    "fla LogLinearMamba2": {
+        "left padding": "in a batch and by themselves",
+        "checkpointing": "seq_idx",
+    },
     # Its n-grams are looked up by hashes of tokens.
     "qwen4_exp with n-grams": {"knock-out": "cannot be followed"},
-    "mamba_ssm_fused": {"LoRA": "change nothing"},
+    "mamba_ssm_fused": {"LoRA": "do not change the output"},
     "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask
     "caduceus of one strand": {"LoRA": "off by"},

@@ -87,14 +87,14 @@ def of_no_component(self: Diagonal, heads: Any) -> Operator:
 
 
 @pytest.mark.parametrize(("methods", "message"), [
-    ({"apply": overwrites}, "are as they were"),
+    ({"apply": overwrites}, "are unchanged"),
     ({"apply": in_single_precision}, "apply.* is in torch.float32"),
     ({"transpose": by_default}, r"raised|transpose.* on meta"),
     ({"apply": cut_off}, "derivative of apply"),
     ({"__init__": keeps_graphs}, "coefficients are frozen"),
     ({"select": of_no_component}, "select keeps components"),
     ({"restrict": lambda self, _: self}, r"restrict\(\(\)\)"),
-    ({"rows": lambda self, *_: torch.zeros(2, 1, 5)}, "rows.* raised no QueryError"),
+    ({"rows": lambda self, *_: torch.zeros(2, 1, 5)}, "rows.* must raise QueryError"),
 ])  # fmt: skip
 def test_a_broken_promise_is_named(
     methods: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
