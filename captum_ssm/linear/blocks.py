@@ -286,7 +286,7 @@ class _BlockCall:
         self._arrived: list[Tensor | None] = []
 
     def arrives(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients at the block's outputs."""
+        """Add gradients at the block's outputs to the sum that :meth:`taken` returns."""
         before = self._arrived or [None] * len(gradients)
         self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
 
@@ -329,5 +329,5 @@ def _add(total: dict[int, Tensor], found: Mapping[Tensor, Tensor | None]) -> Non
 
 
 def plus(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """Add gradients; None counts as zero."""
+    """Return the sum of two gradients, where None counts as zero."""
     return x if y is None else y if x is None else x + y

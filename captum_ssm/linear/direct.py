@@ -148,7 +148,7 @@ class DirectPaths(Watcher):
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
     def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
-        """Cut the output of ``part`` from its input if a function in it was not linear.
+        """Hook ``part`` so that its output begins a new graph if a function inside is not linear.
 
         Args:
             part: a module that acts within tokens.

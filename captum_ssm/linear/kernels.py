@@ -125,7 +125,7 @@ def _bind(kernel: Callable[..., Any], args: tuple[Any, ...], given: dict[str, An
 
 
 def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a gated delta rule; for one token after a state, whose kernel has no gradients."""
+    """Call a gated delta rule; use a torch form for one token, whose kernel has no gradients."""
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
         return reading.give_up(called)

@@ -95,7 +95,7 @@ class LookUp:
 
 
 class Linearising(TorchFunctionMode):
-    """While this mode is on, the graph that a forward run leaves is linear in the input.
+    """A torch function mode in which a forward run leaves a graph that is linear in the input.
 
     Attributes:
         root: the input in which the network is linear; None until the run computes it.

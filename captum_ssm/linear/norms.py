@@ -31,10 +31,10 @@ def frozen_norms(
 
     A norm divides its input by a root of the input's own mean square.  Gradients through that root
     cancel most of a token's contribution, which makes gradient methods less faithful.  Inside the
-    ``with`` LayerNorm, RMSNorm, GroupNorm, InstanceNorm and norms that a model writes out itself
-    keep their values, and their roots have no gradient.  Any method of Captum may run there.
+    ``with`` LayerNorm, RMSNorm, GroupNorm, InstanceNorm and norms in a model's own code keep their
+    values, but their roots have no gradient. Any Captum method may run inside the ``with``.
 
-    With ``keep`` every run has the roots of one run, so that points on the path of
+    With ``keep`` every run uses the roots of one run, so that points on the path of
     :class:`captum.attr.IntegratedGradients` have the norms of the explained input.
 
     Args:

@@ -89,7 +89,7 @@ class Reading:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Apply this reading to the mixer code that runs inside the ``with``."""
+        """Receive the kernel calls of the mixer that runs inside the ``with``."""
         before, self.mode.reading = self.mode.reading, self
         token = now.set(self)
         try:
@@ -140,7 +140,7 @@ class Reading:
         return out
 
     def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
-        """Handle a product of factors that depend on the input: a gate's, or leave the call.
+        """Divide the product of a kernel's result and a gate; leave other products to the adapter.
 
         Args:
             out: the product.

@@ -114,7 +114,7 @@ def plain(name: str) -> str:
 
 
 def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a view or a similar linear function; mark views of a bent tensor as bent."""
+    """Call a linear function that keeps numbers; a view of an activation's output stays marked."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -154,7 +154,7 @@ def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _beside(
     mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Record the function's result for zeros in place of live tensors as a constant of ``out``."""
+    """Record the result for inputs of zeros as a constant of ``out``, and return ``out``."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
@@ -197,7 +197,7 @@ def copying(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def product(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Divide the relevance of a product among its live factors, by ``mode.product``."""
+    """Compute a product whose relevance is divided among the factors depending on the input."""
     return mode.product(func, args, kwargs)
 
 
@@ -305,7 +305,7 @@ def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tens
 
 
 def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply the rule of bent functions to positive powers, and freeze all other powers."""
+    """Compute a positive power as x times a frozen ratio; freeze all other powers."""
     exponent = args[1] if len(args) > 1 else kwargs["exponent"]
     if isinstance(exponent, Tensor) or exponent <= 0:
         return frozen(mode, func, args, kwargs)

@@ -39,7 +39,7 @@ Rule = Literal["frozen", "half", "equal", "centered", "balanced"]
 
 @dataclass(frozen=True)
 class Share:
-    """The share of relevance that a role gets.
+    """The way in which a rule gives relevance to factors of one role, such as keys.
 
     Attributes:
         reference: the value with which the role's factors are compared. ``"rest"``: the value for
@@ -256,7 +256,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def by_example(x: Tensor, batch: int) -> Tensor:
-    """Return the sum of each example (B,); divide the sum evenly if ``x`` has no example dimension.
+    """Return the sum of each example (B,), or 1/B of the sum if ``x`` has no example dimension.
 
     Args:
         x: the tensor.

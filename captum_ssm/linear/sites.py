@@ -161,7 +161,7 @@ class Sites:
                 stack.enter_context(before)
 
     def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Read or cut the operator's output (B, L, H, P) of a mixer, if its heads are a site."""
+        """Record an operator's output (B, L, H, P) at a site of heads; return a copy or a leaf."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._meet(site, value)

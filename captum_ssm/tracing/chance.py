@@ -85,8 +85,8 @@ def require_deterministic(model: nn.Module) -> None:
         if not module.training:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 raise TrainingModeError(
-                    f"{_named(name, module)} keeps no running statistics and {_OF_BATCH}. Make it "
-                    "with track_running_stats=True, and let it collect them in training."
+                    f"{_named(name, module)} keeps no running statistics and {_OF_BATCH}. Train "
+                    "it with track_running_stats=True, which collects running statistics."
                 )
             continue
         complaint = next(_complaints(module), None)

@@ -193,7 +193,7 @@ class _JoinSearch:
             yield self.stages[start : start + max(1, most)]
 
     def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
-        """Distribute the tokens over some layers at random; each layer has noise at its share."""
+        """Distribute all tokens over some layers at random; each layer has noise at its tokens."""
         batch, tokens = self.leaves[numbers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
         drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
@@ -236,7 +236,7 @@ class _JoinSearch:
         return self.loud[k]
 
     def _leaf(self, k: int) -> Tensor:
-        """Return layer k's recorded output, with noise in its slot, in the module's layout."""
+        """Return layer k's recorded output with noise at its own tokens, in the module's layout."""
         own, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
             return own.clone()
@@ -269,7 +269,7 @@ class _JoinSearch:
         return found
 
     def _replayed(self, meet: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
-        """Replay with noise in the slots, and pass each module's floating tensors to ``meet``."""
+        """Replay with noise at each layer's tokens; pass modules' floating tensors to ``meet``."""
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:

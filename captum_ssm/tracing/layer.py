@@ -114,12 +114,12 @@ class Layer:
         if any(x is not None and x._version != version for x, version in weights):
             raise InputError(
                 f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
-                "so the record of it is void. Read the record before the change, or run again."
+                "so the recorded call is not valid. Read it before the change, or run again."
             )
         if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
-                "after the call, so the record of it is void. Use an out-of-place operation there."
+                "after the call, so the record is not valid. Use an out-of-place operation there."
             )
 
     @property
@@ -164,7 +164,7 @@ class Layer:
                 f"Layer {self.name!r}: a forward hook changes the mixer's output in place, or by "
                 "more than a factor per token or per feature. Its operator no longer describes the "
                 "output. Use LatimFlow, which explains the hook as well, let the hook return such "
-                "a factor times its input, or leave it out."
+                "a factor times its input, or remove the hook."
             )
         return self._factor
 

@@ -95,7 +95,7 @@ def _refuse_missing(mixer: Mixer) -> None:
     if missing is not None:
         raise WeightsError(
             f"Layer {mixer.name!r}: {missing!r} is on the meta device and no hook of accelerate "
-            "brings it in. Load the weights, or offload the model with accelerate."
+            "loads it. Load the weights, or offload the model with accelerate."
         )
 
 

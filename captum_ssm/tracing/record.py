@@ -146,7 +146,7 @@ class Trace:
         self._last = None
 
     def _blame_first(self, layer: Layer) -> None:
-        """Raise for the first layer that is not finite, since later layers read its output."""
+        """Raise for the first layer before ``layer`` whose coefficients are not finite, if any."""
         for earlier in self.layers[: self.layers.index(layer)]:
             linearize(earlier.mixer, earlier.call).check_finite(earlier.name)
 
@@ -183,7 +183,7 @@ def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) ->
 
 
 def _errors(layer: Layer, linear: LinearMixer) -> Errors:
-    """Return the errors of an operator's output; 0 if rounding explains them."""
+    """Return the errors of a layer's operator; 0 if the module's own rounding is as large."""
     real = layer.call.output_tensor.detach()
     with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
@@ -198,7 +198,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
 
 
 def _received_more(call: Call) -> bool:
-    """Return True if the call's arguments hold more than the sequence itself."""
+    """Return True if the call has other arguments than its sequence and plain values."""
     sequence = call.hidden_states
     others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
     return any(not isinstance(x, type(None) | bool | int | float | str) for x in others)

@@ -75,7 +75,7 @@ class Beginning:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Set the attributes of this object during the run inside the ``with``."""
+        """Find the tensors of this object's attributes during the run inside the ``with``."""
 
         def keep(x: Tensor) -> Tensor:
             with unseen():
@@ -204,13 +204,13 @@ class Replays:
             self.root = self.entry
 
     def leaf(self, k: int) -> Tensor:
-        """Return layer k's recorded output (B, L, E), after hooks if the mixer is settled."""
+        """Return the output (B, L, E) that layer k returns in a replay without noise."""
         layer = self.layers[k]
         settled = layer.mixer.module in self._settled
         return (layer.output if settled else layer.call.output_tensor).detach()
 
     def settle_hooks(self, subsets: Sequence[Tensor]) -> None:
-        """Replay the outputs after other forward hooks, for hooks that do not mix tokens.
+        """Use the outputs after other forward hooks in replays, if the hooks do not mix tokens.
 
         A hook that sets a mixer's output to zero would otherwise also remove the noise.
 
@@ -230,7 +230,7 @@ class Replays:
         self._settled = hooked_ones - moving
 
     def settle_every_hook(self) -> None:
-        """Replay the outputs after other forward hooks for every hooked mixer."""
+        """Use the outputs after other forward hooks in replays, for all hooked mixers."""
         self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
 
     def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:

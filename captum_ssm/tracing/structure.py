@@ -499,7 +499,7 @@ class _OrderSearch:
     # --- links -----------------------------------------------------------------------------
 
     def links(self) -> Tensor:
-        """Return the links that :meth:`_links` finds with noise in either root.
+        """Return which earlier outputs each layer reads, by :meth:`_links` for either root.
 
         The root at the first block also has the tokens that are not in the input. The other root
         is earlier in the run, before any branch leaves the residual stream.
@@ -545,7 +545,7 @@ class _OrderSearch:
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
-        """Find links by two replays, and add them to ``found``.
+        """Find by two replays which earlier outputs layers read, and set these in ``found``.
 
         ``slots`` (B, L) is the column that is tested at each token of the first layer.
         """
@@ -573,7 +573,7 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Find the links of a pooled output by a few replays, and add them to ``found``."""
+        """Find by replays which layers a pooled output reads, and set its row of ``found``."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 

@@ -185,7 +185,7 @@ def _quotient(x: Tensor, y: Tensor, dim: int) -> Tensor:
 
 
 def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
-    """Return steps from ``x`` (B, L, E) to ``out`` if it is a norm of ``x``, frozen; else None."""
+    """Return steps from ``x`` (B, L, E) to ``out`` if ``out`` is a norm of ``x``; else None."""
     if x.shape[:2].numel() < 2 or not out.any():  # one token, or zeros, are a norm of anything
         return None
     shift = 0.0 if bias is None else bias
