@@ -290,7 +290,7 @@ class Network(Watcher):
         return out.to(real.dtype)
 
     def _found(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
-        """Record the mask of a call, and its output as a step."""
+        """Record the mask of a mixer call, and its output as a :class:`Step`."""
         require_real_tokens(mask)
         if mask is not None and self.mask is None and self._is_of_input(call):
             self.mask = mask

@@ -53,8 +53,8 @@ def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> No
     where = name_of_running(names, "forward_func")
     raise TrainingModeError(
         f"{where} calls torch's {name} with {argument}={value} although it is in "
-        f"evaluation mode, and {complaint}. Pass a value of {argument} that is False or 0 in "
-        "evaluation mode, such as training=self.training."
+        f"evaluation mode, and {complaint}. Make {argument} depend on self.training, so that it "
+        "is False or 0 in evaluation mode."
     )
 
 

@@ -93,7 +93,7 @@ def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
-    """Make transformers checkpoint without "reentrant", which keeps a graph inside layers."""
+    """Make transformers use non-reentrant checkpoints, which keep a graph inside layers."""
     with ExitStack() as stack:
         for module in model.modules():
             present = of_this_thread(module, _CHECKPOINTING)

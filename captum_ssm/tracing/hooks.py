@@ -73,7 +73,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
-    """Replace the first floating tensor in ``value``; return the result and the new tensor."""
+    """Replace the first floating tensor in ``value``; return result and new tensor (or None)."""
     if isinstance(value, Tensor):
         new = swap(value) if value.is_floating_point() else None
         return (value, None) if new is None else (new, new)

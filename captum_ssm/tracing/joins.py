@@ -427,7 +427,7 @@ class _JoinSearch:
     def _follow_module(
         self, each: _Join, key: _Key, x: Tensor, reading: _Reading, known: Mapping[int, Way]
     ) -> None:
-        """Add the output of a module that a branch enters to the branches, if linear or a norm."""
+        """If a branch enters a norm or linear module, add the module's output to the branches."""
         module, call, enters, _ = key
         left = module, call, False, 0
         if not enters or left not in self.real or left not in self.noisy:
@@ -450,7 +450,7 @@ class _JoinSearch:
     def _follow_concatenated(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> None:
-        """Add a projection's output to the branches if its input concatenates layers' branches."""
+        """If a projection's input concatenates branches, add its output to the branches."""
         left, start, parts = (*key[:2], False, 0), 0, {}
         if not key[2] or len(each.members) < 2 or left not in self.noisy:
             return

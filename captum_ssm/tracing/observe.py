@@ -46,7 +46,7 @@ class Watcher:
         """
 
     def continued(self, name: str, cache: Any) -> Any:
-        """Return the copy to use of a cache, which a call was given as argument ``name``.
+        """Return a copy of ``cache`` for a call that received the cache as argument ``name``.
 
         Raises:
             CachedStateError: if tokens in the cache cannot be part of the explanation.

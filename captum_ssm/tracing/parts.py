@@ -61,7 +61,7 @@ def place(
     parts: Sequence[Part],
     looked_up: Tensor | None,
 ) -> list[Place | None]:
-    """Find the tokens and the layers on which parts depend that do not mix tokens themselves.
+    """Find the tokens and layers on which parts depend, for parts that do not mix tokens.
 
     Args:
         replays: the replays of the run, whose layers are already arranged.

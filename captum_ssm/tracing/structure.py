@@ -328,7 +328,7 @@ class _OrderSearch:
         return self._of_input(given)
 
     def _of_input(self, given: Tensor) -> Tensor | None:
-        """Return root token numbers as input token numbers (-1 for none); None if the same."""
+        """Return each first-layer token's number in the input, -1 for none; None if the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
@@ -406,7 +406,7 @@ class _OrderSearch:
         return out.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
 
     def _spread(self, root: Tensor, virtual: Tensor) -> list[Tensor]:
-        """Replay with noise in the root; each layer adds noise at the tokens where it arrives.
+        """Replay with noise in the root; each layer adds noise at tokens where its input changed.
 
         Args:
             root: a mask (B, L) of root tokens with noise.
@@ -692,7 +692,7 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
 
 
 def _halves(tokens: int) -> Tensor:
-    """Return a different half of as few sets as possible for each token, (tokens, sets)."""
+    """Put each token into a different half of as few sets as possible; a mask (tokens, sets)."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(chosen), device="cpu")
