@@ -219,7 +219,7 @@ class Linearising(TorchFunctionMode):
             ids: the ids, with the shape (B, L) of the root's tokens.
 
         Raises:
-            OptionError: when the model looked up no ids, or the shape is not that of the root.
+            OptionError: when the model looked up no ids, or the shape differs from the root's.
         """
         shapes = {x.leaf.shape[:2] for x in self._tables.values()}
         if shapes != {ids.shape}:

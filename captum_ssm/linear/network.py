@@ -218,7 +218,7 @@ class Network(Watcher):
         """Return True if the mixer's own code is read; see :mod:`.reading`.
 
         An operator is needed if heads are read or cut, for the rule ``"half"`` by role, and for a
-        network without constants, whose coefficients must be those of the run with constants.
+        network without constants, which must keep the coefficients of the run with constants.
         """
         if sequence is not None and module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)

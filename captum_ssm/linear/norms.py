@@ -89,7 +89,7 @@ def frozen_norms(
 
 
 class _Norms(TorchFunctionMode):
-    """Detaches the roots of norms, or replaces the roots by those of a kept run."""
+    """Detaches the roots of norms, or replaces them by the roots of a kept run."""
 
     def __init__(self, batch: int | None) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ class Layer:
     def hook_factor(self, left: Tensor) -> Tensor | None:
         """Return the factor by which hooks changed the output to ``left``.
 
-        The values are those of :func:`hook_factor`; (0,) also if a hook overwrote the output.
+        :func:`hook_factor` defines the factor. It is empty, (0,), if a hook overwrote the output.
         """
         if self._versions != self._versions_of(self.call.hidden_states, self.call.output_tensor):
             return left.new_empty(0)
