@@ -659,7 +659,7 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
                 f"input of that layer, without {lost}. {INSTEAD}"
             )
         if behind - here - own:
-            raise NotAChain(f"{follower} reads a connection that skips several layers. {INSTEAD}")
+            raise NotAChain(f"{follower} reads a connection around several layers. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
 
