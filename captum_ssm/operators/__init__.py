@@ -1,10 +1,10 @@
-"""The mathematics: frozen linear token mixers.  Knows tensors, no model.
+"""Frozen linear token mixers, as operators on tensors.  This package imports no model code.
 
-The contract is in ``base``, and its slow derivation in ``generic``.  Elementary operators are
-``diagonal``, ``conv``, ``long_conv``, ``heads``, ``reorder`` and ``recurrences``.  ``chain`` and
-``combine`` make one operator of several; ``reduction`` combines the channels' matrices.
-``readings`` compute states, roles and memories from operators.  ``kernels`` make them fast; a table
-there tells which kernel serves which operation.
+``base`` defines the interface, and ``generic`` implements it slowly for any operator.  Elementary
+operators are in ``diagonal``, ``conv``, ``long_conv``, ``heads``, ``reorder`` and ``recurrences``.
+``chain`` and ``combine`` build products and sums of operators; ``reduction`` combines the channels'
+matrices.  ``kernels`` contains the fast algorithms; a table there lists the kernel that each
+operation uses.
 """
 
 from .base import Mixing, Operator, Shape

@@ -1,35 +1,35 @@
-"""The operator contract: a frozen linear map over tokens, per channel.
+"""The interface of operators: frozen linear maps over tokens, one per channel.
 
 Shape glossary, used throughout the package:
 
 ====  =============================================================
 B     batch
-S     stack of vectors, mapped at once
+S     stack of vectors that are mapped together
 L     tokens
 H     heads (in Mamba-1 every channel is a head)
 P     value channels per head
-C, D  channels, H * P; C beside T is chunks of tokens, D the channels of a model's mixer
-G     groups of heads that share vectors, H / G heads in a row each
+C, D  channels, H * P; C next to T is chunks of tokens; D is the channels of a model's mixer
+G     groups of H / G neighboring heads that share vectors
 N     state size of a recurrence
 K     taps of a short convolution
 Q     query positions
-R, W  rows and columns of a strip; W beside T is windows
-T     some tokens in a row, such as those of a chunk or a window
+R, W  rows and columns of a strip; W next to T is windows
+T     neighboring tokens, such as the tokens of a chunk or a window
 E     width of the residual stream
 ====  =============================================================
 
-A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
-some neighboring rows of a matrix, of which only the columns that can differ from zero are held.
+A *band* is a matrix with a few nonzero diagonals, stored by lag: lag k of row i is column i - k.
+A *strip* is some neighboring rows of a matrix, without columns that are zero in all these rows.
 
 In a product of operators the *outer* one is on the left and acts last; the *inner* one is on the
 right and acts first.
 
 An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape.  It never mixes
-channels: channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading dimensions are
-free: a stack of vectors is mapped at once.
+channels: channel c has one implicit attention matrix ``alpha_c`` (L, L).  ``v`` may have any
+leading dimensions, so one call can map a stack of vectors.
 
-Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjoint, as
-:mod:`.generic` derives it; subclasses override what they can do faster.
+:mod:`.generic` derives every method of :class:`Operator` from :meth:`Operator.apply` and its
+adjoint; subclasses override the methods for which they have a faster algorithm.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from .kernels.portions import SMALL, Portion, Stream
 from .kernels.rows import Positions, Strip
 from .reduction import Reduce
 
-#: Names of the parts of mixers, of which users choose components.
+#: Names of the parts of a mixer, as users pass them in ``components=``.
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
-#: Roles of a mixer's factors: the values that are moved, the vectors that they are matched by, the
-#: vectors that ask, how much is let through, and how far a state moves on.
+#: Roles of a mixer's factors: the values that are mixed, the keys that queries are multiplied by,
+#: the queries, the gates that scale the output, and the steps or decays of the state.
 Role = Literal["content", "key", "query", "gate", "step"]
-#: From the gradient of outputs to those of values and coefficients, by name.
+#: Maps the outputs' gradient to the values' gradient and the coefficients' gradients, by name.
 Pull = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Shape(NamedTuple):
-    """Sizes an operator acts on.
+    """Sizes (B, L, H, P) of the values that an operator maps.
 
     Attributes:
-        batch: examples, B.
-        tokens: tokens, L.
-        heads: heads, H; in Mamba-1 every channel is one.
-        per_head: value channels per head, P.
+        batch: number of examples, B.
+        tokens: number of tokens, L.
+        heads: number of heads, H; in Mamba-1 every channel is a head.
+        per_head: number of value channels per head, P.
 
     Example:
         >>> from captum_ssm.operators import Shape
@@ -82,17 +82,17 @@ class Shape(NamedTuple):
 class Mixing(Enum):
     """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
 
-    The theorem asks of a layer whether the part that mixes its tokens depends on the data.  It
-    follows from the parts an operator is made of, whatever numbers they hold.  Several steps of
-    fixed mixing with gates between are data-controlled, as is a recurrence whose decays follow from
-    the data: the weight of token j for token i depends on the tokens between.  A mask of padding
-    does not count as data.
+    The theorem classifies a layer by whether its token mixing depends on the data.  The class
+    depends on the types of an operator's parts, not on the numbers in them.  Several fixed mixings
+    with gates between them are data-controlled.  So is a recurrence whose decays depend on the
+    data: the weight of token j for token i depends on the tokens between.  A padding mask does not
+    count as data.
 
     Attributes:
-        NONE: no output reads another token.
-        FIXED: by one matrix per channel, the same for every input (S4, DSS).
-        GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
-        CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
+        NONE: every output depends on its own token only.
+        FIXED: one matrix per channel mixes tokens, the same for every input (S4, DSS).
+        GATED: diag(r) . fixed . diag(w), where r and w may depend on the input (GSS, Hyena).
+        CONTROLLED: matrices that depend on the input in any other way (S6, attention).
 
     Example:
         >>> import torch
@@ -113,20 +113,21 @@ class Mixing(Enum):
 class Operator:
     """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
 
-    The base of all operators.  A subclass detaches its coefficients, sets :attr:`shape` and
-    :attr:`component`, and defines :meth:`apply`, :meth:`tensors` and :meth:`select`; it overrides
-    :attr:`mixes_tokens` and :attr:`data_dependent` where they are not True.  Everything else
-    follows, if slowly.
+    This is the base class of all operators.  A subclass detaches its coefficients, sets
+    :attr:`shape` and :attr:`component`, and defines :meth:`apply`, :meth:`tensors` and
+    :meth:`select`; it overrides :attr:`mixes_tokens` and :attr:`data_dependent` if they are False.
+    Every other method has a slow default that uses these.
 
     Attributes:
-        component: the part of a mixer: ``conv``, ``activation``, ``scan`` (any mixing of tokens but
-            a short convolution), ``skip``, ``gate`` or ``norm``. Default: None, for structural
-            parts, which :meth:`restrict` keeps.
-        shape: the sizes it acts on, a :class:`Shape`.
-        roles: role of each coefficient that may follow from the input, by its name in
-            :meth:`tensors`; see :mod:`.coefficients`. Default: none.
-        live: the coefficients with roles that came with their autograd graph. Default: none.
-        at_rest: value of its gates where their own input is zero. Default: 0.
+        component: name of the mixer's part: ``conv``, ``activation``, ``scan`` (any token mixing
+            except a short convolution), ``skip``, ``gate`` or ``norm``. Default: None, for
+            structural parts such as masks, which :meth:`restrict` keeps.
+        shape: sizes of the values that it maps, a :class:`Shape`.
+        roles: role of each coefficient that may depend on the input, by the coefficient's name in
+            :meth:`tensors`; see :mod:`.coefficients`. Default: no roles.
+        live: coefficients with roles that were passed with an autograd graph, by name, not
+            detached. Default: none.
+        at_rest: value of the gates at zero gate input, such as 0.5 for a sigmoid. Default: 0.
 
     Example:
         >>> import torch
@@ -152,9 +153,9 @@ class Operator:
     roles: Mapping[str, Role] = MappingProxyType({})
     live: Mapping[str, Tensor] = MappingProxyType({})
     at_rest: float | Tensor = 0.0
-    #: Whether whole matrices of heads are quicker made than rows of all channels.
+    #: Whether computing whole matrices per head is faster than computing rows of all channels.
     quick_heads = False
-    #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.
+    #: Up to this number of rows, :meth:`rows` computes the channels' mean faster than a strip does.
     few_rows: int = 0
 
     def __repr__(self) -> str:
@@ -166,12 +167,12 @@ class Operator:
     # --- defined by a subclass -------------------------------------------------------------
 
     def apply(self, v: Tensor) -> Tensor:
-        """alpha v: every channel's matrix times its values.
+        """Return alpha v: every channel's matrix times the channel's values.
 
-        Linear and differentiable in ``v``, with :meth:`transpose` as its derivative.
+        The map is linear and differentiable in ``v``, with :meth:`transpose` as its derivative.
 
         Args:
-            v: values (..., B, L, H, P); leading dimensions are free.
+            v: values (..., B, L, H, P), with any leading dimensions.
 
         Returns:
             The outputs, in the shape of ``v``.
@@ -179,32 +180,32 @@ class Operator:
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the frozen coefficients by name, as they are checked for NaN and infinity."""
+        """Return the frozen coefficients by name; they are checked for NaN and infinity."""
         raise NotImplementedError
 
     def select(self, heads: Sequence[int]) -> Operator:
         """Restrict the operator to some heads.
 
         Args:
-            heads: the heads, counted from 0, in the order wanted.
+            heads: indices of the heads, from 0, in the order that the result has.
 
         Returns:
-            An operator on (B, L, len(heads), P).
+            An operator on values (B, L, len(heads), P).
         """
         raise NotImplementedError
 
     # --- its dependence on its coefficients ------------------------------------------------
 
     def at(self, coefficients: Mapping[str, Tensor]) -> Operator:
-        """Replace some of the coefficients that have roles.
+        """Return a copy with some of the coefficients that have roles replaced.
 
         Args:
-            coefficients: the new ones, by name.
+            coefficients: the new coefficients by name.
         """
         raise NotImplementedError
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return gradients of the values, and of the coefficients that have roles, by name.
+        """Return the gradient of the values, and the gradients of coefficients with roles, by name.
 
         Args:
             values: the input (B, L, H, P).
@@ -218,13 +219,13 @@ class Operator:
         """Map S stacked values; return alpha v and its pullback (vector-Jacobian product).
 
         Args:
-            values: (S, B, L, H, P).
-            coefficients: replace its own keys, queries and gates, (S, B, ...) by name. Those of the
-                role "step" cannot be replaced: the stack shares them.
+            values: stacked values (S, B, L, H, P).
+            coefficients: new keys, queries and gates by name, (S, B, ...). Coefficients with the
+                role "step" cannot be replaced, because the whole stack shares them.
 
         Returns:
-            alpha v, and a function from its gradient to that of the values, and to those of the
-            coefficients that have roles: sums over the stack, by name.
+            alpha v, and a function of its gradient. The function returns the gradient of the
+            values, and of the coefficients with roles by name; they are sums over the stack.
         """
         return generic.vjp(self, values, coefficients)
 
@@ -232,17 +233,17 @@ class Operator:
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether outputs read other tokens than their own."""
+        """Whether an output depends on tokens other than its own."""
         return True
 
     @property
     def data_dependent(self) -> bool:
-        """Whether the coefficients follow from the input, not from parameters alone."""
+        """Whether the coefficients depend on the input, not only on parameters."""
         return True
 
     @property
     def mixing(self) -> Mixing:
-        """The class of its token mixing."""
+        """The operator's class of token mixing; see :class:`Mixing`."""
         if not self.mixes_tokens:
             return Mixing.NONE
         return Mixing.CONTROLLED if self.data_dependent else Mixing.FIXED
@@ -250,32 +251,32 @@ class Operator:
     # --- the parts it is made of -----------------------------------------------------------
 
     def leaves(self) -> Iterator[Operator]:
-        """The elementary operators this one is made of."""
+        """Yield the elementary operators that this one is composed of."""
         yield self
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        """This operator with only the named components; all others become the identity.
+        """Keep the named components; replace all other components by the identity.
 
         Args:
-            components: the names of those to keep.
+            components: names of the components to keep, such as ``{"scan", "gate"}``.
 
         Returns:
-            The operator, or None if only the identity is left.
+            The operator, or None if only the identity remains.
         """
         return self if self.component is None or self.component in components else None
 
     def per_channel(self) -> Operator:
-        """Reduce every part that mixes channels to each channel's own share.
+        """Drop all mixing between channels: each output channel keeps its own input's share.
 
-        Implicit attention matrices belong to single channels, so methods read them from this.
+        Implicit attention matrices are matrices of single channels, so they are computed from this.
         """
         return self
 
     def after_band(self, band: Band) -> Band | None:
-        """Return the band self . band, or None if this operator is not banded (a few lags).
+        """Return the product self . band as a band, or None if this operator is not a band.
 
         Args:
-            band: the inner factor: (B, L, H, P), broadcastable, by lag.
+            band: the inner factor: by lag, factors broadcastable to (B, L, H, P).
         """
         return None
 
@@ -287,7 +288,7 @@ class Operator:
         For all u and v, ``u * apply(v)`` and ``transpose(u) * v`` have the same sum.
 
         Args:
-            u: (..., B, L, H, P); leading dimensions are free.
+            u: gradients of outputs (..., B, L, H, P), with any leading dimensions.
 
         Returns:
             alpha-transposed u, in the shape of ``u``.
@@ -295,31 +296,31 @@ class Operator:
         return generic.transpose(self, u)
 
     def offset(self) -> Tensor | None:
-        """Return the constant that biases add to the output (B, L, H, P); None for none."""
+        """Return the constant that biases add to the output (B, L, H, P); None without biases."""
         return None
 
     def affine(self, v: Tensor) -> Tensor:
-        """alpha v + offset: the module's own output before its output projection."""
+        """Return alpha v + offset, the mixer's output before its output projection."""
         offset = self.offset()
         out = self.apply(v)
         return out if offset is None else out + offset
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        """Return a form of this operator, or of its adjoint, that is fed a few tokens at a time.
+        """Return a function that maps a few tokens per call, and keeps its state between calls.
 
         Args:
-            transposed: whether it is the adjoint, which is fed from the last token to the first.
-            longest: the most tokens fed at a time.
+            transposed: whether to map by the adjoint, from the last token to the first.
+            longest: largest number of tokens in one call.
 
         Returns:
-            A function of values (B, T, H, P) and the slice of tokens that they are. None if tokens
-            cannot be mapped in this order, or are mapped faster all at once.
+            A function of values (B, T, H, P) and the slice of their token positions. None if tokens
+            cannot be mapped in this order, or if mapping all tokens together is faster.
         """
         return None
 
     @property
     def portion(self) -> Portion:
-        """How many tokens to feed to a :meth:`stream` at a time."""
+        """How many tokens to pass to the function of :meth:`stream` per call."""
         return SMALL
 
     def mean_matvec(self, x: Tensor) -> Tensor:
@@ -327,7 +328,7 @@ class Operator:
         return linear_map(x, self._mean_forward, self._mean_adjoint)
 
     def mean_rmatvec(self, r: Tensor) -> Tensor:
-        """r (mean over channels of alpha), for a row vector (B, L), without forming a matrix."""
+        """Return r (mean over channels of alpha), for ``r`` (B, L), without forming a matrix."""
         return linear_map(r, self._mean_adjoint, self._mean_forward)
 
     # --- its matrices, by rows or whole ----------------------------------------------------
@@ -336,17 +337,17 @@ class Operator:
         """Return rows of the implicit attention matrices.
 
         Args:
-            positions: query positions, common to all examples (a list of Q) or per example (B, Q).
+            positions: query positions: a list of Q for all examples, or a tensor (B, Q).
             reduce: how channels are combined: ``"mean"``, ``"max"``, ``"min"``, ``"product"`` or a
-                function over the last dimension. None keeps every channel; ``"heads"`` every head,
-                as the mean over its channels. Default: ``"mean"``.
+                function over the last dimension. None keeps every channel; ``"heads"`` returns the
+                mean over the channels of each head. Default: ``"mean"``.
 
         Returns:
             (B, Q, L), or (B, C, Q, L) with ``reduce=None``, or (B, H, Q, L) with ``"heads"``.
 
         Raises:
             QueryError: for positions outside the sequence.
-            OptionError: for a reduction that is not known.
+            OptionError: for an unknown reduction.
         """
         return generic.rows(self, positions, reduce)
 
@@ -354,8 +355,9 @@ class Operator:
         """Return rows of every channel's matrix at Q positions, (Q, B, L, H, P).
 
         Args:
-            positions: the rows, (Q,) or per example (Q, B).
-            weight: factors on the rows (Q, B, 1, H, P), broadcastable. Default: None, no factors.
+            positions: indices of the rows: Q for all examples, or a tensor (Q, B).
+            weight: factors that multiply the rows, broadcastable to (Q, B, 1, H, P). Default: None,
+                no factors.
         """
         return generic.unit_rows(self, positions, weight)
 
@@ -364,7 +366,8 @@ class Operator:
 
         Args:
             reduce: as in :meth:`rows`. Default: ``"mean"``.
-            heads: use these heads only; negative ones count from the end. Default: None, all.
+            heads: indices of the heads to use; negative ones count from the end. Default: None, all
+                heads.
 
         Returns:
             (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L) with ``"heads"``.
@@ -378,13 +381,14 @@ class Operator:
         """Return rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
 
         Args:
-            left: row factors (B, L, H, P), broadcastable.
-            band: the inner factor by lag, column factors included: (B, L, H, P), broadcastable.
-            rows: neighboring rows, ascending; at least one. No others are formed.
-            by_head: sum the channels of each head by themselves. Default: False, of all heads.
+            left: row factors, broadcastable to (B, L, H, P).
+            band: the inner factor: by lag, column factors broadcastable to (B, L, H, P).
+            rows: neighboring rows, ascending; at least one. Only these are computed.
+            by_head: whether to sum the channels of each head separately. Default: False, one sum
+                over the channels of all heads.
 
         Returns:
-            Their entries (B, R, W), or (B, H, R, W), with the rows and the columns of the entries.
+            The strip: entries (B, R, W) or (B, H, R, W), with the ranges of rows and columns.
         """
         return generic.entries(self, left, band, rows, by_head)
 
@@ -392,12 +396,12 @@ class Operator:
 
     @property
     def device(self) -> torch.device:
-        """Where the coefficients are."""
+        """The device of the coefficients."""
         return self._example().device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Their dtype."""
+        """The dtype of the coefficients."""
         return self._example().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:
@@ -407,18 +411,18 @@ class Operator:
         return generic.channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
-        """One coefficient, for its dtype and device."""
+        """Return one coefficient, from which the operator's dtype and device are read."""
         for leaf in self.leaves():
             for coefficient in leaf.tensors().values():
                 return coefficient
         return next(self.leaves())._without_coefficients()
 
     def _without_coefficients(self) -> Tensor:
-        """A number of the dtype and on the device of an operator that has no coefficients."""
+        """Return a number with the dtype and device of an operator that has no coefficients."""
         return torch.zeros(())
 
     def _zeros(self, *size: int, factor: Tensor | None = None) -> Tensor:
-        """Zeros to hold coefficients, or products of them with a factor."""
+        """Return zeros in the dtype of the coefficients, or of their products with ``factor``."""
         dtype = self.dtype if factor is None else torch.promote_types(self.dtype, factor.dtype)
         return torch.zeros(size, dtype=dtype, device=self.device)
 

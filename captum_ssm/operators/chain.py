@@ -1,9 +1,9 @@
 """Products of operators.
 
 ``parts[0]`` is the outermost factor and acts last; see "outer" and "inner" in :mod:`.base`.
-Diagonals and short convolutions around a core become factors and shifts of the core's fast
-versions; reorderings move to the ends.  Where the channels of a head share a matrix, means over
-channels take one channel a head for as long as channels are alike.
+Diagonals and short convolutions at both ends are passed as factors and shifts to the fast methods
+of the operator between them, and reorderings are applied to the resulting rows and columns.  If the
+channels of a head share a matrix, means over channels map one channel per head.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .kernels.portions import Stream, at_a_time
 from .kernels.rows import Positions, Strip, clipped, sum_of_lags, sum_strips
 from .reorder import Permute
 
-#: Elements of one factor over all tokens (4 MiB in float32).
+#: Largest number of elements of the factors of a block of heads (4 MiB in float32).
 _FACTOR_ELEMENTS = 2**20
 
 
 class Chain(Composite):
-    """A product of operators, written as in mathematics: the last one is the inner, and acts first.
+    """A product of operators, in the order of a matrix product: the last operator acts first.
 
-    alpha = parts[0] . parts[1] . ... , so that ``Chain(gate, scan, conv)`` convolves, scans, gates.
-    Parts that are products themselves are taken apart.
+    alpha = parts[0] . parts[1] . ... , so ``Chain(gate, scan, conv)`` convolves, then scans, then
+    gates.  A part that is a Chain is replaced by its own parts.
 
     Attributes:
         parts: the factors; none of them is a Chain.
@@ -56,7 +56,7 @@ class Chain(Composite):
 
     @property
     def mixing(self) -> Mixing:
-        """Gated if the data scales single tokens only, before and after all mixing."""
+        """GATED if data-dependent parts only scale tokens, before or after all token mixing."""
         if not (self.mixes_tokens and self.data_dependent):
             return super().mixing
         # a reordering does not count: it only moves the factors of diagonals to other tokens
@@ -116,7 +116,7 @@ class Chain(Composite):
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
         """Return the mean over channels of the product, or of its adjoint, times ``x`` (B, L).
 
-        Channels of a head share a matrix: one of them is mapped wherever all are alike.
+        If the channels of a head share a matrix, one channel per head is mapped if that is exact.
         """
         if not any(isinstance(leaf, HeadOperator) for leaf in self.leaves()) or (
             _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None
@@ -146,10 +146,10 @@ class Chain(Composite):
         return Chain(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Fold diagonals and short convolutions at both ends into factors and shifts.
+        """Turn diagonals and short convolutions at both ends into factors and shifts.
 
-        The core is usually one recurrence, whose own fast version then serves; a chain of any other
-        form falls back to the generic rows.
+        One part is usually left, a recurrence, whose own fast method computes the strip. If several
+        parts are left, the generic method computes it.
         """
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
@@ -171,9 +171,10 @@ class Chain(Composite):
         return sum_strips(self._by_blocks(left, band, rows), rows)
 
     def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
-        """Yield strips that add up to the whole, each of a block of heads with small factors.
+        """Yield one strip per block of heads, so that the factors of a block stay small.
 
-        A block has at least half as many heads as there are rows: each strip is made and added.
+        The sum of these strips is the whole strip. A block has at least half as many heads as there
+        are rows, because each strip costs time to allocate and to add.
         """
         batch, tokens, heads, per_head = self.shape
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
@@ -190,7 +191,7 @@ class Chain(Composite):
             yield of_part._folded(left[:, :, part.start : part.stop], some, rows, False)
 
     def _folded(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
-        """Return the strip of a product outer band . core . inner band, by the core's own strip."""
+        """Return the strip of outer band . core . inner band, computed from strips of the core."""
         outer, middle, inner = self._bands(band)
         if len(middle) > 1:
             return super().entries(left, band, rows, by_head)
@@ -203,20 +204,20 @@ class Chain(Composite):
             if read:
                 factors = shift_tokens((left * weight).expand(self.shape), -lag)
                 strips.append(core.entries(factors, inner, read, by_head).moved(lag, 0, tokens))
-        if not strips:  # all that the rows read lies beyond the ends
+        if not strips:  # the rows only read tokens beyond the ends
             size = self.shape[:3:2] if by_head else self.shape[:1]
             return Strip(self._zeros(*size, len(rows), 0), rows, range(0))
         return sum_strips(strips, rows)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
-        """Return the product of some of the parts; of none, the identity."""
+        """Return the product of some of the parts, or the identity if there are none."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Split into the outer parts as one band, the parts between, and the inner as one band.
+        """Return the outer parts as one band, the middle parts, and the inner parts as one band.
 
         Args:
-            inner: the band inside of all parts, which the inner one takes in.
+            inner: the band to the right of all parts; it is multiplied into the inner band.
         """
         middle = list(self.parts)
         while middle and (combined := middle[-1].after_band(inner)) is not None:
@@ -233,6 +234,7 @@ class Chain(Composite):
 
 
 def _flat(part: Operator) -> tuple[Operator, ...]:
+    """Return the parts of a Chain, or the operator itself if it is not a Chain."""
     return part.parts if isinstance(part, Chain) else (part,)
 
 
@@ -242,22 +244,22 @@ def _mixes_heads(part: Operator) -> bool:
 
 
 def _channels_differ_around(parts: Sequence[Operator]) -> bool:
-    """Return True if a head's channels differ on both sides of a matrix of heads."""
+    """Return True if parts before and after a matrix per head treat its channels differently."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
     core = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())
 
 
 def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """Return the mean over channels of a product, or of its adjoint, times ``x`` (B, L), at once.
+    """Return the mean over channels of a product, or of its adjoint, times ``x`` (B, L).
 
-    A head needs one channel until the first part that treats its channels differently, and the mean
-    of its channels after the last such part.
+    One channel per head is mapped before the first part that treats a head's channels differently.
+    The mean over the head's channels is mapped after the last such part.
 
     Args:
-        parts: the factors; the last one acts first.
+        parts: the factors of the product; the last one acts first.
         x: one number per token (B, L).
-        transposed: whether it is the adjoint.
+        transposed: whether to use the adjoint.
     """
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])
@@ -273,7 +275,7 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
 
 
 def _alike(part: Operator) -> bool:
-    """Return True if an operator does the same to all value channels of a head."""
+    """Return True if an operator maps all value channels of a head by the same matrix."""
     if isinstance(part, Composite):
         return all(map(_alike, part.parts))
     if isinstance(part, Diagonal):

@@ -1,9 +1,9 @@
-"""Operators as functions of their coefficients: roles, and gradients.
+"""Operators as functions of their coefficients: the coefficients' roles and gradients.
 
-An operator is linear in its values, and its coefficients are frozen.  In the network they follow
-from the input, each in a role: a token's query, the key that queries match, the step of the state,
-and the gate.  The values that are moved are the content.  A coefficient is *live* if it came with
-its autograd graph.
+An operator is linear in its values, and its coefficients are frozen.  In the network the
+coefficients depend on the input, and each has a role: query, key, step (how far the state decays),
+or gate.  The values that are mixed have the role content.  A coefficient is *live* if it was passed
+with its autograd graph.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
-#: New coefficients of parts, and gradients of coefficients, by name.
+#: New coefficients by part and name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
+#: Gradients of coefficients by part and name.
 Gradients = dict[Operator, dict[str, Tensor]]
-#: Maps the outputs' gradient to the values', and adds the coefficients' to its second argument.
+#: Returns the values' gradient from the outputs', and adds coefficients' gradients to its second
+#: argument.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """Return the live coefficients of an operator, by the part that holds them and the name there.
+    """Return the live coefficients of an operator by (part, coefficient name).
 
     Example:
         >>> import torch
@@ -46,7 +48,7 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
 
 
 def _holders(operator: Operator) -> Iterator[Operator]:
-    """Yield the parts that hold coefficients: leaves, and composites with roles, such as WKV."""
+    """Yield the parts with coefficients: leaves, and composites with roles, such as WKV."""
     if isinstance(operator, Composite) and not operator.roles:
         for part in operator.parts:
             yield from _holders(part)
@@ -62,9 +64,9 @@ def follow_mask(
     """Return the mask of real tokens (B, L) at the operator's output; None if all are real.
 
     Args:
-        operator: chains and sums of any depth.
-        mask: the mask at its input; None if all are real.
-        found: filled with the mask at the input of every part.
+        operator: an operator, which may nest chains and sums.
+        mask: mask of real tokens at the operator's input (B, L); None if all are real.
+        found: this dictionary receives the mask at the input of every part.
     """
     found[operator] = mask
     if isinstance(operator, Chain):
@@ -88,14 +90,15 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
     """Map S stacked values; return the output and its pullback (vector-Jacobian product).
 
     Args:
-        operator: chains and sums of any depth.
-        values: the input (S, B, L, H, P).
-        moved: coefficients (S, B, ...) that replace the parts' own ones.
-        offset: factors (S, 1, 1, 1, 1) on the constants that operators add inside.
+        operator: an operator, which may nest chains and sums.
+        values: stacked inputs (S, B, L, H, P).
+        moved: new coefficients (S, B, ...) by part and name; they replace the parts' coefficients.
+        offset: factors (S, 1, 1, 1, 1) of the constants that biases inside the operator add.
 
     Returns:
-        The output (S, B, L, H, P), and a function of its gradient. It returns the values' gradient,
-        and adds live coefficients' gradients, summed over the stack, to its second argument.
+        The output (S, B, L, H, P), and a function of the output's gradient. The function returns
+        the values' gradient, and adds the gradients of live coefficients, summed over the stack, to
+        its second argument.
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))
@@ -134,7 +137,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
 
 
 def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
-    """Return the values' gradient, and add the coefficients' gradients to ``found``."""
+    """Call ``back``; return the values' gradient, add the coefficients' gradients to ``found``."""
     of_values, of_coefficients = back(gradient)
     total = found.setdefault(operator, {})
     for name, x in of_coefficients.items():

@@ -19,7 +19,7 @@ from .kernels.rows import Positions, Strip, by_query, sum_of_lags, sum_strips
 
 
 class Composite(Operator):
-    """An operator made of others, its ``parts``."""
+    """Base class of operators that combine several operators, their ``parts``."""
 
     parts: tuple[Operator, ...]
 
@@ -108,7 +108,7 @@ class Sum(Composite):
         return summed
 
     def _by_kind(self) -> tuple[list[Diagonal], list[Operator]]:
-        """Split the summands into those that scale single tokens, and all others."""
+        """Return the summands that are diagonals, and all other summands."""
         scalings = [part for part in self.parts if isinstance(part, Diagonal)]
         return scalings, [part for part in self.parts if not isinstance(part, Diagonal)]
 
@@ -138,7 +138,7 @@ class Sum(Composite):
 
 
 def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Tensor:
-    """Add x, scaled by each of some diagonals, to the sum of terms; at least one of either."""
+    """Return the sum of ``terms`` and of ``x`` scaled by each diagonal; one list may be empty."""
     if not terms:
         first, *scalings = scalings
         terms = [first.apply(x)]
@@ -149,12 +149,12 @@ def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Te
 
 
 class DirectSum(Composite):
-    """Operators on separate heads: the first one on the first heads, and so on.
+    """Operators on separate heads: the first operator maps the first heads, and so on.
 
-    :meth:`restrict` replaces a part of which nothing is left by the identity.
+    :meth:`restrict` replaces a part by the identity if none of its components is kept.
 
     Args:
-        parts: alike in batch, tokens and channels per head.
+        *parts: operators with the same batch, tokens and channels per head.
 
     Example:
         >>> import torch
@@ -172,7 +172,7 @@ class DirectSum(Composite):
 
     @property
     def mixing(self) -> Mixing:
-        """The mixing of the part that depends most on the data, the last in :class:`Mixing`."""
+        """The class of the part whose mixing depends most on the data (last in :class:`Mixing`)."""
         return max((part.mixing for part in self.parts), key=list(Mixing).index)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -198,9 +198,9 @@ class DirectSum(Composite):
         return DirectSum(*(_identity(part) if rest is None else rest for rest, part in shares))
 
     def select(self, heads: Sequence[int]) -> Operator:
-        places = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
-        # neighbors of one part stay one part; one that is chosen again later is split
-        runs = groupby((places[head] for head in heads), key=itemgetter(0))
+        heads_of_parts = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
+        # neighbors in the list from one part form one part; a part that occurs again is split
+        runs = groupby((heads_of_parts[head] for head in heads), key=itemgetter(0))
         return DirectSum(*(self.parts[i].select([head for _, head in run]) for i, run in runs))
 
     def per_channel(self) -> Operator:
@@ -219,11 +219,11 @@ class DirectSum(Composite):
         return sum_of_lags(one, band, rows, tokens)
 
     def _shares(self, v: Tensor) -> Sequence[Tensor]:
-        """Split ``v`` (..., H, P) into the heads of each part."""
+        """Split ``v`` (..., H, P) along its heads, one tensor for each part."""
         return torch.split(v, self._heads, -2)
 
 
 def _identity(part: Operator) -> Operator:
-    """Return the identity, on the sizes of a part."""
+    """Return the identity operator with the shape, dtype and device of a part."""
     one = torch.ones(1, 1, 1, 1, dtype=part.dtype, device=part.device)
     return Diagonal(one, part.shape)

@@ -15,27 +15,27 @@ from .kernels.bands import Band, convolve_band, overlap
 from .kernels.portions import LARGE, Stream
 from .kernels.rows import Strip
 
-#: An index into a tensor.
+#: An index into a tensor, as a tuple of slices.
 Places = tuple[Any, ...]
-#: How many tokens back a tap reads, or in a map how many rows and columns.
+#: How many tokens back a tap reads, or how many rows and columns back if tokens form a 2-D map.
 Lag: TypeAlias = int | tuple[int, int]
 
 
 class ShortConv(Operator):
     """A convolution of a few taps: y[t] = sum over k of weight[..., k] x[t - lags[k]] + bias[t].
 
-    Tokens beyond the ends are zero.
+    Tokens beyond the ends are zero.  The tokens may also be the rows of a two-dimensional map.
 
     Args:
-        weight: filters (H, P, K), by tap.
-        shape: the sizes acted on.
+        weight: filters (H, P, K), one weight for each of the K taps.
+        shape: sizes of the values that it maps.
         bias: constant term broadcastable to (B, L, H, P). Default: None, no constant.
-        lags: how many tokens back each tap reads; negative ones read ahead. In a map they are
-            pairs, how many rows up and how many columns to the left. Default: None, that is
-            0, 1, ..., K - 1 (causal).
-        component: name of the part it stands for. Default: ``"conv"``.
-        width: tokens in a row of the map in which they lie, row by row; beyond the ends of a row
-            there is nothing either. Default: None, they are one sequence.
+        lags: how many tokens back each tap reads; negative lags read later tokens. In a map each
+            lag is a pair: rows up, columns to the left. Default: None, that is 0, 1, ..., K - 1
+            (causal).
+        component: name of the mixer's part that it represents. Default: ``"conv"``.
+        width: number of tokens in each row of the map; tokens beyond the ends of a row are zero.
+            Default: None, the tokens form one sequence.
 
     Example:
         >>> import torch
@@ -100,18 +100,18 @@ class ShortConv(Operator):
         return out
 
     def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
-        """Apply the tap of lag 0 to ``x``, in new memory (zeros without one); return other taps."""
+        """Return ``x`` times the tap of lag 0 (zeros without one), and the other taps by lag."""
         others = dict(self._weights())
         weight = others.pop((0, 0) if self.width is not None else 0, None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return (out.zero_() if weight is None else torch.mul(x, weight, out=out)), others
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """(..., L, H, P), or by rows and columns of the map (..., L / width, width, H, P)."""
+        """Return ``x`` (..., L, H, P), or in a map its view (..., L / width, width, H, P)."""
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
     def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """Indices into :meth:`_laid_out` of the tokens that a tap reads, and of their readers."""
+        """Return indices into :meth:`_laid_out` of a tap's input tokens and its output tokens."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
@@ -147,9 +147,9 @@ class ShortConv(Operator):
         return Chain(self).entries(left, band, rows, by_head)
 
     def by_lag(self) -> dict[int, Tensor]:
-        """Weights by how many tokens back they read, (H, P), or in a map (L, H, P).
+        """Return weights by lag in tokens, (H, P), or (L, H, P) if the tokens form a map.
 
-        In a map a tap reads nothing for the tokens at an end of their row.
+        In a map a weight is zero for tokens whose tap would cross the end of their row.
         """
         found: dict[int, Tensor] = {}
         for lag, weight in self._weights().items():
@@ -165,7 +165,7 @@ class ShortConv(Operator):
         return found
 
     def _weights(self) -> dict[Lag, Tensor]:
-        """Return the weights (H, P) of every lag."""
+        """Return the weights (H, P) by lag; taps with equal lags are added."""
         taps: dict[Lag, Tensor] = {}
         # channels side by side in memory, as in the values
         for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):
@@ -174,7 +174,7 @@ class ShortConv(Operator):
 
 
 class _Stream:
-    """A causal convolution, or its adjoint, as a stream: it keeps tokens that later calls read."""
+    """A causal convolution or its adjoint, a few tokens per call; stores tokens for later calls."""
 
     def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
         self.transposed = transposed

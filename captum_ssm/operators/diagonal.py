@@ -13,7 +13,7 @@ from .kernels.bands import Band
 from .kernels.portions import LARGE, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
-#: Role of the factors by component, where they follow from the input; others are frozen.
+#: Role of the factors by component. Factors of other components have no role.
 _ROLES: dict[str | None, Role] = {"gate": "gate", "scan": "key"}
 
 
@@ -22,13 +22,14 @@ class Diagonal(Operator):
 
     Args:
         weight: factors broadcastable to (B, L, H, P).
-        shape: the sizes acted on.
-        component: name of the part it stands for. Default: None, a structural part such as a mask.
-        data_dependent: whether the factors follow from the input. Default: None, they do if
-            ``weight`` has a factor for each example or each token.
-        at_rest: value of a gate where its own input is zero: 1/2 for a sigmoid. Rules that divide
-            relevance among a mixer's factors compare the gate with it. One number, or one for each
-            channel (1, 1, H, P). Default: 0.0, as of SiLU.
+        shape: sizes of the values that it maps.
+        component: name of the mixer's part that it represents. Default: None, a structural part
+            such as a mask.
+        data_dependent: whether the factors depend on the input. Default: None, True if ``weight``
+            has a factor for each example or each token.
+        at_rest: value of a gate at zero gate input, such as 0.5 for a sigmoid. Rules that divide
+            relevance among a mixer's factors use it as the gate's reference. One number, or one for
+            each channel (1, 1, H, P). Default: 0.0, the value of SiLU at zero.
 
     Example:
         >>> import torch
@@ -89,7 +90,7 @@ class Diagonal(Operator):
         return scaled
 
     def factors(self, tokens: slice) -> Tensor:
-        """Return the diagonal's entries for T neighboring tokens, broadcastable to (B, T, H, P)."""
+        """Return the factors of T neighboring tokens, broadcastable to (B, T, H, P)."""
         return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
 
     def _mean_forward(self, x: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class Diagonal(Operator):
         return chosen
 
     def reordered(self, order: Tensor) -> Diagonal:
-        """Return the diagonal whose token t has the factor of this one's token ``order[t]``.
+        """Return the diagonal in which token t has the factor of this diagonal's ``order[t]``.
 
         Args:
             order: a permutation of the tokens (L,).
@@ -119,14 +120,14 @@ class Diagonal(Operator):
         return self._with(self.weight.index_select(1, order))
 
     def rows_within(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
-        """Return rows of this diagonal . another operator, as rows of the other with factors.
+        """Express rows of the product self . inner as weighted rows of the inner operator.
 
         Args:
-            positions: of the rows.
-            weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
+            positions: positions of the product's rows.
+            weight: factors of the product's rows, broadcastable to (Q, B, 1, H, P); None for none.
 
         Returns:
-            The positions and factors to ask the inner operator for.
+            The positions and factors of the inner operator's rows.
         """
         own = at_positions(self.weight, positions)
         return positions, own if weight is None else own * weight
@@ -152,7 +153,7 @@ class Diagonal(Operator):
         return self.added_to(none, left, band)
 
     def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
-        """Return the sum of a strip and the same rows of :meth:`entries`; it is overwritten."""
+        """Add the same rows of :meth:`entries` to a strip, possibly in place; return the sum."""
         tokens, rows = self.shape.tokens, strip.rows
         first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
         strip = strip.covering(rows, range(first.start, last.stop))

@@ -1,8 +1,8 @@
-"""Everything about an operator that follows from its map and adjoint, the slow and obvious way.
+"""Slow, generic versions of an operator's methods, derived from its map and its adjoint.
 
-These are the methods of :class:`~captum_ssm.operators.Operator` where no subclass knows a faster
-way, and each is documented there.  They take any operator, so that tests can compare its fast
-versions with them, in float64.  Shapes are as in :mod:`.base`.
+:class:`~captum_ssm.operators.Operator` documents these methods, and uses them where a subclass has
+no faster version.  They accept any operator, so tests compare the fast versions with them, in
+float64.  Shapes are as in :mod:`.base`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
         if not out.requires_grad:  # every token is mapped to zero
             if operator.apply(u).any():
                 raise GradientModeError(
-                    f"{type(operator).__name__}.apply detaches its result from its values: no "
-                    "gradient gets through, and no relevance. Leave out detach, no_grad and .data "
-                    "there, or give the operator a transpose method."
+                    f"{type(operator).__name__}.apply detaches its result from its values, so "
+                    "neither gradients nor relevance can be computed. Remove detach, no_grad and "
+                    ".data there, or define the operator's transpose method."
                 )
             return torch.zeros_like(u)
         (result,) = torch.autograd.grad(out, v, u.clone())
@@ -53,7 +53,7 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
 def vjp(
     operator: Operator, values: Tensor, coefficients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Pull]:
-    """:meth:`.Operator.vjp`, one vector of the stack after the other."""
+    """Return :meth:`.Operator.vjp`, computed for one vector of the stack after the other."""
     each = [operator] * len(values)
     if coefficients:
         stack = range(len(values))
@@ -71,14 +71,14 @@ def vjp(
 
 
 def unit_rows(operator: Operator, positions: Positions, weight: Tensor | None = None) -> Tensor:
-    """Return rows of every channel's matrix at Q positions ((Q,) or (Q, B)), (Q, B, L, H, P)."""
+    """Return rows (Q, B, L, H, P) of every channel's matrix at Q positions, (Q,) or (Q, B)."""
     unit = unit_vectors(positions, operator.shape.tokens, operator._example())
     unit = unit.expand(len(positions), *operator.shape)
     return operator.transpose(unit if weight is None else unit * weight)
 
 
 def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> Tensor:
-    """Reduced rows of the matrices, (B, Q, L), or (B, C or H, Q, L)."""
+    """Return rows of the matrices, reduced over channels: (B, Q, L), or (B, C or H, Q, L)."""
     batch, tokens, *_ = operator.shape
     index = per_example(positions, batch, tokens, operator.device)  # (B, Q)
     queries, out = index.shape[1], None
@@ -114,11 +114,14 @@ def entries(
 def dense(
     operator: Operator, reduce: Reduce = "mean", heads: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the reduced matrices, (B, L, L), or (B, C or H, L, L)."""
+    """Return the matrices, reduced over channels: (B, L, L), or (B, C or H, L, L)."""
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
-            raise OptionError(f"heads must lie in [{-count}, {count}), got {list(heads)}.")
+            raise OptionError(
+                f"heads must lie in [{-count}, {count}), got {list(heads)}. Pass at least one "
+                "head, or None for all heads."
+            )
         return operator.select([head % count for head in heads]).dense(reduce)
     _, tokens, count, per_head = operator.shape
     one = operator._ones(1, 1, 1, 1)
@@ -134,15 +137,15 @@ def dense(
 
 # --- products with sums over channels, a few tokens at a time ----------------------------------
 
-#: Fewest tokens fed at a time.
+#: Smallest number of tokens mapped per call.
 _FEWEST = 4
 
 
 def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
     """Return the mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
 
-    With a stream, a few tokens of all channels are mapped at a time, in the processor's cache;
-    without one, all tokens are mapped at once.
+    If the operator has a stream, a few tokens of all channels are mapped per call, so that they fit
+    into the processor's cache.  Otherwise all tokens are mapped together.
     """
     batch, tokens, heads, per_head = operator.shape
     elements, most, multiple = operator.portion
@@ -162,7 +165,7 @@ def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
 def all_streams(
     operators: Iterable[Operator], transposed: bool, longest: int
 ) -> list[Stream] | None:
-    """Return the streams of several operators; None if one has none."""
+    """Return the stream of each operator, or None if any operator has no stream."""
     found = []
     for operator in operators:
         stream = operator.stream(transposed, longest)
@@ -173,5 +176,5 @@ def all_streams(
 
 
 def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:
-    """Yield the rows in parts, as many at a time as a stack of vectors holds."""
+    """Yield parts of ``rows``, each small enough for one stack of vectors."""
     return in_stacks(rows, torch.Size(operator.shape).numel(), operator.device)

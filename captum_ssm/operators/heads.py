@@ -16,12 +16,12 @@ from .kernels.bands import Band
 from .kernels.portions import at_a_time, some_heads
 from .kernels.rows import Positions, Strip, by_query, slices, sum_of_lags, unit_vectors
 
-#: Elements of the rows of one head formed at a time (1 MiB in float32).
+#: Largest number of elements of one head's rows that are computed together (1 MiB in float32).
 _STRIP_ELEMENTS = 2**18
 
 
 class HeadOperator(Operator):
-    """Base of operators that act alike on all value channels of a head, however many there are."""
+    """Base class of operators that map all value channels of a head by the same matrix."""
 
     def head_matrices(self) -> Tensor:
         """Return the matrix of each head, (B, H, L, L)."""
@@ -63,35 +63,35 @@ class HeadOperator(Operator):
         Args:
             left: row factors (B, L, H).
             right: column factors (B, L, H).
-            rows: which rows.
+            rows: indices of the R rows to compute.
 
         Returns:
-            (B, R, W), the first W columns; all others are zero.
+            The first W columns (B, R, W); all later columns are zero.
         """
         raise NotImplementedError
 
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """As :meth:`_sum_of_heads`, for factors (B, L, H, P)."""
+        """Return the rows (B, R, W) of :meth:`_sum_of_heads` for factors (B, L, H, P)."""
         raise NotImplementedError
 
     def _head_rows(self, positions: Positions) -> Tensor:
-        """Return rows of heads' matrices for Q positions ((Q,) or (Q, B)), (Q, B, L, H, 1)."""
+        """Return rows (Q, B, L, H, 1) of each head's matrix at Q positions, (Q,) or (Q, B)."""
         unit = unit_vectors(positions, self.shape.tokens, self._example())
         return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
     def _one_channel(self, x: Tensor) -> Tensor:
-        """(B, L) to (B, L, H, 1): all channels of a head would give the same."""
+        """Expand ``x`` (B, L) to (B, L, H, 1): one channel per head, as all channels act alike."""
         return x[..., None, None].expand(*self.shape[:3], 1)
 
 
 class DenseHeads(HeadOperator):
-    """Given matrices, alpha_h = matrices[:, h], such as the probabilities of softmax attention.
+    """One explicit matrix per head, such as the probabilities of softmax attention.
 
     Args:
-        matrices: (B, H, L, L).
-        per_head: value channels of a head, P.
-        component: name of the part it stands for. Default: ``"scan"``.
-        data_dependent: whether the matrices follow from the input. Default: True.
+        matrices: the matrices alpha_h = matrices[:, h], (B, H, L, L).
+        per_head: number of value channels of a head, P.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
+        data_dependent: whether the matrices depend on the input. Default: True.
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """One product of all heads' rows with ``x``: several times as fast as one by one."""
+        """Multiply the rows of all heads with ``x`` in one product, several times as fast."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
@@ -180,16 +180,16 @@ class DenseHeads(HeadOperator):
 
 
 class SoftmaxHeads(DenseHeads):
-    """Softmax attention that knows its queries and keys, alpha_h = softmax(scaling q k^T + mask).
+    """Softmax attention with queries and keys, alpha_h = softmax(scaling q k^T + mask).
 
     Args:
-        query: (B, L, H, N).
-        key: (B, L, H, N).
-        probabilities: computes matrices (B, H, L, L) of queries and keys (B, H, L, N); rows may be
-            0.
+        query: queries (B, L, H, N).
+        key: keys (B, L, H, N).
+        probabilities: function that computes the matrices (B, H, L, L) from queries and keys
+            (B, H, L, N); rows may be zero.
         scaling: factor of the scores.
-        per_head: value channels of a head, P.
-        matrices: the known matrices of queries and keys. Default: None, they are computed.
+        per_head: number of value channels of a head, P.
+        matrices: the result of ``probabilities``, if it is known. Default: None, it is computed.
 
     Example:
         >>> import torch
@@ -242,24 +242,25 @@ class SoftmaxHeads(DenseHeads):
 class ScoredHeads(DenseHeads):
     """Causal softmax attention whose scores are the matrices of another operator.
 
-    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i).  A token is
-    read less the more is forgotten since (Forgetting Attention), and the operator turns its key on
-    the way to the query (PaTH).
+    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i).  The decays
+    between two tokens lower the later token's attention to the earlier one (Forgetting Attention).
+    In PaTH the operator transforms each key by the tokens between the key and the query.
 
     Args:
         reads: the operator; its matrices are the scores.
-        forget: logarithms of decays (B, L, H), at most 0; None for none.
-        per_head: value channels of a head, P.
-        mask: True for real tokens (B, L), which alone read and are read. Default: None, all are.
+        forget: logarithms of decays (B, L, H), at most 0; None for no decays.
+        per_head: number of value channels of a head, P.
+        mask: True for real tokens (B, L); all rows and columns of other tokens are zero. Default:
+            None, all tokens are real.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import ScalarDecayHeads
         >>> from captum_ssm.operators.heads import ScoredHeads
-        >>> none = torch.zeros(1, 3, 1, 1)  # queries and keys of zeros: all scores are alike
+        >>> none = torch.zeros(1, 3, 1, 1)  # with zero queries and keys all scores are equal
         >>> reads = ScalarDecayHeads(none, none, none[..., 0], None, per_head=4)
         >>> forget = torch.full((1, 3, 1), 0.5).log()
-        >>> ScoredHeads(reads, forget, per_head=4).dense()[0, 1]  # half as likely a token before
+        >>> ScoredHeads(reads, forget, per_head=4).dense()[0, 1]  # an older token weighs half
         tensor([0.3333, 0.6667, 0.0000])
     """
 
@@ -314,12 +315,12 @@ class ScoredHeads(DenseHeads):
 
 
 def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of a softmax's scores, (B, H, L, L).
+    """Return the gradient of the scores of softmax attention, (B, H, L, L).
 
     Args:
-        matrices: its probabilities.
-        values: their input (B, L, H, P).
-        gradient: of their output (B, L, H, P).
+        matrices: the probabilities (B, H, L, L).
+        values: the values that attention maps (B, L, H, P).
+        gradient: gradient of attention's output (B, L, H, P).
     """
     weighed = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # gradient of probabilities
     weighed *= matrices
@@ -329,15 +330,15 @@ def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
 class HeadCentering(Operator):
     """y = x - mean of x over the value channels of a head: the centering of a frozen LayerNorm.
 
-    It mixes channels; each channel's own share is 1 - 1/P.
+    It mixes channels; the factor of a channel on itself is 1 - 1/P.
 
     Args:
-        shape: the sizes acted on.
-        like: a tensor of the dtype and device to use.
-        component: name of the part it stands for. Default: ``"norm"``.
-        across: whether the mean is over all heads; the share is then 1 - 1/C. Default: False.
-        centred: 1 for the heads that are centered (H,), 0 for those that pass as they are. Default:
-            None, all of them are.
+        shape: sizes of the values that it maps.
+        like: a tensor with the dtype and device to use.
+        component: name of the mixer's part that it represents. Default: ``"norm"``.
+        across: whether the mean is over all heads; the factor is then 1 - 1/C. Default: False.
+        centred: 1 for heads to center, 0 for heads to leave unchanged (H,). Default: None, all
+            heads are centered.
 
     Example:
         >>> import torch
@@ -377,8 +378,9 @@ class HeadCentering(Operator):
     def select(self, heads: Sequence[int]) -> Operator:
         if self.across:
             raise OptionError(
-                f"heads={list(heads)} of a norm over all heads: none of them has a separate "
-                "mean. Ask for heads of per_channel(), where each channel has its own share alone."
+                f"heads={list(heads)} cannot be selected from a norm over all heads: its "
+                "mean is over all heads together. Call per_channel() first, which drops the mixing "
+                "between channels, then select heads of its result."
             )
         shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
         return HeadCentering(shape, centred, self.component, centred=centred)
@@ -390,9 +392,9 @@ class HeadCentering(Operator):
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-    """Return factors (B, L, H) whose product is left times right, summed over a head's channels.
+    """Return two factors (B, L, H) whose product is left times right, summed over head channels.
 
-    None if both differ between channels: the sum has no such factors.
+    Returns None if both arguments differ between channels, because then no such factors exist.
     """
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:
@@ -402,5 +404,5 @@ def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tenso
 
 
 def _unexpanded(x: Tensor) -> Tensor:
-    """``x`` with one entry along the dimensions that it repeats."""
+    """Return a view of ``x`` with size 1 along the dimensions that ``expand`` repeated."""
     return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]

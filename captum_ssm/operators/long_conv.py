@@ -1,8 +1,8 @@
-"""Convolutions over the whole sequence: S4D, DSS, and inside their gates GSS and Hyena.
+"""Convolutions over the whole sequence, as in S4D and DSS, and between gates in GSS and Hyena.
 
     y[t] = sum over k of kernel[k] x[t - k],   so that   alpha[i, j] = kernel[i - j],   j <= i
 
-for every input alike (hidden-attention paper, appendix C).
+The matrix is the same for every input (hidden-attention paper, appendix C).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .kernels.arithmetic import full_precision, linear_map
 from .kernels.bands import Band
 from .kernels.rows import Strip, sum_of_lags
 
-#: Elements of the padded signals transformed at a time (128 MiB as complex64).
+#: Largest number of elements of padded signals transformed together (128 MiB as complex64).
 _SIGNAL_ELEMENTS = 2**24
 
 
@@ -28,18 +28,19 @@ class LongConv(Operator):
     alpha[i, j] = kernel[i - j] for j <= i, the same for every input (S4, DSS, Hyena's filters;
     hidden-attention paper, appendix C).  It is applied by fast Fourier transforms.
 
-    For a convolution in both directions, add one between two flips:
+    For a convolution in both directions, add a second one between two reorderings that reverse the
+    tokens:
     ``Sum(LongConv(ahead, shape), Chain(flip, LongConv(back, shape), flip))``.
 
     Args:
-        kernel: real (H, P, K), or (H, 1, K) where the channels of a head share theirs; entry k is
-            the weight of the token k steps back.  Entries beyond the sequence have no effect;
-            missing ones count as zero.
-        shape: the sizes acted on.
-        component: name of the part it stands for. Default: ``"scan"``.
+        kernel: real kernel (H, P, K), or (H, 1, K) if the channels of a head share one; entry k is
+            the weight of the token k steps back.  Entries beyond the sequence are ignored; missing
+            entries count as zero.
+        shape: sizes of the values that it maps.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Raises:
-        OptionError: for a kernel that is complex, or that does not fit ``shape``.
+        OptionError: for a complex kernel, or a kernel whose sizes do not fit ``shape``.
 
     Example:
         >>> import torch
@@ -80,7 +81,7 @@ class LongConv(Operator):
             return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
     def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Sum all channels: one product if either factor is the same at all tokens, or by lags."""
+        """Sum over all channels, lag by lag if both factors differ between tokens, else faster."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
         if right.shape[1] == 1:
@@ -117,7 +118,7 @@ class LongConv(Operator):
         return _silence_beyond(out, u, before=self.kernel.shape[-1] - 1, after=0)
 
     def _filter(self, x: Tensor, conjugate: bool) -> Tensor:
-        """Multiply the spectra of the kernel and of ``x``, some heads at a time."""
+        """Convolve ``x`` with the kernel by fast Fourier transforms, some heads at a time."""
         x = x.to(torch.promote_types(x.dtype, self.kernel.dtype))
         tokens, heads, per_head = x.shape[-3:]
         # padded so that nothing wraps around, to a length that transforms fast
@@ -135,7 +136,7 @@ class LongConv(Operator):
     def _toeplitz(
         self, weight: Tensor, rows: range, columns: range, by_column: bool = False
     ) -> Tensor:
-        """Sum over channels of weight[i, c] kernel_c[i - j], or of weight[j, c] ``by_column``."""
+        """Sum weight[i, c] kernel_c[i - j] over channels; ``by_column`` takes weight[j, c]."""
         batch, _, heads, per_head = self.shape
         along = columns if by_column else rows
         if weight.shape[1] > 1:
@@ -150,13 +151,13 @@ class LongConv(Operator):
         return out.mT.contiguous() if by_column else out
 
     def _weigh(self, weight: Tensor) -> Tensor:
-        """Kernels summed over the channels with weights (..., H, P), to (..., K)."""
+        """Return the sum of the channels' kernels with weights (..., H, P), (..., K)."""
         if self.kernel.shape[1] == 1:
             weight = weight.sum(-1, keepdim=True)
         return weight.flatten(-2) @ self.kernel.flatten(0, 1)
 
     def _lag_by_lag(self, left: Tensor, right: Tensor, rows: range, columns: range) -> Tensor:
-        """Return the entries (B, R, W) of a strip, diagonal after diagonal."""
+        """Return the entries (B, R, W) of a strip, computed one diagonal after the other."""
         batch, _, heads, per_head = self.shape
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)
@@ -177,28 +178,35 @@ def _check(kernel: Tensor, shape: Shape) -> None:
     """Raise unless the kernel is real and has the heads and channels of ``shape``."""
     if kernel.is_complex():
         raise OptionError(
-            "LongConv needs a real kernel, got a complex one. Where the states come in conjugate "
-            "pairs, pass twice the real part of the sum over one of each pair."
+            f"LongConv needs a real kernel, got one of dtype {kernel.dtype}. If the states are "
+            "conjugate pairs, pass twice the real part of the sum over one state of each pair."
         )
     heads, per_head = shape.heads, shape.per_head
     accepted = {(heads, per_head), (heads, 1)}
     if kernel.dim() != 3 or tuple(kernel.shape[:2]) not in accepted or not kernel.shape[2]:
         raise OptionError(
-            f"LongConv needs a kernel (H, P, K) with H = {heads} and P = {per_head} or 1, got one "
-            f"of shape {tuple(kernel.shape)}. A kernel (C, K) of channels that are one head "
-            "each becomes one with kernel[:, None]."
+            f"LongConv needs a kernel (H, P, K) with H = {heads}, P = {per_head} or 1, and K >= 1, "
+            f"got shape {tuple(kernel.shape)}. If every channel is a head, pass a kernel (C, K) as "
+            "kernel[:, None]."
         )
 
 
 def _once(x: Tensor) -> Tensor:
-    """Undo an expansion over tokens: factors (B, L, H, P) as (B, 1, H, P); others unchanged."""
+    """Return factors that ``expand`` repeated over tokens as (B, 1, H, P), others unchanged."""
     return x[:, :1] if x.stride(1) == 0 else x
 
 
 def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
-    """Set ``out`` to zero where the nonzero tokens of ``x`` do not reach, channel by channel.
+    """Set ``out`` to zero where the convolution of ``x`` is exactly zero, channel by channel.
 
-    Transforms smear rounding errors over all tokens; causal rows must be zero after their query.
+    Fourier transforms leave rounding errors at all tokens, but the entries of causal rows after the
+    query must be exactly zero.
+
+    Args:
+        out: the convolution (..., L, H, P).
+        x: the values (..., L, H, P).
+        before: how many tokens before a nonzero value the result may be nonzero.
+        after: how many tokens after a nonzero value the result may be nonzero.
     """
     tokens = x.shape[-3]
     there = (x != 0).to(torch.uint8)

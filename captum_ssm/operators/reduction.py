@@ -1,4 +1,4 @@
-"""Reduction of the matrices of many channels to one (hidden-attention paper, table 5)."""
+"""Reduction of many channels' matrices to one matrix (hidden-attention paper, table 5)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NAMED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_reduce(reduce: Reduce) -> None:
-    """Raise unless ``reduce`` is one that :func:`reduce_channels` accepts."""
+    """Raise OptionError unless :func:`reduce_channels` accepts ``reduce``."""
     if reduce is None or callable(reduce) or reduce in ("heads", *_NAMED):
         return
     names = ", ".join(repr(name) for name in (*_NAMED, "heads"))
     raise OptionError(
-        f"reduce={reduce!r} is not known. Use one of {names}, None (every channel), or a function "
+        f"reduce={reduce!r} is unknown. Pass one of {names}, None (every channel), or a function "
         "over the last dimension such as discard_smallest(0.4)."
     )
 
@@ -52,18 +52,18 @@ def reduce_channels(values: Tensor, reduce: Reduce) -> Tensor:
 
 
 def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
-    """Make a reduction: the mean over channels after dropping the smallest fraction ``ratio``.
+    """Return a reduction: the mean over channels without the smallest fraction of the entries.
 
-    To be passed as ``reduce`` (hidden-attention paper, table 5).
+    Pass it as ``reduce=`` (hidden-attention paper, table 5).
 
     Args:
-        ratio: fraction of the channels dropped at each entry, 0 <= ratio < 1.
+        ratio: fraction of the channels to drop at each entry, 0 <= ratio < 1.
 
     Returns:
-        A function over the last dimension of a tensor; at least one channel is always kept.
+        A function that reduces the last dimension of a tensor; it keeps at least one channel.
 
     Raises:
-        OptionError: for a ratio out of this range.
+        OptionError: for a ratio outside this range.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
     """
     number: Any = ratio
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= ratio < 1:
-        raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got {ratio!r}.")
+        raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got ratio={ratio!r}.")
 
     def mean_of_largest(values: Tensor) -> Tensor:
         dropped = int(ratio * values.shape[-1] + 1e-9)  # 0.29 * 100 is 28.999...
@@ -83,13 +83,13 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
     return mean_of_largest
 
 
-# --- matrices channel by channel, where heads are quicker made whole ---------------------------
+# --- matrices channel by channel, if whole matrices per head are faster ---------------------------
 
-#: Elements of the matrices formed at a time (8 MiB in float32).  Larger memory goes back to the
-#: system, which maps it anew, page by page, for the next ones.
+#: Largest number of elements of matrices computed together (8 MiB in float32).  The allocator
+#: returns larger memory to the system, and getting it back page by page is slow.
 _ELEMENTS = 2**21
 
-#: Reductions that go pair by pair: over a dimension, and of two tensors.
+#: Reductions that can be applied pair by pair: over a dimension, and of two tensors.
 _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (torch.amax, torch.maximum),
     "min": (torch.amin, torch.minimum),
@@ -98,7 +98,7 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
-    """Return True if the reduced matrix can be computed channel by channel, and faster."""
+    """Return True if computing the reduced matrix channel by channel is possible and faster."""
     known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 
@@ -123,7 +123,7 @@ def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
 
 
 def by_head(operator: Operator) -> Tensor:
-    """Return the means over the channels of each head (B, H, L, L), a few heads at a time."""
+    """Return the mean matrix of each head's channels (B, H, L, L), a few heads at a time."""
     batch, tokens, heads, per_head = operator.shape
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     out = one.new_empty(batch, heads, tokens, tokens)
@@ -133,7 +133,7 @@ def by_head(operator: Operator) -> Tensor:
 
 
 def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
-    """Yield neighboring heads, a channel p, and the matrices of p in these, (B, heads, L, L)."""
+    """Yield neighboring heads, a channel index p, and the heads' matrices of channel p."""
     per_head = operator.shape.per_head
     units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
     for some, part in _some_heads(operator):
@@ -148,7 +148,7 @@ def sums_by_head(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
-    """Yield neighboring heads whose matrices are formed at a time, and the operator on them."""
+    """Yield heads whose matrices together fit into the cache, and the operator on these heads."""
     batch, tokens, heads, _ = operator.shape
     size = max(1, at_a_time(_ELEMENTS, operator.device) // (batch * tokens**2))
     for start in range(0, heads, size):

@@ -19,15 +19,16 @@ class Permute(Operator):
     """y[t] = x[order[t]]: a reordering of the tokens, such as the flip of a backward direction.
 
     Attributes:
-        inverse: which position reads each token (L,).
+        inverse: the inverse permutation (L,): the output position of each input token.
 
     Args:
-        order: which token each position reads, a permutation (L,). If it is on the host, it need
-            not be read from a device.
-        shape: the sizes acted on.
-        component: name of the part it stands for. A reordering around a core in a sum has the
-            core's name, so both are kept or dropped together. Default: None, a structural part.
-        device: of the values. Default: None, as ``order``.
+        order: permutation (L,): the input token at each output position. Pass a tensor on the CPU
+            if possible, so that it need not be read back from a GPU.
+        shape: sizes of the values that it maps.
+        component: name of the mixer's part that it represents. A reordering around a scan that is
+            one term of a sum has the scan's name, so both are kept or dropped together. Default:
+            None, a structural part.
+        device: the device of the values. Default: None, the device of ``order``.
 
     Example:
         >>> import torch
@@ -47,7 +48,7 @@ class Permute(Operator):
         *,
         device: torch.device | None = None,
     ) -> None:
-        self._order = order  # where it came from, which may be the host
+        self._order = order  # on the device that it was passed on, which may be the CPU
         self.order = order if device is None else order.to(device)
         self.shape = shape
         self.component = component
@@ -55,11 +56,11 @@ class Permute(Operator):
 
     @functools.cached_property
     def on_host(self) -> Tensor:
-        """The order on the host, read without waiting for a device if it was given there."""
+        """The order on the CPU; a GPU has to be waited for only if ``order`` was passed on one."""
         return self._order.cpu()
 
     def inverted(self) -> Permute:
-        """Return the reordering that undoes it."""
+        """Return the inverse reordering."""
         back = torch.argsort(self._order)
         return Permute(back, self.shape, self.component, device=self.order.device)
 
@@ -82,36 +83,36 @@ class Permute(Operator):
     def rows_within(
         self, positions: Positions, weight: Tensor | None
     ) -> tuple[Positions, Tensor | None]:
-        """Return rows of Permute . another operator, as the other's; see :class:`.Diagonal`."""
+        """Express rows of self . inner as rows of inner; see :meth:`.Diagonal.rows_within`."""
         return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:
-        """Permute . matrix, for a matrix (..., L, L)."""
+        """Return the product Permute . matrix, for a matrix (..., L, L)."""
         return matrix.index_select(-2, self.order)
 
     def columns_of(self, matrix: Tensor) -> Tensor:
-        """matrix . Permute, for a matrix (..., L, L)."""
+        """Return the product matrix . Permute, for a matrix (..., L, L)."""
         return matrix.index_select(-1, self.inverse)
 
     def read_by(self, rows: range) -> range | None:
-        """Return the tokens that positions ``rows`` read, if they are neighbors; else None."""
+        """Return the input tokens at positions ``rows`` as a range, or None if they have gaps."""
         return _as_range(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
-        """Return some rows of Permute . matrix, from the rows of the matrix that they read.
+        """Return some rows of the product Permute . matrix, from the same tokens' rows of matrix.
 
         Args:
-            strip: the rows of the matrix; see :meth:`read_by`.
-            rows: the rows wanted.
+            strip: rows of the matrix, at the tokens that :meth:`read_by` returns.
+            rows: indices of the rows to return.
         """
         read = self.order[rows.start : rows.stop] - strip.rows.start
         return Strip(strip.entries.index_select(-2, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
-        """Return some rows of matrix . Permute.
+        """Return some rows of the product matrix . Permute.
 
         Args:
-            strip: the same rows of the matrix.
+            strip: the rows of the matrix with the same indices.
         """
         columns = _as_range(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
@@ -128,7 +129,7 @@ def flip(shape: Shape, device: torch.device, component: str | None = None) -> Pe
 
 
 def _as_range(positions: Tensor) -> range | None:
-    """Different positions (Q,) as a range; None if others lie between them."""
+    """Return distinct positions (Q,) as a range, or None if they have gaps."""
     if not len(positions):
         return range(0)
     first, last = int(positions.min()), int(positions.max())
@@ -139,14 +140,14 @@ def _as_range(positions: Tensor) -> range | None:
 
 
 class Windows:
-    """A partition of L tokens into W windows of T places.
+    """A partition of L tokens into W windows of T positions each.
 
     Attributes:
-        places: the token that each place holds (W, T); -1 where it holds padding.
-        tokens: how many tokens there are, L.
+        places: index of the token at each position of each window (W, T); -1 for padding.
+        tokens: number of tokens, L.
 
     Args:
-        places: as above; every token is held by one place.
+        places: as the attribute; every token occurs once.
     """
 
     def __init__(self, places: Tensor) -> None:
@@ -157,7 +158,7 @@ class Windows:
         self._place_of = flat.argsort()[len(flat) - self.tokens :]  # padding sorts to the front
 
     def cut(self, x: Tensor) -> Tensor:
-        """(..., B, L, H, P) to (..., B W, T, H, P), padding being zero."""
+        """Return ``x`` (..., B, L, H, P) in windows (..., B W, T, H, P), with zeros as padding."""
         held = x.index_select(-3, self.places.flatten().clamp_min(0))
         return self._as_windows(held.masked_fill(self._padding[:, None, None], 0))
 
@@ -166,11 +167,11 @@ class Windows:
         return self._in_a_row(x).index_select(-3, self._place_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """True for the places that hold a real token, (B W, T); None if all do.
+        """Return True for positions of windows with a real token, (B W, T); None if all have one.
 
         Args:
-            mask: True for real tokens (B, L), or None if all are.
-            batch: how many examples there are.
+            mask: True for real tokens (B, L), or None if all tokens are real.
+            batch: number of examples, B.
         """
         if mask is None:
             holds_token = ~self._padding.expand(batch, -1)
@@ -179,40 +180,40 @@ class Windows:
         return self.cut(mask[..., None, None].int())[..., 0, 0].bool()
 
     def padding(self, x: Tensor) -> Tensor | None:
-        """``x`` (..., B W, T, H, P) with zeros for all tokens; None if no place holds padding."""
+        """Return ``x`` (..., B W, T, H, P) at padding, zero elsewhere; None without padding."""
         if not bool(self._padding.any()):
             return None
         only = self._in_a_row(x).masked_fill(~self._padding[:, None, None], 0)
         return self._as_windows(only)
 
     def assemble(self, blocks: Tensor, rows: range) -> Tensor:
-        """Return rows over all tokens, (B, R, L), of matrices within windows (B W, T, T)."""
+        """Return rows (B, R, L) of the matrix over all tokens, from matrices (B W, T, T)."""
         blocks = torch.unflatten(blocks, 0, (-1, len(self.places)))  # (B, W, T, T)
         place = self._place_of[rows.start : rows.stop]
         window = place // self.places.shape[1]  # (R,)
         held = blocks[:, window, place % self.places.shape[1]]  # (B, R, T)
-        # place -1, padding, is a last column, cut off again
+        # padding, -1, becomes a last column, which is dropped
         out = blocks.new_zeros(len(blocks), len(rows), self.tokens + 1)
         columns = self.places[window] % (self.tokens + 1)  # (R, T)
         return out.scatter_(-1, columns.expand_as(held), held)[..., :-1]
 
     def _as_windows(self, x: Tensor) -> Tensor:
-        """(..., B, W T, H, P) to (..., B W, T, H, P)."""
+        """Reshape (..., B, W T, H, P) to (..., B W, T, H, P)."""
         return torch.unflatten(x, -3, self.places.shape).flatten(-5, -4)
 
     def _in_a_row(self, x: Tensor) -> Tensor:
-        """(..., B W, T, H, P) to (..., B, W T, H, P)."""
+        """Reshape (..., B W, T, H, P) to (..., B, W T, H, P)."""
         return torch.unflatten(x, -4, (-1, len(self.places))).flatten(-4, -3)
 
 
 class Windowed(Operator):
-    """An operator within windows, as one over the tokens that were cut into them.
+    """An operator that mixes tokens only within windows.
 
     Args:
-        within: the operator, on windows in place of examples: (B W, T, H, P).
+        within: operator that maps the windows as a batch, (B W, T, H, P).
         windows: the partition of the tokens.
-        padding: input of ``within`` at the places that hold no token, zero elsewhere; it adds a
-            constant term to the output. Default: None, no input.
+        padding: input of ``within`` at padding (B W, T, H, P), zero elsewhere; it adds a constant
+            term to the output. Default: None, zero.
     """
 
     def __init__(self, within: Operator, windows: Windows, padding: Tensor | None = None) -> None:
@@ -242,7 +243,7 @@ class Windowed(Operator):
 
         Args:
             v: values (S, B, L, H, P).
-            factor: of the input at places that hold no token, (S, 1, 1, 1, 1).
+            factor: factors of the input at padding, (S, 1, 1, 1, 1).
         """
         cut = self.windows.cut(v)
         return cut if self._padding is None else cut + factor * self._padding
@@ -273,7 +274,7 @@ class Windowed(Operator):
         return self.within.tensors()
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Some rows, from the matrices of all windows, which together are small."""
+        """Return some rows, from the whole matrices of all windows, which are small together."""
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 

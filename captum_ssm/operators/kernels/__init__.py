@@ -1,6 +1,6 @@
-"""The numerics: tensors in, tensors out.  No kernel knows an operator.
+"""Numerical algorithms on tensors.  Kernels import no operators.
 
-Which kernel serves which operation of which recurrence, on a processor:
+The kernel that each recurrence uses for each operation, on a CPU:
 
 =====================  ===============  ===============  ==============  ======================
 class                  maps, adjoints   strips           matrices        gradients
@@ -22,26 +22,28 @@ DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
 =====================  ===============  ===============  ==============  ======================
 
 Matrices are per head; gradients are with respect to coefficients and values.  Rows of single
-positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors.  Its
-strips and the strips of ScalarDecayHeads are trees of pivots where factors are common to the
-channels of a head, and trees of chunks elsewhere.  Where a DeltaRule has a decay for each key
-channel, its gradients take attention_backward in place of within_chunk.  On a GPU a launch for each
-token would cost more than its arithmetic.  There fused_scan replaces token_loop and scan_backward,
-and fused_fading serves an ElementwiseRecurrence.  Without Triton, odd_even serves there, and chunks
-for many vectors.  Other operators need none of these: diagonals and short convolutions are bands,
-long convolutions fast Fourier transforms, and given matrices products.  The mixers' projections by
-weights in bfloat16 are wide_products there.
+positions are adjoints of unit vectors.  VectorDecayHeads uses odd_even for few vectors.  Strips of
+ScalarDecayHeads and VectorDecayHeads use pivot_tree if the factors are equal for all channels of a
+head, and chunk_tree otherwise.  If a DeltaRule has a decay for each key channel, its gradients use
+attention_backward instead of within_chunk.
 
-Names of their algorithms; each module has a reference, and its naive version in tests/oracles:
+On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
+token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading.  Without Triton, a GPU
+runs odd_even, and chunks for many vectors.  The mixers' projections by weights in bfloat16 use
+wide_products on a GPU.  Other operators need none of these kernels: diagonals and short
+convolutions are bands, long convolutions use fast Fourier transforms, and explicit matrices matrix
+products.
+
+Names of the algorithms; each module cites a reference and names a naive version in tests/oracles:
 
 =====================  ====================================================================
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
-fused_scan             the same in one launch: prefix computations of runs of tokens, on a GPU
+fused_scan             token_loop in one launch: prefix computations of runs of tokens, on a GPU
 fused_fading           first-order linear recurrences in one launch, on a GPU
 wide_products          float32 as a sum of two numbers of bfloat16, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
-within_chunk           prefix products by recursive doubling, and sums that hold them
+within_chunk           prefix products by recursive doubling, and sums of such products
 ut_transform           the UT/WY transform of products of Householder-like updates
 chunk_tree             assembly of hierarchically semiseparable matrices from chunks
 pivot_tree             assembly of semiseparable matrices from blocks of low rank
@@ -50,7 +52,7 @@ scan_backward          Mamba's scan whose backward computes the states again, by
 attention_backward     gradients of linear attention whose decays differ by channel
 =====================  ====================================================================
 
-They share :mod:`.arithmetic`, :mod:`.truths` (checks that are read from a device together),
-:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions) and :mod:`.portions` (sizes of
-the parts of work).
+All share :mod:`.arithmetic`, :mod:`.truths` (checks whose results are read from a GPU together),
+:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions) and :mod:`.portions` (how many
+tokens or heads to compute together).
 """

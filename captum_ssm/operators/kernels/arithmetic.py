@@ -1,7 +1,7 @@
-"""Arithmetic that torch has only slower, and the contexts in which linear maps run.
+"""Arithmetic that is faster than torch's own, and the contexts in which linear maps run.
 
-All kernels share it: exponentials, products with few columns, sums, memory that is used again,
-linear maps with their own adjoint, and one scan of logarithms.
+All kernels share these: exponentials, products with few columns, sums, reused memory, linear maps
+with an explicit adjoint, and one scan of logarithms.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.overrides import (
 )
 
 # --- exponentials as powers of two -------------------------------------------------------------
-# On a processor torch takes exp of a large tensor from a library that is several times slower than
-# its own exp2, and slower by another ten times where results underflow.  On a GPU it is one launch.
+# On a CPU torch computes exp of a large tensor by a library that is several times slower than
+# torch's exp2, and ten times slower again if results underflow.  On a GPU exp is one launch.
 
-#: exp(x) is 2 to the power of this times x.
+#: exp(x) is 2 ** (BINARY * x).
 BINARY = 1 / math.log(2)
 
 
 def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x), written to ``out`` if that is given."""
+    """Return exp(x), written to ``out`` if it is not None."""
     return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, BINARY, out=out).exp2_()
 
 
 def exponential_(x: Tensor) -> Tensor:
-    """exp(x), in place."""
+    """Replace ``x`` by exp(x) in place, and return it."""
     return x.exp_() if x.is_cuda else x.mul_(BINARY).exp2_()
 
 
@@ -46,29 +46,29 @@ WITHOUT_DOUBLE = frozenset({"mps"})
 
 
 def where_double_is(x: Tensor) -> Tensor:
-    """Move a tensor to a processor if its device has no float64."""
+    """Move a tensor to the CPU if the tensor's device has no float64."""
     return x.cpu() if x.device.type in WITHOUT_DOUBLE else x
 
 
 def doubled(x: Tensor) -> Tensor:
-    """Convert a tensor to float64, for sums over tokens whose differences are taken.
+    """Convert a tensor to float64, so that differences of cumulative sums stay accurate.
 
-    If its device has no float64, it is moved to a processor; the caller moves the result back.
+    A tensor whose device has no float64 is moved to the CPU; the caller moves the result back.
     """
     return where_double_is(x).double()
 
 
 # --- products and sums -------------------------------------------------------------------------
 
-#: From so many columns on a product takes as long by rows as by columns.
+#: With at least this number of columns, transposing the product saves no time.
 _THIN = 16
 
 
 def matmul(matrices: Tensor, values: Tensor) -> Tensor:
-    """Multiply matrices (..., T, N) and values (..., N, P), taking few columns as rows.
+    """Return matrices (..., T, N) @ values (..., N, P), computed transposed if P is small.
 
-    Libraries for processors multiply a stack of matrices by a few rows at the speed of memory.  A
-    few columns take several times longer, up to twenty times where the matrices are transposed.
+    On a CPU, multiplying a few rows by a stack of matrices takes no longer than reading the
+    matrices.  Multiplying the matrices by a few columns takes up to twenty times longer.
     """
     # matmul ends in bmm; its preparations take as long as products with few columns
     alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
@@ -79,7 +79,7 @@ def matmul(matrices: Tensor, values: Tensor) -> Tensor:
 
 
 def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor."""
+    """Return the sum of one or more tensors."""
     return reduce(torch.add, terms)
 
 
@@ -87,13 +87,13 @@ def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
 
 
 class Scratch:
-    """Tensors by name that use the same memory again at each call.
+    """Named temporary tensors that reuse the same memory at each call.
 
-    Fresh memory comes from the system page by page, which takes longer than to fill it with the
-    results of simple arithmetic.
+    Getting new memory from the system page by page takes longer than filling it with the results of
+    simple arithmetic.
 
     Args:
-        like: a tensor of the dtype and device wanted.
+        like: a tensor with the dtype and device of the temporary tensors.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -101,9 +101,9 @@ class Scratch:
         self._held: dict[Hashable, Tensor] = {}
 
     def __call__(self, name: Hashable, *size: int) -> Tensor:
-        """Return a contiguous tensor of arbitrary content, valid until the next call by this name.
+        """Return an uninitialized contiguous tensor, valid until the next call with this name.
 
-        The same name and size yield the same tensor.
+        A call with the same name and size returns the same tensor.
         """
         held = self._held.get(name)
         if held is None or held.shape != size:
@@ -116,11 +116,10 @@ class Scratch:
 
 @contextmanager
 def underflow_flushed() -> Iterator[None]:
-    """Let the calling thread's processor flush denormal numbers to zero.
+    """Return a context in which the calling thread's CPU flushes denormal numbers to zero.
 
-    States that decay token by token soon underflow, and processors take some hundred cycles for
-    each operation on a denormal number: whole scans would be several times slower for the sake of
-    numbers below 1e-38.
+    States that decay token by token soon underflow, and a CPU takes about a hundred cycles for each
+    operation on a denormal number.  Numbers below 1e-38 would make scans several times slower.
     """
     if _is_flushed():
         yield
@@ -133,27 +132,27 @@ def underflow_flushed() -> Iterator[None]:
 
 
 def _is_flushed() -> bool:
-    """Return True if the thread flushes already; torch can set the mode but not read it."""
+    """Return True if the thread already flushes denormals, which torch has no function to read."""
     tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return not tiny.mul_(0.5).item()
 
 
 def unseen() -> Any:
-    """A context in which torch calls no ``__torch_function__``, for loops over many small steps.
+    """Return a context in which torch calls no ``__torch_function__``, for loops of small steps.
 
-    Neither modes nor tensor subclasses, such as quantized weights, see the calls.
+    Neither torch's modes nor tensor subclasses, such as quantized weights, intercept calls there.
     """
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def unseen_by(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """A context in which one mode of torch sees no calls, wherever it is in the stack of modes.
+    """Return a context in which one of torch's active modes intercepts no calls.
 
-    A mode that does nothing can take a third of the time of a scan over tokens.
+    Even a mode that does nothing can take a third of the time of a scan over tokens.
 
     Args:
-        mode: the mode; if it is not on, or None, nothing changes.
+        mode: the mode to switch off; if it is None or not active, nothing changes.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     depth = next((i for i, other in enumerate(modes) if other is mode), None)
@@ -169,7 +168,7 @@ def unseen_by(mode: TorchFunctionMode | None) -> Iterator[None]:
 
 
 def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
-    """Leave the lowest modes of torch's stack where they are, and put others on them."""
+    """Keep the lowest ``depth`` modes of torch's stack, and replace the modes above by others."""
     while len(_get_current_function_mode_stack()) > depth:  # type: ignore[no-untyped-call]
         _pop_mode()  # type: ignore[no-untyped-call]
     for mode in modes:
@@ -177,14 +176,14 @@ def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
+    """Return a context without autocast, because frozen coefficients are float32."""
     # torch 2.4 has no autocast for MPS, and refuses even to turn it off
     has_any = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if has_any else nullcontext()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast computes in, None if it is off."""
+    """Return the dtype that autocast computes in, or None if autocast is off."""
     kind = device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
@@ -195,7 +194,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """Return forward(x), differentiable through the adjoint; neither needs to record a graph."""
+    """Return forward(x); its gradient is computed by ``adjoint`` instead of autograd."""
     if x.requires_grad and torch.is_grad_enabled():
         out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
         return out
@@ -204,7 +203,7 @@ def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear map whose backward is its adjoint, and the other way round."""
+    """Autograd function of a linear map: backward applies the adjoint, and is differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
@@ -223,18 +222,18 @@ class _LinearMap(torch.autograd.Function):
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
 
-    The normalizer of a softmax with decays, by a blocked scan (a prefix computation on two levels;
-    Blelloch, Prefix Sums and Their Applications, 1990).  Tokens are cut into as many runs as a run
-    has tokens.  Runs take their steps side by side, then each receives the sum before it.  Every
-    step adds two logarithms, so that no exponential can overflow and the rest of a distant past
-    keeps its size, however small.  The naive version sums the exponentials.
+    This is the normalizer of a softmax with decays, computed by a blocked scan (a prefix
+    computation on two levels; Blelloch, Prefix Sums and Their Applications, 1990).  The tokens are
+    split into about sqrt(L) runs.  All runs are summed in parallel, then each run adds the sum of
+    the runs before it.  Every step is a logaddexp, so no exponential overflows and small terms
+    of distant tokens stay accurate.  The naive version sums the exponentials.
 
     Args:
-        scores: (B, L, H); -inf for a token that adds nothing.
-        log_decay: at most zero (H,).
+        scores: scores (B, L, H); -inf for a token that adds nothing.
+        log_decay: logarithm of the decay per token, at most zero (H,).
 
     Returns:
-        (B, L, H).
+        The logarithms of the sums (B, L, H).
     """
     tokens = scores.shape[1]
     if scores.is_cuda:
@@ -251,14 +250,15 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
-    """:func:`fading_log_sums` in a few launches: scores less their decay since the first token.
+    """Return :func:`fading_log_sums` by one cumulative logsumexp, in a few launches on a GPU.
 
-    These reach the size of all decays together, too large for float32: callers pass float64.
+    It subtracts t log_decay from the score of token t.  These numbers grow with the number of
+    tokens, too large for float32, so callers pass float64.
     """
     faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
     return torch.logcumsumexp(scores - faded, 1).add_(faded)
 
 
 def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return the coefficients that have an autograd graph."""
+    """Return the coefficients that require a gradient, by name."""
     return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

@@ -2,16 +2,17 @@
 
     S[t] = decay[t] S[t-1] + sum over w of k_w[t] v_w[t]^T,   y_r[t] = q_r[t] . S[t]
 
-The decay is one per head or one per channel of the state.  A chunk is halved again and again: the
-second half reads the first through a product of two thin factors.  A state goes between chunks.
-All factors are products of decays, never quotients or differences of sums of logarithms.  Joining
-two halves has its own backward, because autograd copies halves several times.
+There is one decay per head or per channel of the state.  Each chunk is split recursively into
+halves: the second half's output from the first half is a product of two thin factors.  A state is
+carried from chunk to chunk.  All factors are products of decays, never quotients or differences of
+sums of logarithms.  Joining two halves has a custom backward, because autograd would copy the
+halves several times.
 
-:takes: several q and k (B, L, H, N), as many v (B, L, H, P) as k, the decays' logarithms
+:takes: several q and k (B, L, H, N), one v (B, L, H, P) for each k, the decays' logarithms
     (B, L, H, N) or (B, L, H, 1), the bonus (H, N) or None, and the gradients of all y.
 :gives: the gradients of all q, k and v, and of the logarithms.
-:cost: T (N + P) multiplications with additions for a token and head within chunks of T, N log T for
-    the factors, and 2 N P by way of the state; for gradients twice as many again.
+:cost: for a token and head T (N + P) multiplications with additions within chunks of T tokens,
+    N log T for the factors, and 2 N P for the state; gradients cost twice as much again.
 :literature: Dao and Gu, Transformers are SSMs, 2024, section 6; Yang et al., Gated Linear Attention
     Transformers with Hardware-Efficient Training, 2024, section 4.
 :naive version: ``token_loops.vector_decay``
@@ -32,7 +33,7 @@ _TOKENS = 32
 
 
 class Gradients(NamedTuple):
-    """Gradients of each query, key and value, and of the decays' logarithms."""
+    """Gradients of every query, key and value tensor, and of the decays' logarithms."""
 
     queries: list[Tensor]
     keys: list[Tensor]
@@ -51,14 +52,14 @@ def gradients(
     """Return gradients of all inputs of linear attention with decays.
 
     Args:
-        queries: R, each (B, L, H, N).
-        keys: W, each (B, L, H, N).
-        log_decay: at most 0, (B, L, H, N) or (B, L, H, 1).
-        values: as many as keys, each (B, L, H, P).
-        outer: the gradient of each query's outputs (B, L, H, P).
-        bonus: of one query and key: if given (H, N), a token reads the state before its own step,
-            and of itself with these factors; see :class:`~captum_ssm.operators.VectorDecayHeads`.
-            Default: None.
+        queries: R query tensors, each (B, L, H, N).
+        keys: W key tensors, each (B, L, H, N).
+        log_decay: logarithms of the decays, at most 0, (B, L, H, N) or (B, L, H, 1).
+        values: W value tensors, each (B, L, H, P).
+        outer: gradients of each query's outputs, each (B, L, H, P).
+        bonus: factors (H, N) of a token's own key and value, for one query and one key. If given, a
+            query reads the state before its own token is added; see
+            :class:`~captum_ssm.operators.VectorDecayHeads`. Default: None.
     """
     with torch.enable_grad():
         q, k, v = (torch.stack(tuple(x), 2).detach() for x in (queries, keys, values))
@@ -75,16 +76,17 @@ def attend(
     """Return the outputs (B, L, R, H, P) of attention with decays, differentiable by autograd.
 
     Args:
-        query: (B, L, R, H, N).
-        key: (B, L, W, H, N).
-        values: (B, L, W, H, P).
-        log_decay, bonus: as in :func:`gradients`.
+        query: R queries per token (B, L, R, H, N).
+        key: W keys per token (B, L, W, H, N).
+        values: W values per token (B, L, W, H, P).
+        log_decay: as in :func:`gradients`.
+        bonus: as in :func:`gradients`.
     """
     tokens, rows = query.shape[1:3]
     length = min(_TOKENS, 1 << (tokens - 1).bit_length())
 
     def cut(x: Tensor) -> Tensor:
-        """(B, H, C, T, R or W, N or P)."""
+        """Split (B, L, R or W, H, N or P) into chunks (B, H, C, T, R or W, N or P)."""
         x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -tokens % length))
         return torch.unflatten(x, 1, (-1, length)).permute(0, 4, 1, 2, 3, 5).contiguous()
 
@@ -107,14 +109,14 @@ def attend(
 def _by_halves(
     decay: Tensor, query: Tensor, key: Tensor, own: Tensor, late: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Matrices, reads, writes and total decays of runs of T tokens, T a power of two.
+    """Return matrices, reads, writes and total decays of runs of T tokens, T a power of two.
 
     Args:
-        decay: (..., T, 1, N or 1), at most 1.
-        query: (..., T, R, N).
-        key: (..., T, W, N).
-        own: entries of the diagonal (..., T, R, W).
-        late: whether a token reads the state before its own step.
+        decay: decays of each token (..., T, 1, N or 1), at most 1.
+        query: queries (..., T, R, N).
+        key: keys (..., T, W, N).
+        own: entries of the matrices' diagonal (..., T, R, W).
+        late: whether a query reads the state before its own token is added.
 
     Returns:
         The matrices (..., T R, T W); queries with all decays from the run's start (..., T R, N);
@@ -138,11 +140,11 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Joined(torch.autograd.Function):
-    """Join pairs of runs to one run each.
+    """Join each pair of neighboring runs of tokens into one run.
 
-    Returns the products of the second one's reads with the first one's writes (..., runs / 2, rows,
-    columns), and the reads, writes and decays of both.  Decayed numbers that are too small are cut
-    to zero, in the gradients as well.
+    Returns the products of the second run's reads and the first run's writes (..., runs / 2, rows,
+    columns), then the reads, writes and decays of the joined run.  Numbers that decays make too
+    small are set to zero, in the gradients as well.
     """
 
     @staticmethod
@@ -173,22 +175,22 @@ class _Joined(torch.autograd.Function):
 
 
 def _least(x: Tensor) -> float:
-    """Return the smallest number that is kept: its products with most others are normal numbers.
+    """Return the smallest number that is not set to zero, 8e-25 in float32.
 
-    Processors are slow at denormal numbers.  It is 8e-25 in float32.
+    Products of smaller numbers can be denormal, and CPUs are slow with denormal numbers.
     """
     kind = torch.finfo(x.dtype)
     return kind.tiny / kind.eps**2
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """Multiply ``x`` by a factor at most 1; if it fades, too small numbers become zeros."""
+    """Return ``x`` times a factor at most 1; if ``fades``, set too small numbers to zero."""
     out = x * factor
     return F.hardshrink(out, _least(x)) if fades else out
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """Products of all rows and columns; libraries are slow at many matrices of a few entries."""
+    """Return rows @ columns.mT, by sums for matrices of one or two entries, which is faster."""
     if rows.shape[-2] * columns.shape[-2] <= 2:
         return (rows[..., :, None, :] * columns[..., None, :, :]).sum(-1)
     return rows @ columns.mT

@@ -1,6 +1,6 @@
 """Banded matrices over tokens: a few lags, each with a factor per token and channel.
 
-A band maps x to y[t] = sum over lags k of band[k][t] x[t - k], tokens beyond the ends being zero.
+A band maps x to y[t] = sum over lags k of band[k][t] x[t - k]; tokens beyond the ends are zero.
 It is stored by its diagonals (band storage; Golub and Van Loan, Matrix Computations, 4th ed., 2013,
 section 1.2).  The product of two bands of K and M lags takes K M products of vectors.  The naive
 version forms the matrices.
@@ -11,30 +11,30 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-#: lag -> factors (B, L, H, P), broadcastable
+#: Factors of a banded matrix by lag, each broadcastable to (B, L, H, P).
 Band = dict[int, Tensor]
 
 
 def shift_tokens(x: Tensor, lag: int) -> Tensor:
-    """y[t] = x[t - lag] along the token dimension of (..., L, H, P), zeros moving in."""
+    """Return y[t] = x[t - lag] along the tokens of ``x`` (..., L, H, P), with zeros at the ends."""
     tokens = x.shape[-3]
     if lag == 0:
         return x
-    lag = max(-tokens, min(tokens, lag))  # beyond the ends nothing is left
+    lag = max(-tokens, min(tokens, lag))  # larger lags leave only zeros
     kept = x[..., : tokens - lag, :, :] if lag > 0 else x[..., -lag:, :, :]
     padding = (lag, 0) if lag > 0 else (0, -lag)
     return F.pad(kept, (0, 0, 0, 0, *padding))
 
 
 def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
-    """Return the tokens that are read at a lag, and the tokens that read them."""
+    """Return slices of the input tokens at a lag, and of the output tokens that use them."""
     count = max(0, tokens - abs(lag))
     first = max(0, -lag)
     return slice(first, first + count), slice(first + lag, first + lag + count)
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """Return the band conv . band, of a short convolution by lag: weights (H, P) or (L, H, P)."""
+    """Return the product conv . band; ``taps`` maps lags to weights (H, P) or (L, H, P)."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

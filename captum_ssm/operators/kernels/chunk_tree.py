@@ -1,16 +1,17 @@
-"""Matrices of recurrences from their chunks: assembly of a hierarchically semiseparable matrix.
+"""Matrices of recurrences from chunks: assembly of a hierarchically semiseparable matrix.
 
-Of two chunks in a row, in the words of :mod:`.chunks`,
+For two neighboring chunks, with reads and writes as in :class:`.Chunk`,
 
     alpha[second, first] = second.reads . transposed first.writes
 
-a tile of rank N.  Together they are a longer chunk, whose reads and writes follow from theirs.
-Joined in pairs, all tiles of a matrix are products of two thin factors.
+is a tile of rank N.  The two chunks together are one longer chunk, whose reads and writes are
+computed from the two chunks' reads and writes.  Joining chunks in pairs, level by level, expresses
+all tiles of a matrix as products of two thin factors.
 
-:takes: the chunks of all tokens up to the last row, and factors on rows and columns (B, H, L, P).
-:gives: the matrix of every head (B, H, L, L), or the last R rows of their sum (B, R, L).
-:cost: L^2 N / 2 multiplications with additions for a head, as many as its entries need, and
-    L N log(L / T) for the joining, or L N^2 log(L / T) where a carry is a matrix.
+:takes: the chunks of all tokens up to the last row, and row and column factors (B, H, L, P).
+:gives: the matrix of every head (B, H, L, L), or the last R rows of the sum over heads (B, R, L).
+:cost: L^2 N / 2 multiplications with additions for the entries of a head's matrix, and
+    L N log(L / T) to join chunks, or L N^2 log(L / T) if a carry is a matrix.
 :literature: Chandrasekaran, Gu and Pals, A Fast ULV Decomposition Solver for Hierarchically
     Semiseparable Representations, 2006, where carries are called translation operators.
 :naive version: ``kernels.semiseparable``, ``kernels.decays_between``
@@ -29,19 +30,19 @@ from .chunks import CHUNK, Chunk, ChunkOf, in_chunks, runs_of_chunks
 from .portions import at_a_time
 from .within_chunk import Decays
 
-#: Elements of the tiles of some heads formed at a time (1 MiB in float32).
+#: Largest number of elements of tiles computed together (1 MiB in float32).
 _TILE_ELEMENTS = 2**18
 
 
 class _Span(NamedTuple):
-    """Neighboring tokens: their reads of the state before them, and writes to the state after."""
+    """Neighboring tokens, with reads of the state before them, writes to the state after them."""
 
     tokens: slice
     reads: Tensor
     writes: Tensor
 
 
-#: Takes rows and columns of a tile, the rows' reads and the columns' writes.
+#: Function of a tile's rows and columns, the rows' reads and the columns' writes.
 WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
@@ -49,19 +50,19 @@ WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
 def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
-    """Make all chunks up to the last row; one of them begins with the first row.
+    """Return all chunks up to the last row, such that a chunk begins at the first row.
 
     Args:
-        chunk_of: from tokens to their chunks.
-        rows: the rows.
-        each: how many heads, of all examples, a token has.
+        chunk_of: function that computes the chunks of some tokens.
+        rows: indices of the rows.
+        each: number of heads per token, over all examples: B * H.
     """
     runs = (runs_of_chunks(tokens, CHUNK, each) for tokens in (range(rows.start), rows))
     return [_by_head(chunk_of(part, CHUNK)) for part in chain.from_iterable(runs)]
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """Multiply reads and writes by their factors: from groups to heads."""
+    """Return the chunk with reads and writes per head, multiplied by the factors ``faded``."""
     if chunk.faded is None:
         return chunk
     heads = chunk.within.shape[1]
@@ -73,9 +74,9 @@ def _by_head(chunk: Chunk) -> Chunk:
 
 
 def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
-    """Chunks, up to the last row, of the matrices of products of decays (B, L, H).
+    """Return the chunks, up to the last row, of matrices of products of decays (B, L, H).
 
-    Their matrices have any numbers of at most 1 above the diagonal, and are not to be written to.
+    Above the diagonal their matrices contain arbitrary numbers of at most 1. Do not write to them.
     """
 
     def chunk(part: slice, length: int) -> Chunk:
@@ -86,7 +87,7 @@ def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
 
 
 def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
-    """Multiply chunks by row and column factors, given for all tokens, (B, H, L, 1) each."""
+    """Return the chunk times row and column factors of all tokens, each (B, H, L, 1)."""
     left, right = (
         torch.unflatten(x[:, :, chunk.tokens], 2, chunk.within.shape[2:4]) for x in (left, right)
     )
@@ -98,7 +99,7 @@ def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
 
 
 def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """Write the matrix of every head into zeros (B, H, L, L), and return them."""
+    """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
 
     def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         out[..., rows, columns] = reads @ writes.mT
@@ -110,7 +111,7 @@ def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
 
 
 def decay_matrices(decay: Tensor) -> Tensor:
-    """Return the product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
+    """Return (B, H, L, L): the product of decays (B, L, H) over j+1..i if j <= i, else 0."""
     batch, tokens, heads = decay.shape
     chunks = [
         chunk._replace(within=chunk.within.tril()) for chunk in _of_decays(decay, range(tokens))
@@ -118,15 +119,15 @@ def decay_matrices(decay: Tensor) -> Tensor:
     return assemble(chunks, decay.new_zeros(batch, heads, tokens, tokens))
 
 
-# --- sums of them ------------------------------------------------------------------------------
+# --- sums of matrices --------------------------------------------------------------------------
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """Write the last R rows of the sum of all heads' matrices into zeros (B, R, L).
+    """Return the last R rows of the sum of all heads' matrices.
 
     Args:
-        chunks: of all L tokens, one of them beginning with the first row.
-        out: the zeros, which are returned.
+        chunks: chunks of all L tokens; one of them begins at the first of the rows.
+        out: zeros (B, R, L); written to and returned.
     """
     start = out.shape[-1] - out.shape[-2]
 
@@ -147,9 +148,9 @@ def sums_over_channels(
     """Sum left[i, c] alpha_c[i, j] right[j, c] over channels, for the last R rows i.
 
     Args:
-        chunks: of all L tokens, one of them beginning with the first row.
+        chunks: chunks of all L tokens; one of them begins at the first of the rows.
         left: row factors (B, H, L, P).
-        rights: column factors (B, H, L, P), for one sum each.
+        rights: column factors, one tensor (B, H, L, P) for each sum.
         out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
     start = out.shape[-1] - out.shape[-2]
@@ -181,17 +182,17 @@ def sums_over_groups(
     rights: Sequence[Tensor],
     out: Tensor,
 ) -> Tensor:
-    """As :func:`sums_over_channels`, for alpha[i, j] = q[i] . k[j] times the decays over j+1..i.
+    """Compute :func:`sums_over_channels` of alpha[i, j] = q[i] . k[j] times decays over j+1..i.
 
-    Heads of a group share q and k, so that the group's sum is q[i] . k[j] times one over all of its
-    channels.  Between chunks that is one matrix product, with decays on rows and columns.
+    The heads of a group share q and k, so q[i] . k[j] multiplies one sum over all channels of the
+    group.  For a tile between two chunks this sum is one matrix product of decayed factors.
 
     Args:
-        decay: of each token and head (B, L, H).
-        query: (B, L, G, N).
-        key: (B, L, G, N).
+        decay: decay of each token and head (B, L, H).
+        query: queries of each group (B, L, G, N).
+        key: keys of each group (B, L, G, N).
         left: row factors (B, L, H, P).
-        rights: column factors (B, L, H, P), for one sum each.
+        rights: column factors, one tensor (B, L, H, P) for each sum.
         out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
     start, groups = out.shape[-1] - out.shape[-2], query.shape[2]
@@ -201,7 +202,7 @@ def sums_over_groups(
         return query[:, rows].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
 
     def channels(x: Tensor, factor: Tensor) -> Tensor:
-        """(B, T, H, P) with factors (B, H, T, 1), the channels of each group (B, G, T, H P / G)."""
+        """Return ``x`` (B, T, H, P) times factors (B, H, T, 1), by group (B, G, T, H P / G)."""
         faded = torch.unflatten(x * factor.transpose(1, 2), 2, (groups, -1))
         return faded.flatten(3).transpose(1, 2)
 
@@ -212,7 +213,7 @@ def sums_over_groups(
             _add_groups(total[:, _less(rows, start), columns], found, gram)
 
     for at, within, _ in _each(_from(chunks, start)):
-        # the decays within a chunk are any numbers above the diagonal
+        # above the diagonal, the decays within a chunk are arbitrary numbers
         row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
         for total, right in zip(out, rights, strict=True):
             found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(within)
@@ -223,7 +224,7 @@ def sums_over_groups(
 
 
 def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
-    """Add the sums of groups times their products of q and k, (B, G, R, W), to ``into``."""
+    """Add the sum over groups of ``sums * grams``, each (B, G, R, W), to ``into`` (B, R, W)."""
     for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
         into.addcmul_(of_channels, gram)
 
@@ -232,7 +233,7 @@ def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
 
 
 def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
-    """Write all tiles below the diagonal ones, of the rows from ``start`` on."""
+    """Call ``write`` for all tiles below the diagonal tiles, in rows from ``start`` on."""
     wanted = _from(chunks, start)
     earlier = chunks[: len(chunks) - len(wanted)]
     rows = _joined(wanted, write, alone=not earlier)
@@ -242,13 +243,13 @@ def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
 
 
 def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool = False) -> _Span:
-    """Join neighboring chunks in pairs, and return their joint reads and writes.
+    """Join neighboring chunks in pairs to one span, and return its reads and writes.
 
     Args:
-        chunks: the chunks.
-        write: called for the tile between the chunks of each pair. Default: None.
-        alone: whether no other chunks come before or after, so that the last pair need not be
-            joined. Default: False.
+        chunks: neighboring chunks.
+        write: function to call for the tile between the chunks of each pair. Default: None.
+        alone: whether these are all chunks, so that the reads and writes of the last pair are not
+            needed. Default: False.
     """
     begin = chunks[0].tokens.start
     reads, writes = (
@@ -271,7 +272,7 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
 
 
 def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the tokens, the matrix (B, H, T, T) and the carry of one chunk after the other."""
+    """Yield the tokens, the matrix (B, H, T, T) and the carry of each single chunk, in order."""
     for several in chunks:
         length = several.within.shape[-1]
         start = several.tokens.start
@@ -281,11 +282,12 @@ def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
 
 
 def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
+    """Return the chunks that begin at token ``start`` or later."""
     return [chunk for chunk in chunks if chunk.tokens.start >= start]
 
 
 def _less(tokens: slice, by: int) -> slice:
-    """Return the same tokens, where token ``by`` is the first."""
+    """Return the slice moved down by ``by``, so that token ``by`` has index 0."""
     return slice(tokens.start - by, tokens.stop - by)
 
 
@@ -298,4 +300,5 @@ def _times_carry(x: Tensor, carry: Tensor) -> None:
 
 
 def _product(after: Tensor, before: Tensor) -> Tensor:
+    """Return the product of two carries: diagonals (..., N, 1), or matrices (..., N, N)."""
     return after * before if after.shape[-1] == 1 else after @ before

@@ -1,17 +1,17 @@
-"""Recurrences chunk by chunk, a matrix within each and a state between them: the SSD algorithm.
+"""Recurrences by chunks, with matrices within chunks and states between: the SSD algorithm.
 
 For the T tokens of a chunk, with the state S (N, P) of each head before them and S' after them,
 
     y = within v + reads S,      S' = carry S + transposed writes v
 
-so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
-at once: products without the state are done for all of them together.
+A sequence then costs matrix products and one step per chunk.  The products that do not use the
+state are computed for several neighboring chunks together.
 
-:takes: a function from some tokens to their chunks, a :class:`Chunk` (B heads of C chunks of T
-    tokens), and values (..., B, L, H, P).
+:takes: a function that computes the :class:`Chunk` of some tokens (C chunks of T tokens), and
+    values (..., B, L, H, P).
 :gives: outputs of the same size, of the recurrence or of its adjoint.
-:cost: L (T P + 2 N P) multiplications with additions for a head, and L / T steps from chunk to
-    chunk, besides the cost of the chunks.
+:cost: L (T P + 2 N P) multiplications with additions for a head, L / T steps from chunk to chunk,
+    and the cost of computing the chunks.
 :literature: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality, 2024, section 6.
 :naive version: ``kernels.semiseparable``
@@ -28,30 +28,29 @@ from torch import Tensor
 from .arithmetic import matmul
 from .portions import evenly
 
-#: Tokens of a chunk.
+#: Number of tokens of a chunk.
 CHUNK = 64
-#: Tokens of a chunk where few vectors are mapped, which the matrices within chunks would outweigh.
+#: Number of tokens of a chunk if few vectors are mapped: its matrix would cost more than they do.
 SHORT = 32
-#: Most of these vectors of each head.
+#: Up to this number of vectors per head are few.
 FEW = 8
 
-#: Tokens of all heads of the chunks held at once (8 MiB of keys of 128 channels in float32).
+#: Tokens times heads of chunks in memory together (8 MiB of keys of 128 channels in float32).
 _HELD = 2**14
 
 
 class Chunk(NamedTuple):
-    """A linear recurrence over C chunks of T tokens each, one after the other.
+    """A linear recurrence over C neighboring chunks of T tokens each.
 
     Attributes:
-        tokens: the tokens of all chunks.
-        within: the matrix within each chunk (B, H, C, T, T).
-        reads: each token's query of the state before its chunk (B, H, C, T, N).
-        writes: the key along which each token's value is in the state after its chunk
-            (B, H, C, T, N).
-        carry: factor of the state from before to after a chunk: a matrix (B, H, C, N, N), its
+        tokens: slice of the tokens of all chunks.
+        within: matrix of each chunk, from its values to its outputs (B, H, C, T, T).
+        reads: query of each token for the state before its chunk (B, H, C, T, N).
+        writes: key of each token in the state after its chunk (B, H, C, T, N).
+        carry: factor of the state from before to after a chunk: a matrix (B, H, C, N, N), a
             diagonal (B, H, C, N, 1), or a number (B, H, C, 1, 1).
-        faded: factors (B, H, C, T, 1) on reads, and on writes; with them both may be by group
-            (B, G, C, T, N). None for no factors.
+        faded: two factors (B, H, C, T, 1), of reads and of writes; reads and writes may then be per
+            group (B, G, C, T, N). Default: None, no factors.
     """
 
     tokens: slice
@@ -62,7 +61,7 @@ class Chunk(NamedTuple):
     faded: tuple[Tensor, Tensor] | None = None
 
     def transposed(self) -> Chunk:
-        """Return the chunks of the adjoint, for which the last chunk comes first."""
+        """Return the chunks of the adjoint, which runs from the last chunk to the first."""
         return Chunk(
             self.tokens,
             self.within.mT,
@@ -73,17 +72,17 @@ class Chunk(NamedTuple):
         )
 
 
-#: From some tokens, and how many a whole chunk has, to their chunks.
+#: Function of a slice of tokens and the length of a whole chunk that computes the tokens' chunks.
 ChunkOf = Callable[[slice, int], Chunk]
 
 
 def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
-    """Yield the tokens of the chunks held at once: several whole chunks, then a shorter last one.
+    """Yield slices of several whole chunks to compute together, then a shorter last chunk.
 
     Args:
-        tokens: all of them.
-        length: tokens of a whole chunk.
-        each: how many heads, of all examples, a token has.
+        tokens: range of all tokens.
+        length: number of tokens of a whole chunk.
+        each: number of heads per token, over all examples: B * H.
     """
     chunks, rest = divmod(len(tokens), length)
     whole = tokens.stop - rest
@@ -95,28 +94,28 @@ def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
 
 
 def in_chunks(x: Tensor, length: int) -> Tensor:
-    """Cut (..., B, L, H, K) into chunks of ``length`` tokens, (..., B, H, C, T, K).
+    """Split ``x`` (..., B, L, H, K) into chunks of ``length`` tokens, (..., B, H, C, T, K).
 
-    Fewer tokens make one chunk.
+    If there are fewer tokens than ``length``, they form one chunk.
     """
     length = min(length, x.shape[-3])
     return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
 
 
 class Steps(Protocol):
-    """A recurrence, or its adjoint, on the next chunks held at once; it keeps the state."""
+    """A function that maps the next chunks by a recurrence or its adjoint, and keeps the state."""
 
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
-        """Values (..., B, T, H, P) of the tokens ``part`` to outputs of the same size."""
+        """Map values (..., B, T, H, P) of the tokens ``part``, and write the outputs to ``out``."""
 
 
 class ChunkSteps:
-    """The steps of a recurrence whose carries are diagonal.
+    """Steps from chunk to chunk of a recurrence whose carries are diagonals or numbers.
 
     Args:
-        chunk_of: from tokens to their chunks.
-        length: tokens of a whole chunk.
-        transposed: whether this is the adjoint, for which the last token comes first.
+        chunk_of: function that computes the chunks of some tokens.
+        length: number of tokens of a whole chunk.
+        transposed: whether to run the adjoint, from the last token to the first.
     """
 
     def __init__(self, chunk_of: ChunkOf, length: int, transposed: bool) -> None:
@@ -144,7 +143,7 @@ class ChunkSteps:
             torch.addcmul(own, reads_faded, earlier, out=into)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
-        """Return the states before chunks, (B, G, C, N, S, H / G, P), whose values are ``x``."""
+        """Return the state before each chunk (B, G, C, N, S, H / G, P), given the values ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = _of_heads(chunk.carry, chunk.writes.shape[1])
         before, self.state = _states(written, carry, self.state, self.transposed)
@@ -152,12 +151,12 @@ class ChunkSteps:
 
 
 def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
-    """Map values ``v`` (..., B, L, H, P) of all tokens, by alpha or alpha-transposed.
+    """Map values ``v`` (..., B, L, H, P) of all tokens by alpha or alpha-transposed.
 
     Args:
-        make: makes the steps, given the length of a chunk and ``transposed``.
+        make: function that returns the steps, given the length of a chunk and ``transposed``.
         v: the values.
-        transposed: whether it is the adjoint.
+        transposed: whether to use the adjoint.
     """
     length = _best_length(v)
     steps = make(length, transposed)
@@ -165,7 +164,7 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 
 
 def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Map values (..., B, T, H, P) of the tokens ``part``, as many at a time as are held."""
+    """Map values (..., B, T, H, P) of the tokens ``part``, a few chunks at a time."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # calls are many, and cost less where no graph may follow
@@ -176,7 +175,7 @@ def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> 
 
 
 def few_vectors(v: Tensor) -> bool:
-    """Return True if ``v`` (..., B, L, H, P) is too few vectors for matrices to pay off."""
+    """Return True if ``v`` (..., B, L, H, P) has too few vectors to gain from long chunks."""
     return v.shape[:-4].numel() * v.shape[-1] <= FEW
 
 
@@ -186,13 +185,13 @@ def _best_length(v: Tensor) -> int:
 
 
 def stack(v: Tensor, length: int) -> Tensor:
-    """Cut values (..., B, L, H, P) into chunks, stacked vectors side by side (B, H, C, T, S P)."""
+    """Split values (..., B, L, H, P) into chunks (B, H, C, T, S P), with S stacked vectors."""
     vectors = v.flatten(0, -5) if v.dim() > 4 else v[None]
     return in_chunks(vectors, length).movedim(0, -2).flatten(-2)
 
 
 def unstack(x: Tensor, out: Tensor) -> None:
-    """Undo :func:`stack`: write (B, H, C, T, S P) to ``out`` (..., B, L, H, P)."""
+    """Invert :func:`stack`: write ``x`` (B, H, C, T, S P) to ``out`` (..., B, L, H, P)."""
     x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
     vectors = x.permute(3, 0, 2, 1, 4)
     out.copy_(torch.unflatten(vectors, 0, out.shape[:-4]) if out.dim() > 4 else vectors[0])
@@ -210,7 +209,7 @@ def _of_heads(x: Tensor, groups: int) -> Tensor:
 
 
 def _within(within: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrices of heads (B, H, C, T, T) and values (B, G, C, T, S, H / G, P)."""
+    """Return matrices per head (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
     by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
     out = matmul(within, by_head.flatten(-2).contiguous())
     out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
@@ -220,13 +219,13 @@ def _within(within: Tensor, x: Tensor) -> Tensor:
 def _states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
+    """Return the state before each chunk (B, G, C, N, S, H / G, P), and after the last chunk.
 
     Args:
-        written: the sum that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
+        written: what each chunk adds to the state (B, G, C, N, S, H / G, P); overwritten.
         carry: factor of the state before each chunk (B, G, C, N or 1, 1, H / G, 1).
-        state: the state before the first (B, G, N, S, H / G, P); None if that is zero.
-        backwards: whether the last chunk comes first.
+        state: state before the first chunk (B, G, N, S, H / G, P); None if it is zero.
+        backwards: whether to run from the last chunk to the first.
     """
     steps = list(zip(carry.unbind(2), written.unbind(2), strict=True))
     order = range(len(steps))[:: -1 if backwards else 1]

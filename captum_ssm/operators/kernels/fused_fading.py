@@ -2,14 +2,15 @@
 
     y[t] = a[t] y[t-1] + x[t]
 
-Each program takes a few channels of one example from the first token to the last, some tokens at a
-time.  A parallel prefix computation composes their steps; the last output is carried on.
+Each GPU program maps a few channels of one example from the first token to the last, a tile of
+tokens at a time.  A parallel prefix computation composes the steps within a tile; the last output
+of a tile is carried to the next.
 
 :takes: decays a (B, L, H), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x, which runs from the last
     token to the first.
-:cost: one launch; a logarithm of the tile's tokens of multiplications with additions for each
-    number, which is read and written once.
+:cost: one launch; log T multiplications with additions for each number, for tiles of T tokens. Each
+    number is read and written once.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990; for recurrences of networks, Martin
     and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018.
 :naive version: ``kernels.recurrence``
@@ -25,15 +26,15 @@ from torch import Tensor
 
 from .fused_scan import composed, device_of, has_triton, jitted, power_of_two
 
-#: Tokens and channels that a program holds at a time.
+#: Tokens and channels of a program's tile.
 _TOKENS, _CHANNELS = 64, 32
 
-#: Triton's language, set before the kernel is compiled.
+#: The module ``triton.language``, imported before the kernel is compiled.
 tl: Any = None
 
 
 def serves() -> bool:
-    """Return True if the kernel takes recurrences on a GPU: with Triton."""
+    """Return True if this kernel can run, that is, if Triton is installed."""
     return has_triton()
 
 
@@ -41,9 +42,9 @@ def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """Run the recurrence, or its adjoint, on S stacked vectors x (S, B, L, H).
 
     Args:
-        decay: a (B, L, H).
-        x: the vectors.
-        transposed: whether it is the adjoint.
+        decay: the decays a (B, L, H).
+        x: the vectors (S, B, L, H).
+        transposed: whether to use the adjoint.
     """
     stack, batch, tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -63,7 +64,7 @@ def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel as Triton runs it."""
+    """Return the kernel, wrapped for compilation by Triton."""
     return jitted(_fade)
 
 
@@ -72,9 +73,9 @@ def _fade(  # type: ignore[no-untyped-def]
     decay_b, decay_l, decay_h, x_s, x_b, x_l, x_h,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of one example, T tokens at a time.
+    """Map BLOCK channels of one example, T tokens at a time.
 
-    The adjoint goes from the last token to the first, each with the decay of the one it comes from.
+    The adjoint runs from the last token to the first; step t uses the decay of token t + 1.
     """
     row, place = tl.program_id(1).to(tl.int64), tl.arange(0, T)
     vector, example = row // batch, row % batch
@@ -90,7 +91,7 @@ def _fade(  # type: ignore[no-untyped-def]
         present = (step < tokens)[:, None] & (channel < channels)
         value = tl.load(x + token * x_l, mask=present, other=0.0).to(wide)
         source = token + 1 if TRANSPOSED else token
-        led = present & (step > 0)[:, None]  # nothing leads to the first
+        led = present & (step > 0)[:, None]  # the first step has no step before it
         fading = tl.load(decay + source * decay_l, mask=led, other=1.0).to(wide)
         faded, held = tl.associative_scan((fading, value), 0, composed)
         held += faded * carried[None, :]

@@ -2,22 +2,23 @@
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
-Each program takes a few channels of one example from the first token to the last, some tokens at a
-time: within these steps are composed by a parallel prefix computation, and the state after them is
-carried on.  No state leaves the program: it reads and writes only tensors of the layer's own size,
-steps, vectors and values.  Gradients of coefficients are sums over the states of both ways.  On the
-way back the outputs' gradients u have the state g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Of the
-states h only one for every few tokens is kept, to compute theirs again.
+Each GPU program maps a few channels of one example from the first token to the last, a tile of
+tokens at a time.  A parallel prefix computation composes the steps within a tile, and the state
+after the tile is carried to the next.  States are never written to memory: a program only reads and
+writes steps, vectors and values.  Gradients of coefficients are sums over states of the forward and
+the backward scan.  With the outputs' gradients u, the state of the backward scan is
+g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Only one state h for every few tokens is stored; the
+backward scan recomputes the others.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
     (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x.
-:cost: one launch; an exponential and a logarithm of the tile's tokens of multiplications with
-    additions for each of S B L H N states. Gradients take two launches and two sums, three times
-    the arithmetic, and memory for one in 16 states and for gradients of B and C by channel block.
-:literature: Blelloch, Prefix Sums and Their Applications, 1990, by which Gu and Dao, Mamba:
-    Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU, and
-    its gradients from states made again.
+:cost: one launch; for each of S B L H N states an exponential and log T multiplications with
+    additions, for tiles of T tokens. Gradients take two launches and two sums, three times the
+    arithmetic, and memory for one in 16 states and for gradients of B and C by channel block.
+:literature: Blelloch, Prefix Sums and Their Applications, 1990; Gu and Dao, Mamba: Linear-Time
+    Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU in this way, and
+    recompute states for gradients.
 :naive version: ``kernels.selective_scan``
 """
 
@@ -36,12 +37,12 @@ from torch import Tensor
 from .arithmetic import BINARY
 from .token_loop import ScanCoefficients
 
-#: Tokens, and channels times states, that a program holds at a time.
+#: Tokens, and channels times states, of a program's tile.
 _TOKENS, _COLUMNS = 32, 64
-#: The same for gradients: the more channels, the fewer sums over some of them are written.
+#: The same for gradients; more channels per program mean fewer partial sums to write.
 _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
-#: Triton's language, set before a kernel is compiled.
+#: The module ``triton.language``, imported before a kernel is compiled.
 tl: Any = None
 
 
@@ -52,12 +53,12 @@ def has_triton() -> bool:
 
 
 def serves(scan: ScanCoefficients) -> bool:
-    """Return True if the kernel takes a scan on a GPU: with Triton and few enough states."""
+    """Return True if this kernel supports ``scan``: Triton is installed and N is small enough."""
     return has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H)."""
+    """Return alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H)."""
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -82,7 +83,7 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
 
 
 def by_vector(shared: Tensor, stack: int) -> Tensor:
-    """B or C for each of S vectors and by group, (S, B, L, G, N), without a copy."""
+    """Expand B or C to (S, B, L, G, N), for each of S vectors and each group, without a copy."""
     if shared.dim() == 3:
         shared = shared[:, :, None]
     return shared.expand(stack, *shared.shape[-4:])
@@ -91,10 +92,10 @@ def by_vector(shared: Tensor, stack: int) -> Tensor:
 def gradients(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of dt, B, C (B, L, G, N) and x; the first three are sums over the vectors.
+    """Return gradients of dt, of B and C (B, L, G, N), summed over the vectors, and of x.
 
     Args:
-        dt, a, b, c: the scan, as in the module's docstring.
+        dt, a, b, c: coefficients of the scan; see the module's docstring.
         x: the vectors (S, B, L, H).
         up: gradients of the scan's outputs (S, B, L, H).
     """
@@ -105,12 +106,12 @@ def gradients(
 
 
 def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """The states before each _PULLED_TOKENS tokens, (programs, S B, runs of tokens, columns).
+    """Return the states before every 16 tokens (programs, S B, runs of 16 tokens, columns).
 
     Args:
-        dt, a: the scan, as in the module's docstring.
-        b, c: for each vector, (S, B, L, G, N).
-        x: the vectors.
+        dt, a: coefficients of the scan; see the module's docstring.
+        b, c: vectors B and C for each stacked vector (S, B, L, G, N).
+        x: the vectors (S, B, L, H).
     """
     block, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     runs = -(-x.shape[2] // _PULLED_TOKENS)
@@ -123,15 +124,16 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of x, of dt for each vector, and of B and C, summed over blocks of channels.
+    """Return gradients of x, of dt for each vector, and of B and C for each block of channels.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
         up: gradients of the scan's outputs (S, B, L, H).
-        states: those that :func:`kept` returned.
+        states: the states that :func:`kept` returned.
 
     Returns:
-        Two tensors (S, B, L, H), and one (2, blocks, S, B, L, G, N) in the dtype of dt.
+        Gradients of x and of dt (S, B, L, H), and of B and C (2, blocks, S, B, L, G, N) in the
+        dtype of dt.
     """
     _, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     of_x, of_dt = x.new_empty(x.shape), dt.new_empty(x.shape)
@@ -141,13 +143,13 @@ def pulled(
 
 
 def blocks_of(heads: int, states: int) -> tuple[int, int]:
-    """Channels of a program that finds gradients, and how many such programs a group takes."""
+    """Return the channels of a gradient program, and the number of programs per group of heads."""
     block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
     return block, -(-heads // block)
 
 
 def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
-    """Launch :func:`_pull` on its tensors, for the way there or the way back."""
+    """Launch :func:`_pull`, which stores states, or with ``back`` computes gradients."""
     dt, a, b, c, x, up, *_ = tensors
     stack, batch, tokens, heads = x.shape
     groups, states = b.shape[3:]
@@ -171,40 +173,40 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel as Triton runs it."""
+    """Return the kernel of the scan, wrapped for compilation by Triton."""
     return jitted(_scan)
 
 
 @functools.cache
 def compiled_gradients() -> Any:
-    """Return the kernel of gradients as Triton runs it."""
+    """Return the kernel of gradients, wrapped for compilation by Triton."""
     return jitted(_pull)
 
 
 def jitted(kernel: Any) -> Any:
-    """Wrap a kernel for Triton, which looks names up in the kernel's module."""
+    """Wrap a kernel for Triton, and set the names that Triton looks up in the kernel's module."""
     triton, names = import_module("triton"), kernel.__globals__
     names["tl"] = import_module("triton.language")
-    if inspect.isfunction(names["composed"]):  # and not wrapped for another kernel
+    if inspect.isfunction(names["composed"]):  # not yet wrapped for a different kernel
         names["composed"] = triton.jit(names["composed"])
     return triton.jit(kernel)
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which a tensor's GPU is the current one, on which Triton launches.
+    """Return a context in which the tensor's GPU is current, because Triton launches there.
 
-    A model may be on several GPUs.  On a processor (Triton's interpreter) nothing changes.
+    A model may use several GPUs.  On a CPU (Triton's interpreter) the context does nothing.
     """
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is at least ``number``."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
 def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
-    """Compose two steps h -> decay h + state of a recurrence; a helper that Triton compiles."""
+    """Compose two steps h -> decay h + state of a recurrence; Triton compiles this function."""
     return decay * next_decay, next_decay * state + next_state
 
 
@@ -216,9 +218,10 @@ def _scan(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of one example, T tokens at a time; a column is a channel and a state of it.
+    """Map BLOCK channels of one example, T tokens at a time.
 
-    The adjoint goes from the last token to the first; a state decays by its former token's step.
+    Each column is a pair of a channel and a state index.  The adjoint runs from the last token to
+    the first; its decay at token t is the decay of token t + 1.
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch
@@ -269,13 +272,13 @@ def _pull(  # type: ignore[no-untyped-def]
     BACK: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels of a group of one example, T tokens at a time; see :func:`_launch`.
+    """Process BLOCK channels of a group of one example, T tokens at a time; see :func:`_launch`.
 
-    On the first way the state before each T tokens is kept; ``c``, ``up`` and ``of_*`` are not
-    used.  On the way back (BACK), states are made again from there, those after the tokens before
-    each, so that nothing is divided by a decay: ``held``, at first.  ``pull`` is the gradient of
-    the states.  ``of_y`` is the gradient of y; of_shared holds the gradients of B (of_key), then of
-    C (of_read).  A column is a channel and a state of it.
+    Forward, the state before each T tokens is stored in ``kept``; ``c``, ``up`` and ``of_*`` are
+    not used.  With BACK, states are recomputed from ``kept``: ``held`` is first the state after the
+    token before, so nothing is divided by a decay.  ``pull`` is the gradient of the states.
+    ``of_shared`` receives the gradients of B (``of_key``), then of C (``of_read``).  Each column is
+    a pair of a channel and a state index.
     """
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)
@@ -306,7 +309,7 @@ def _pull(  # type: ignore[no-untyped-def]
         begin = (runs - 1 - run if BACK else run) * T
         at = (begin + place)[:, None].to(tl.int64)
         present = (at < tokens) & is_there
-        # each token's writing, on the way back the token before's
+        # each token's contribution to the state; with BACK the contribution of the token before
         source = at - 1 if BACK else at
         wrote = present & (place > 0)[:, None] if BACK else present
         step = tl.load(dt + source * dt_l + head * dt_h, mask=wrote, other=0.0).to(wide)

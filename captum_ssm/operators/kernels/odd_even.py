@@ -2,14 +2,14 @@
 
     y[t] = a[t] y[t-1] + x[t]
 
-Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so every second token is
-reached by half as many steps, every fourth by half as many again.  The tokens left out take one
-step each from the token before.
+Two steps make one step, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]).  So every second token
+needs half as many steps, every fourth token a quarter.  Each skipped token then takes one step from
+the token before it.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
 :gives: y (S, B, T, H), or the adjoint's output, which runs from the last token to the first.
-:cost: three multiplications with additions for each number, no more than runs of tokens would take
-    side by side, in calls whose number grows with log T only.
+:cost: three multiplications with additions for each number; the number of calls grows with log T
+    only.
 :literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
     networks, as a parallel scan, Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over
     Sequence Length, 2018.
@@ -26,22 +26,22 @@ from torch import Tensor
 
 from .arithmetic import Scratch
 
-#: Tokens at most that are reached one after the other: rungs for so few cost more than they save.
+#: Up to this number of tokens are computed one after the other: a level would cost more.
 _IN_TURN = 8
 
-#: A tensor that changes, and two that are multiplied.
+#: An output tensor, and the two tensors that are multiplied.
 _Product = tuple[Tensor, Tensor, Tensor]
 
 
 class FadingSteps:
-    """The recurrence, or its adjoint, on some tokens at a time of S stacked vectors.
+    """The recurrence, or its adjoint, on S stacked vectors, some tokens per call.
 
-    The adjoint goes from the last token to the first, each with its former token's decay.
+    The adjoint runs from the last token to the first; step t uses the decay of token t + 1.
 
     Args:
-        decays: from tokens to their decays (B, T, H).
-        like: a tensor of the dtype and device of the decays.
-        transposed: whether this is the adjoint.
+        decays: function that returns the decays (B, T, H) of a slice of tokens.
+        like: a tensor with the dtype and device of the decays.
+        transposed: whether to run the adjoint.
     """
 
     def __init__(self, decays: Callable[[slice], Tensor], like: Tensor, transposed: bool) -> None:
@@ -64,7 +64,7 @@ class FadingSteps:
         self._state = last.clone()
 
     def stream(self, x: Tensor, part: slice) -> Tensor:
-        """Map values (B, T, H, 1) of the tokens ``part``; valid until the next call."""
+        """Map values (B, T, H, 1) of the tokens ``part``; the next call overwrites the result."""
         self._outputs = self._outputs or Scratch(x)
         out = self._outputs("out", 1, *x.shape[:3])
         self(x[None, ..., 0], part, out)
@@ -72,15 +72,16 @@ class FadingSteps:
 
 
 class _Ladder:
-    """The steps of some tokens, prepared for outputs that lie in the same memory.
+    """Views and steps for some tokens, prepared once for outputs in the same memory.
 
-    Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
-    to be reached in turn.  On the way down each rung reaches the tokens that it left out.
+    The lowest level (rung) joins tokens in pairs, the next level joins these pairs, and so on.  The
+    few tokens of the top level are computed one after the other.  Then each level, from the top
+    down, computes the tokens that it skipped.
 
     Args:
         out: the outputs (S, B, T, H), written to.
-        scratch: holds products of decays.
-        backwards: whether the last token comes first.
+        scratch: memory for products of decays.
+        backwards: whether to run from the last token to the first.
     """
 
     def __init__(self, out: Tensor, scratch: Scratch, backwards: bool) -> None:
@@ -105,12 +106,12 @@ class _Ladder:
         self._steps += [*rung.in_turn(values, decay), *reversed(down)]
 
     def climb(self, x: Tensor, decay: Tensor, arriving: Tensor | None) -> Tensor:
-        """Write the outputs, and return the last token's, (S, B, 1, H).
+        """Write the outputs, and return the last token's output (S, B, 1, H).
 
         Args:
-            x: the vectors (S, B, T, H); they may be the outputs.
-            decay: decays of the steps between two tokens (B, T - 1, H).
-            arriving: the decayed output of the token before the first; None for zero.
+            x: the vectors (S, B, T, H); may be the tensor of the outputs.
+            decay: decays of the steps between neighboring tokens (B, T - 1, H).
+            arriving: output of the token before the first token, times a decay; None for zero.
         """
         if not x.stride(-1):  # loops are slow over two operands of one number for all channels
             x = self.out.copy_(x)
@@ -132,14 +133,14 @@ class _Ladder:
 
 
 class _Rung(NamedTuple):
-    """Tokens in pairs, all counted in the order of the steps.
+    """One level of the reduction: tokens in pairs, numbered in the order of computation.
 
-    Its methods take tensors (..., T, H) of the tokens, or (..., T - 1, H) of the steps between
+    The methods take tensors (..., T, H) of the tokens, or (..., T - 1, H) of the steps between
     them, and return views.
 
     Attributes:
-        tokens: how many, T.
-        backwards: whether the last token comes first.
+        tokens: number of tokens, T.
+        backwards: whether token 0 is the last token of the tensors.
     """
 
     tokens: int
@@ -147,35 +148,36 @@ class _Rung(NamedTuple):
 
     @property
     def pairs(self) -> int:
+        """Number of pairs."""
         return self.tokens // 2
 
     def at(self, x: Tensor, index: int) -> Tensor:
-        """One token, (..., 1, H); none if there is no such token."""
+        """Return token ``index`` (..., 1, H), or an empty view if there is no such token."""
         return self._every_second(x, index, min(1, self.tokens - index))
 
     def odd(self, x: Tensor) -> Tensor:
-        """Return the second tokens of pairs."""
+        """Return the second token of each pair, that is, tokens 1, 3, 5, ..."""
         return self._every_second(x, 1, self.pairs)
 
     def before_odd(self, x: Tensor) -> Tensor:
-        """Return the tokens that come before these; of steps, those that lead to these."""
+        """Return the token before each odd token, or of a tensor of steps the step to it."""
         return self._every_second(x, 0, self.pairs)
 
     def even(self, x: Tensor) -> Tensor:
-        """All others but the first."""
+        """Return the tokens 2, 4, 6, ..."""
         return self._every_second(x, 2, (self.tokens - 1) // 2)
 
     def before_even(self, x: Tensor) -> Tensor:
-        """Return the tokens that come before those; of steps, those that lead to them."""
+        """Return the token before each token of :meth:`even`, or of steps the step to it."""
         return self._every_second(x, 1, (self.tokens - 1) // 2)
 
     def joined(self, decay: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two steps that lead from one pair's second token to the next one's."""
+        """Return both steps from each pair's second token to the next pair's second token."""
         steps = max(0, self.pairs - 1)
         return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
 
     def in_turn(self, values: Tensor, decay: Tensor) -> list[_Product]:
-        """The steps from each pair's second token to the next pair's, one after the other."""
+        """Return the products to add, in order: to each value a decay times the value before."""
         each, between = values.unbind(-2), decay.unbind(-2)
         order = range(len(between))
         if self.backwards:
@@ -183,6 +185,7 @@ class _Rung(NamedTuple):
         return [(each[i + 1], between[i], each[i]) for i in order]
 
     def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:
+        """Return ``count`` entries from ``first`` on, skipping every second one."""
         last = first + 2 * (count - 1)
         start = x.shape[-2] - 1 - last if self.backwards else first
         return x[..., start : start + 2 * count : 2, :] if count > 0 else x[..., :0, :]

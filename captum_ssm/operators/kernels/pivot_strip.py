@@ -1,24 +1,25 @@
-"""Strips of semiseparable matrices cut at a pivot: one product of reads and decayed writes.
+"""Strips of semiseparable matrices, split at a pivot token: a product of reads and writes.
 
     alpha_c[i, j] = sum over n of reads[i, n] (product of fade[t, n, c], j < t <= i) writes[j, n]
 
-Earlier tokens reach a strip through the state of the last token before it, the *pivot*, so that the
-entries there are one matrix product: of the rows' reads, faded since the pivot, and of the columns'
-writes, faded until the pivot (the observability and the controllability matrix of a time-varying
-system).  Products of fades up to the pivot come from sums of steps in one pass, which for strips of
-few rows costs less than the tree of :mod:`.pivot_tree`.  The tree does the strip's tokens.
+The rows of a strip depend on earlier tokens only through the state after the last token before the
+strip, the *pivot*.  So the entries in earlier columns are one matrix product: the rows' reads times
+the decays since the pivot, and the columns' writes times the decays until the pivot (the
+observability and the controllability matrix of a time-varying system).  The products of decays are
+computed from sums of steps in one pass; for strips of few rows this costs less than the tree of
+:mod:`.pivot_tree`.  The tree computes the entries in the columns of the strip's own tokens.
 
-A band inside the recurrence has written all of column j by the time m = j + last, where last is its
-largest lag.  From then on the column fades like any other.  So the columns of the product are, with
-t = m - last + lag,
+With a band to the right of the recurrence, token m = j + last completes the writing of column j,
+where last is the band's largest lag.  After token m the column decays like any other column.  So
+the columns of the product are, with t = m - last + lag,
 
     Y[m] = sum over lags of (product of fade[s] over t < s <= m) writes[t] band_lag[t]
 
-:takes: a recurrence that gives its reads, writes and fades (:class:`Fading`), row factors
+:takes: a recurrence with methods for reads, writes and decays (:class:`Fading`), row factors
     (B, L, H, 1), a band, and R neighboring rows.
 :gives: these rows of the sum over channels (B, R, W).
-:cost: (R + 1) L multiplications with additions for each of H N states, less what is forgotten, and
-    the tree over R tokens.
+:cost: (R + 1) L multiplications with additions for each of H N states, fewer if decays make early
+    columns negligible, and the tree over R tokens.
 :literature: Dewilde and van der Veen, Time-Varying Systems and Computations, 1998, for the factors
     of such blocks (Hankel operators); Chandrasekaran et al., Some Fast Algorithms for Sequentially
     Semiseparable Representations, 2005.
@@ -40,20 +41,20 @@ from .pivot_tree import forgotten
 from .portions import Heads, at_a_time, gather_heads
 from .rows import Strip
 
-#: Fewest tokens before a strip from which to cut it is worth while.
+#: Smallest number of tokens before a strip for which this method saves time.
 LEAST = 64
-#: Elements of a factor, and columns, that are worked on at a time.
+#: Largest number of elements of a factor, and of columns, that are computed together.
 _ELEMENTS = 2**18
 _COLUMNS = 512
-#: Tokens accumulated one by one.
+#: Number of tokens of a run, accumulated one after the other.
 _RUN = 32
 
-#: From tokens to the products of fades between them and a pivot, (B, T, N, H).
+#: Function of a slice of tokens: products of decays between each token and a pivot (B, T, N, H).
 Fades = Callable[[slice], Tensor]
 
 
 class Fading(Protocol):
-    """The methods of a recurrence by which it can be cut."""
+    """The methods that a recurrence needs for its strips to be computed at a pivot."""
 
     shape: tuple[int, int, int, int]  # B, L, H, 1
 
@@ -61,32 +62,32 @@ class Fading(Protocol):
         """Restrict the recurrence to neighboring tokens."""
 
     def entries(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return some rows of recurrence . band; by the tree where few tokens come before them."""
+        """Return some rows of the product recurrence . band."""
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Return the heads (H,), sorted by how fast they forget."""
+        """Return head indices (H,), sorted by how fast their states decay over ``tokens``."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Products of fades between a token and all of the first ``tokens``."""
+        """Return the products of decays between a token and each of the first ``tokens``."""
 
     def reads(self, tokens: slice, heads: Heads) -> Tensor:
-        """Factors of the state in each token's output, (B, T, N, 1 or H)."""
+        """Return the factors of the state in each token's output, (B, T, N, 1 or H)."""
 
     def writes(self, tokens: slice, heads: Heads) -> Tensor:
-        """Factors of each token's :meth:`entering` in the state, (B, T, N, 1 or H)."""
+        """Return the factors of each token's :meth:`entering` in the state, (B, T, N, 1 or H)."""
 
     def entering(self, values: Tensor) -> Tensor:
-        """Scale values (B, L, H) by the steps with which they enter the state, broadcastable."""
+        """Return ``values`` (B, L, H), broadcastable, times their step sizes if there are any."""
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return some rows of recurrence . band that begin after other tokens.
+    """Return some rows of the product recurrence . band, which begin after the first token.
 
     Args:
         recurrence: the recurrence.
-        left: row factors (B, L, H, 1), broadcastable.
-        band: the inner factor (B, L, H, 1), broadcastable, by lag.
-        rows: neighboring rows, ascending; the first is not the first token's.
+        left: row factors, broadcastable to (B, L, H, 1).
+        band: the inner factor: by lag, factors broadcastable to (B, L, H, 1).
+        rows: neighboring rows, ascending; the first row is not row 0.
     """
     late = _late_columns(recurrence, left, band, rows)
     columns = range(late.columns.stop)
@@ -97,7 +98,7 @@ def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) ->
 
 
 def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return by the tree the strip's columns that are not wholly written before the rows."""
+    """Return the columns that tokens of the strip still write to, computed by the tree."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
     # from the first of these columns, or an earlier token that writes to one of them
@@ -117,11 +118,11 @@ def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> 
 def _add_early_columns(
     out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows: range
 ) -> None:
-    """Add the columns that are wholly written before the rows begin, by the state at the pivot."""
+    """Add the columns that are complete before the rows begin, by the state at the pivot."""
     batch, tokens, *_ = recurrence.shape
     last = max(band)
     order = recurrence.by_memory(slice(rows.start))
-    # factors, by how long before the last writing to a column they write
+    # factors, by the number of tokens between their write and the last write to a column
     written = {
         last - lag: gather_heads(
             recurrence.entering(factor.expand(recurrence.shape).squeeze(-1)), order
@@ -145,18 +146,18 @@ def _add_early_columns(
             columns = _at_pivot(values, recurrence, fades, some_times, some)
             into = out[:, :, some_times.start - last : some_times.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
-            latest = some_times.start - 1  # of the tokens that wrote to columns still to come
+            latest = some_times.start - 1  # token that wrote to the columns that are left
             if latest >= times.start and _all_forgotten(fades, latest, out.dtype):
                 break
 
 
 def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
-    """Return True if nothing of a token's state, or of any earlier one, is left at the pivot."""
+    """Return True if a token's state, and all earlier ones, have decayed to 0 at the pivot."""
     return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 
 def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
-    """Return the state at the pivot from each column completed at ``times``, (B, T, N, H)."""
+    """Return the part of the pivot's state from each column complete at ``times``, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:
@@ -172,14 +173,14 @@ def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, head
 
 
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
-    """Sums or products of the steps between a token and each other, (B, T, H) in float64.
+    """Return sums or products of the steps between the pivot and each token, (B, T, H) in float64.
 
-    From t to a later t' these are the steps t + 1 to t'.
+    The steps between a token t and a later token t' are those of tokens t + 1 to t'.
 
     Args:
-        x: the steps (B, T, H).
-        pivot: the token.
-        product: whether to multiply.
+        x: one number per step and head (B, T, H).
+        pivot: index of the pivot token.
+        product: whether to multiply the steps; they are added otherwise.
     """
     after = _accumulated(x[:, pivot + 1 :], product)
     before = _accumulated(x[:, 1 : pivot + 1].flip(1), product).flip(1)
@@ -188,9 +189,10 @@ def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
 
 
 def _accumulated(x: Tensor, product: bool) -> Tensor:
-    """Running sums or products over tokens (B, T, H), in float64.
+    """Return cumulative sums or products over tokens (B, T, H), in float64.
 
-    A loop over the places in a run does all runs at once; each then takes up the runs before it.
+    A loop over the positions in a run accumulates all runs in parallel; then each run adds, or
+    multiplies by, the total of the runs before it.
     """
     tokens = x.shape[1]
     # padded without effect, and by a whole run more: there may be no tokens
@@ -199,7 +201,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
     runs = padded.view(len(x), -1, _RUN, x.shape[2])
     for i in range(1, _RUN):
         _join(runs[:, :, i], runs[:, :, i - 1], product)
-    ends = runs[:, :-1, -1]  # the total of each run but the last
+    ends = runs[:, :-1, -1]  # the total of each run except the last
     ends = ends.cumprod(1) if product else ends.cumsum(1)
     _join(runs[:, 1:], ends[:, :, None], product)
     return padded[:, :tokens]

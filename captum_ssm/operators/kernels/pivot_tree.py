@@ -1,27 +1,26 @@
-"""Sums of semiseparable matrices, assembled from blocks of low rank by a tree of pivots.
+"""Sums of semiseparable matrices, assembled from low-rank blocks by a binary tree of pivots.
 
 The lower-triangular matrix
 
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k]
 
-is the map of every diagonal recurrence.  Splitting each block of tokens at a pivot turns everything
-left of and below it into one matrix product of factors that only ever hold products of decays, each
-at most as large as the longest product inside the block: no quotient of decays, no exponential of a
+is the map of every diagonal recurrence.  Each block of tokens is split at a pivot: rows after the
+pivot and columns before it form a tile that is one matrix product.  Its factors contain only
+products of decays within the block.  There is no quotient of decays and no exponential of a
 difference of cumulative sums, hence no overflow and no cancellation.
 
-The tree begins with blocks of one token and joins neighbors; the last block may be shorter than its
-neighbor or have none, so no length needs padding.  A block is forgotten when its decays multiply to
-less than rounding.  Once all channels at hand forget every block of some length, larger blocks meet
-only in as many tokens on either side of their pivot.
+The tree begins with blocks of one token and joins neighboring blocks; the last block may be shorter
+or have no neighbor, so no length needs padding.  A block is *forgotten* if the product of its
+decays is below rounding.  If all channels forget every block of some length, tiles of larger blocks
+need only that many tokens on either side of the pivot.
 
-A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
-token t - lag, lags first .. last, the writing of token j is complete once token j + last has
-passed, and from there on it fades like any state.  Column j of the product is column j + last of a
-semiseparable matrix, whose factors are a few steps of the recurrence.  The few entries before that
-are single products.
+A banded matrix on the right is included in the tree.  With factors V[lag] that token t receives
+from token t - lag, lags first .. last, token j + last completes the writing of token j, which then
+decays like any state.  Column j of the product is column j + last of a semiseparable matrix, whose
+factors are a few steps of the recurrence.  The few entries before that are single products.
 
-:takes: blocks of K channels at a time: decays A (B, L, K) between 0 and 1, row factors U (B, R, K)
-    and for each lag column factors V (B, L, K).
+:takes: blocks of K channels: decays A (B, L, K) between 0 and 1, row factors U (B, R, K), and for
+    each lag column factors V (B, L, K).
 :gives: R neighboring rows of the sum over all channels (B, R, W).
 :cost: L^2 K / 2 multiplications with additions, as products of matrices, or w L K where channels
     forget within w tokens; L K log L for scaling the factors.
@@ -43,13 +42,13 @@ from .arithmetic import Scratch
 from .rows import Strip
 from .truths import are_noted
 
-#: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K of the channels.
+#: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K channels.
 Factors = tuple[Tensor, Tensor, Tensor]
 #: The same with column factors for neighboring lags, in ascending order.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
-#: Tokens of the blocks whose decays tell how far back channels remember.
+#: Number of tokens of the blocks whose decays are checked for being forgotten.
 _PROBED = 64
-#: Tokens from which on they are read from a device as well, which has to be waited for.
+#: Smallest number of tokens for which this check is worth reading from a GPU, which has to wait.
 _LONG = 4096
 
 
@@ -70,14 +69,15 @@ def semiseparable_strip(
     token :mod:`.pivot_strip` costs less.
 
     Args:
-        blocks: yields decays and column factors of the tokens up to the last of the rows, and row
-            factors of the rows; the tensors are overwritten.  All blocks have as many lags.
-        batch: B.
-        tokens: L.
+        blocks: yields for each block of channels the decays and column factors of the tokens up to
+            the last row, and the row factors of the rows. The tensors are overwritten. All blocks
+            have the same number of lags.
+        batch: number of examples, B.
+        tokens: number of tokens, L.
         rows: neighboring rows, ascending; at least one.
-        first_lag: the lag of the first column factors. Default: 0.
-        own: the sum over all blocks of products of row factors and first column factors, (B, R), if
-            the caller has a cheaper way to it. Default: None, it is computed here.
+        first_lag: lag of the first column factors. Default: 0.
+        own: the sum over all channels of row factors times first column factors (B, R), if the
+            caller can compute it faster. Default: None, it is computed here.
     """
     total: _Sum | None = None
     for decay, u, columns in blocks:
@@ -85,18 +85,18 @@ def semiseparable_strip(
             total = _Sum(decay, batch, rows, len(columns), own)
         total.add(decay, u, columns)
     if total is None:
-        raise ValueError("semiseparable_strip needs at least one block")
+        raise ValueError("semiseparable_strip got no blocks. Pass at least one block of factors.")
     out = total.assembled()[:, rows.start :]
     last_lag = first_lag + len(total.diagonals) - 1
     return Strip(out, rows, range(out.shape[-1])).moved(0, -last_lag, tokens)
 
 
 class _Sum:
-    """The sum so far, in pieces; its column j + last lag is column j of the product.
+    """The sum over the blocks added so far; its column j + last lag is column j of the product.
 
     Attributes:
-        rows: the rows; those before them are zero.
-        levels: the tiles below the diagonals.
+        rows: indices of the rows; entries of all earlier rows are zero.
+        levels: the tiles below the diagonals, for each level of the tree.
         diagonals: for every lag, entry (i, i - lag) of each row i, (lags, B, R).
     """
 
@@ -106,12 +106,12 @@ class _Sum:
         self.rows = rows
         self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
-        #: Numbers of the lags whose diagonals :meth:`add` sums; ``own`` is the first lag's.
+        #: Indices of the lags whose diagonals :meth:`add` sums; ``own`` is the first diagonal.
         self._summed = range(0 if own is None else 1, lags)
         if own is not None:
             self.diagonals[0, :, rows.start :] = own
         self._scratch = Scratch(like)
-        #: The tree of the last block, which serves the next one if it lies in the same memory.
+        #: The tree of the last block, reused if the next block is in the same memory.
         self._prepared: _Tree | None = None
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
@@ -145,7 +145,7 @@ class _Sum:
         return out
 
     def assembled(self) -> Tensor:
-        """Write all pieces into one matrix (B, last row, last row + lags - 1)."""
+        """Return the sum as one matrix, from the tiles and the diagonals."""
         lags, batch, height = self.diagonals.shape
         out = self.diagonals.new_zeros(batch, height, height + lags - 1)
         for level in self.levels:
@@ -155,7 +155,7 @@ class _Sum:
         return out
 
     def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
-        """Return the tree of some factors; the same one for blocks that lie in the same memory."""
+        """Return the tree of some factors, the last one if the factors are the same tensors."""
         factors = (total, u, v)
         if self._prepared is None or any(
             x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
@@ -165,10 +165,10 @@ class _Sum:
 
 
 class _Tree:
-    """The steps of all levels, prepared for factors that lie in the same memory.
+    """The steps of all levels, prepared once for factors in the same memory.
 
     Attributes:
-        steps: of each level.
+        steps: the steps of each level.
     """
 
     def __init__(self, levels: Sequence[_Level], factors: Factors) -> None:
@@ -178,9 +178,9 @@ class _Tree:
         self._near: dict[tuple[int, int], list[_Product]] = {}
 
     def add_near(self, first: int, window: int) -> None:
-        """Add the products of the levels from ``first`` on, within ``window`` of each pivot.
+        """Add the products of levels ``first`` and above, for ``window`` tokens around each pivot.
 
-        All tokens further from a pivot are forgotten.
+        Entries of all tokens further from a pivot are below rounding.
         """
         if (first, window) not in self._near:
             _, u, v = self.factors
@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """How far back channels remember, in tokens, given the product of decays over each span."""
+    """Return after how many tokens all channels are forgotten, given decays over each span."""
     most = float(totals.amax())
     if most >= 1:
         return math.inf
@@ -204,22 +204,22 @@ def _window(totals: Tensor, span: int) -> float:
 
 
 def forgotten(dtype: torch.dtype) -> float:
-    """Return the product of decays below which only rounding is left of a state."""
+    """Return the product of decays below which a state is smaller than rounding."""
     return torch.finfo(dtype).eps / 16
 
 
-# --- its levels: where the rows of blocks meet the columns of those before them ----------------
+# --- levels: tiles with the rows of a block and the columns of the block before ------------------
 
-#: A stack of matrices, and two to whose product it is added.
+#: A stack of matrices, and two stacks whose product is added to it.
 _Product = tuple[Tensor, Tensor, Tensor]
 
 
 class _Steps:
-    """Products and scalings in place, prepared once: there are many, some of them small.
+    """In-place products and scalings of one level, prepared once because most are small.
 
     Attributes:
-        products: matrices, to which the product of two others is added.
-        scalings: tensors, each then scaled by another.
+        products: triples of matrices; the product of the last two is added to the first.
+        scalings: pairs of tensors; the first is then multiplied by the second.
     """
 
     def __init__(self) -> None:
@@ -227,6 +227,7 @@ class _Steps:
         self.scalings: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
+        """Add all products, then apply all scalings."""
         for total, left, right in self.products:
             total.baddbmm_(left, right)
         for scaled, factor in self.scalings:
@@ -234,23 +235,23 @@ class _Steps:
 
 
 class _Level:
-    """The tiles where the rows of second blocks meet the columns of first ones."""
+    """The tiles of one level: rows of each pair's second block, columns of the first block."""
 
     def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
         self.pairs = pairs
-        # batched products want evenly spaced matrices: of one pair, or of one example
+        # batched products need evenly spaced matrices: for one pair, or for one example
         self.by_pair = pairs.whole < batch and not pairs.even
         size = (pairs.whole, batch) if self.by_pair else (batch, pairs.whole)
         self.tiles = like.new_zeros(*size, pairs.span, pairs.span)
         self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
 
     def steps(self, total: Tensor, u: Tensor, v: Tensor) -> _Steps:
-        """Prepare the products of the tiles, and the scalings that make one block of each pair.
+        """Prepare the products of the tiles, and the scalings that join each pair to one block.
 
         Args:
-            total: the product of each block's decays, at the block's first token.
-            u: row factors with the decays from their block's first token on.
-            v: column factors with the decays to their block's last token.
+            total: product of each block's decays, stored at the block's first token.
+            u: row factors, times the decays since the block's first token.
+            v: column factors, times the decays until the block's last token.
         """
         steps, pairs = _Steps(), self.pairs
         second = total[:, pairs.span :: 2 * pairs.span]
@@ -266,7 +267,7 @@ class _Level:
         return steps
 
     def products(self, u: Tensor, v: Tensor, window: int) -> list[_Product]:
-        """Prepare the products of the tiles, of ``window`` tokens on either side of a pivot."""
+        """Prepare the products of the tiles, for ``window`` tokens on either side of a pivot."""
         pairs = self.pairs
         found: list[_Product] = []
         if pairs.whole:
@@ -278,7 +279,7 @@ class _Level:
         return found
 
     def write(self, out: Tensor) -> None:
-        """Write the tiles to their places in a matrix."""
+        """Write the tiles to their rows and columns of the matrix ``out``."""
         batch, height, width = out.shape
         span, whole, end = self.pairs.span, self.pairs.whole, self.pairs.end
         place = out.as_strided(
@@ -303,11 +304,11 @@ class _Pairs:
     """Tokens in pairs of neighboring blocks; the last pair's second block may be shorter.
 
     Attributes:
-        span: tokens of a block.
-        whole: pairs of whole blocks.
-        end: where these end.
-        rest: tokens of the second block of a last pair; 0 if there is none.
-        even: whether the whole pairs are all there is.
+        span: number of tokens of a block.
+        whole: number of pairs of whole blocks.
+        end: the token after the last whole pair.
+        rest: number of tokens of a last pair's shorter second block; 0 if there is none.
+        even: whether the whole pairs cover all tokens.
     """
 
     def __init__(self, tokens: int, span: int) -> None:
@@ -334,6 +335,7 @@ class _Pairs:
         return x[:, self.end + self.span :]
 
     def _blocks(self, x: Tensor) -> Tensor:
+        """Return the blocks of whole pairs, (B, pairs, 2, span, K)."""
         return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
 
 

@@ -1,7 +1,7 @@
-"""How work is cut into parts: so many tokens at a time, some of the heads, as memory allows.
+"""Splitting work into parts: how many tokens, heads or elements to compute together.
 
-Causal operators are fed a few tokens at a time, in the order in which their state runs, and their
-adjoints in reverse, with no more in hand than that state: a :class:`Stream`.
+A causal operator can map a few tokens per call, from first to last, and its adjoint from last to
+first; between calls it stores only its state.  See :class:`Stream`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Portion(NamedTuple):
-    """How many tokens to feed to an operator's stream at a time.
+    """How many tokens to pass to an operator's :class:`Stream` per call.
 
     Attributes:
-        elements: elements of all channels of these tokens together.
-        most: the most tokens.
-        multiple: the number of tokens should be a multiple of this.
+        elements: largest number of elements, over all channels of these tokens.
+        most: largest number of tokens.
+        multiple: the number of tokens should be a multiple of this number.
     """
 
     elements: int
@@ -29,27 +29,27 @@ class Portion(NamedTuple):
     multiple: int = 1
 
 
-#: For selective scans, whose states then stay in a processor's second cache.
+#: For selective scans: their states then fit into a CPU's second-level cache.
 SMALL = Portion(2**15, 32)
 #: For operators with one number for each channel and token.
 LARGE = Portion(2**19, 1024)
 
 
 class Stream(Protocol):
-    """An operator, or its adjoint, on the next tokens; it keeps its state for later calls."""
+    """A function that maps the next tokens by an operator or its adjoint, and keeps the state."""
 
     def __call__(self, x: Tensor, part: slice) -> Tensor:
         """Map values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """Return the size of parts of about equal size, as few as parts of ``most`` tokens would be."""
+    """Return the size of nearly equal parts of at most ``most`` tokens; fewest parts possible."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 
 
 def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
-    """Yield at most ``size`` tokens at a time, from the first, or backwards from the last."""
+    """Yield slices of at most ``size`` tokens, from first to last, or from last to first."""
     starts = range(0, tokens, size)
     for start in reversed(starts) if backwards else starts:
         yield slice(start, min(start + size, tokens))
@@ -57,19 +57,19 @@ def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
 
 # --- heads -------------------------------------------------------------------------------------
 
-#: Neighboring heads, or the indices (h,) of any.
+#: A slice of neighboring heads, or indices (h,) of any heads.
 Heads: TypeAlias = slice | Tensor
 
 
 def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Select heads of (B, L, H, ...); neighbors as a view."""
+    """Select heads of ``x`` (B, L, H, ...); return a view if they are neighbors."""
     if isinstance(heads, range) and heads.step == 1:
         return x[:, :, heads.start : heads.stop]
     return x[:, :, list(heads)]
 
 
 def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
-    """Select heads of (B, T, H), by the fastest way."""
+    """Select heads of ``x`` (B, T, H), without a copy where possible."""
     if isinstance(heads, slice):
         return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
     # several times as fast as an index along the last dimension
@@ -77,12 +77,12 @@ def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
 
 
 def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
-    """Vectors of some heads, (B, L, h, N), or (B, L, 1, N) if all heads share them.
+    """Return the vectors of some heads (B, L, h, N), or (B, L, 1, N) if all heads share them.
 
     Args:
-        x: (B, L, N) common to all heads, or (B, L, G, N) by group.
-        heads: H.
-        part: the heads. Default: all.
+        x: vectors (B, L, N) for all heads, or (B, L, G, N) for each group of heads.
+        heads: number of heads, H.
+        part: the heads to return. Default: all.
     """
     if x.dim() == 3:
         return x[:, :, None]
@@ -92,17 +92,17 @@ def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor
 
 # --- memory ------------------------------------------------------------------------------------
 
-#: Elements that are taken at a time where launches cost more than memory (64 MiB in float32).
+#: Largest number of elements computed together on a GPU (64 MiB in float32).
 LAUNCHED = 2**24
 
 
 def at_a_time(cached: int, device: torch.device, launched: int = LAUNCHED) -> int:
-    """Return how many elements to hold at a time: more where each part costs launches.
+    """Return how many elements to compute together; more on a GPU, where each part is a launch.
 
     Args:
-        cached: how many stay in a processor's cache.
-        device: the device that holds them.
-        launched: how many to hold on other devices. Default: 2**24.
+        cached: number of elements on a CPU, such that they fit into its cache.
+        device: the device of the elements.
+        launched: number of elements on other devices. Default: 2**24.
     """
     return cached if device.type == "cpu" else launched
 
@@ -111,12 +111,12 @@ T = TypeVar("T")
 
 
 def as_memory_allows(numbers: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
-    """Yield ``form`` of each part of a range; halve the parts once memory runs out.
+    """Yield ``form(part)`` for each part of a range; halve the parts if memory runs out.
 
     Args:
-        numbers: the range.
-        size: the length of a part, as long as memory allows it.
-        form: called with each part.
+        numbers: the range to split.
+        size: length of a part before any halving.
+        form: function to call with each part.
     """
     start = numbers.start
     while start < numbers.stop:
@@ -132,5 +132,5 @@ def as_memory_allows(numbers: range, size: int, form: Callable[[range], T]) -> I
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Return True if a device or the processor's allocator had no more memory."""
+    """Return True if the error reports that a GPU or the CPU ran out of memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)

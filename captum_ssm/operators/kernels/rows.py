@@ -1,7 +1,7 @@
-"""Rows of matrices over tokens: strips of neighboring rows, and positions of single ones.
+"""Rows of matrices over tokens: strips of neighboring rows, and positions of single rows.
 
-A matrix (B, L, L) that is used row by row need never be held whole.  A strip holds R of its rows,
-and of these the columns that can differ from zero: in a causal matrix they end at the diagonal.
+A matrix (B, L, L) that is used row by row need not be in memory as a whole.  A strip stores R of
+its rows, without columns that are zero: in a causal matrix the columns end at the diagonal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .truths import holds
 
 
 class Strip(NamedTuple):
-    """Some rows of a matrix (B, L, L), or of one for each head (B, H, L, L).
+    """Some rows of a matrix (B, L, L), or of one matrix per head (B, H, L, L).
 
     Attributes:
-        entries: (B, R, W) or (B, H, R, W).
-        rows: which rows they are, R of them, ascending.
-        columns: which columns they are, W of them, ascending; all others are zero.
+        entries: the entries in these rows and columns (B, R, W) or (B, H, R, W).
+        rows: indices of the R rows, ascending.
+        columns: indices of the W columns, ascending; the entries of all other columns are zero.
     """
 
     entries: Tensor
@@ -34,11 +34,12 @@ class Strip(NamedTuple):
     columns: range
 
     def moved(self, down: int, right: int, tokens: int) -> Strip:
-        """Move the entries to other rows and columns.
+        """Return the same entries, moved to different rows and columns.
 
         Args:
-            down, right: how far; negative numbers move up and left.
-            tokens: L; entries that leave the matrix are cut off.
+            down: number of rows to move down; negative numbers move up.
+            right: number of columns to move right; negative numbers move left.
+            tokens: size of the matrix, L; entries moved outside the matrix are dropped.
         """
         rows, columns = clipped(self.rows, down, tokens), clipped(self.columns, right, tokens)
         top, first = rows.start - self.rows.start - down, columns.start - self.columns.start - right
@@ -46,13 +47,13 @@ class Strip(NamedTuple):
         return Strip(kept, rows, columns)
 
     def full(self, tokens: int) -> Tensor:
-        """Return the rows with all columns, (B, R, L) or (B, H, R, L)."""
+        """Return the rows' entries in all columns, (B, R, L) or (B, H, R, L)."""
         if len(self.columns) == tokens:
             return self.entries
         return self.covering(self.rows, range(tokens)).entries
 
     def covering(self, rows: range, columns: range) -> Strip:
-        """Extend by zeros to at least these rows and columns; the same strip if it has them."""
+        """Return the strip, padded with zeros to ``rows`` and to at least ``columns``."""
         if self.columns and columns:  # an empty range may begin anywhere
             first = min(self.columns.start, columns.start)
             columns = range(first, max(self.columns.stop, columns.stop))
@@ -66,14 +67,14 @@ class Strip(NamedTuple):
         return out
 
     def add(self, other: Strip) -> None:
-        """Add a strip of no more rows and columns, in place."""
+        """Add in place a strip whose rows and columns are all in this strip."""
         top, first = other.rows.start - self.rows.start, other.columns.start - self.columns.start
         height, width = len(other.rows), len(other.columns)
         self.entries[..., top : top + height, first : first + width] += other.entries
 
 
 def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
-    """Return the sum of strips, each within ``rows``; their entries are overwritten."""
+    """Return the sum of strips whose rows are within ``rows``; may overwrite the first strip."""
     found = iter(strips)
     out = next(found).covering(rows, range(0))
     for strip in found:
@@ -84,7 +85,14 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
 
 
 def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
-    """Return rows of matrix . band, given the matrix's strip by its column factors."""
+    """Return rows of the product matrix . band.
+
+    Args:
+        entries: function of column factors that returns the matrix's strip times these factors.
+        band: column factors by lag.
+        rows: indices of the rows.
+        tokens: size of the matrix, L.
+    """
     if [*band] == [0]:
         return entries(band[0])
     return sum_strips(
@@ -93,40 +101,43 @@ def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tok
 
 
 def clipped(positions: range, by: int, tokens: int) -> range:
-    """Move a range by ``by`` places, and cut it to 0 .. tokens."""
+    """Move a range by ``by``, and clip it to 0 .. tokens."""
     start = min(max(positions.start + by, 0), tokens)
     return range(start, max(start, min(positions.stop + by, tokens)))
 
 
 def slices(rows: range, height: int) -> Iterator[slice]:
-    """Cut rows into slices of at most ``height``."""
+    """Yield slices of at most ``height`` rows."""
     for start in range(rows.start, rows.stop, height):
         yield slice(start, min(start + height, rows.stop))
 
 
 # --- positions ---------------------------------------------------------------------------------
 
-#: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
+#: Query positions: a sequence of Q for all examples, or a tensor (B, Q) for each example.
 Positions = Sequence[int] | Tensor
 
-#: Elements of one stack of adjoint vectors in the generic row-by-row code: 16 MiB in float32, which
-#: a processor's allocator keeps for the next one, and 256 MiB where launches cost more than memory.
+#: Largest number of elements of one stack of vectors in :mod:`~captum_ssm.operators.generic`:
+#: 16 MiB in float32, which a CPU's allocator reuses, and 256 MiB on a GPU, to save launches.
 _STACK_ELEMENTS = 2**22
 _STACK_ELEMENTS_LAUNCHED = 2**26
 
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Convert positions, counted from either end, to tokens (B, Q), or raise QueryError."""
+    """Convert positions, negative ones from the end, to token indices (B, Q); raise QueryError."""
     device_of = positions.device if isinstance(positions, Tensor) else "cpu"
     index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
     if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
-        raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions}.")
+        raise QueryError(
+            f"positions must lie in [{-tokens}, {tokens}), got {positions}. Pass at least one "
+            "position; negative positions count from the end."
+        )
     return (index % tokens).to(device)
 
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
-    """Yield rows in parts whose stacks, of vectors of ``elements`` each, are not too large."""
+    """Yield parts of ``rows`` so that one vector of ``elements`` per row fits into memory."""
     most = at_a_time(_STACK_ELEMENTS, device, _STACK_ELEMENTS_LAUNCHED)
     size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):
@@ -134,13 +145,13 @@ def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[rang
 
 
 def by_query(positions: Positions, device: torch.device) -> Tensor:
-    """Q positions ((Q,) or (Q, B)) as a tensor (Q, 1 or B)."""
+    """Convert Q positions, (Q,) or (Q, B), to a tensor (Q, 1 or B)."""
     index = torch.as_tensor(positions, device=device)
     return index[:, None] if index.dim() == 1 else index
 
 
 def at_positions(x: Tensor, positions: Positions) -> Tensor:
-    """Return entries of ``x`` (B, L, H, P), broadcastable, at Q positions, (Q, 1 or B, 1, H, P)."""
+    """Return entries (Q, 1 or B, 1, H, P) of ``x``, broadcastable to (B, L, H, P), at positions."""
     if x.shape[1] == 1:
         return x[None]
     index = by_query(positions, x.device)
@@ -148,14 +159,14 @@ def at_positions(x: Tensor, positions: Positions) -> Tensor:
 
 
 def tokens_at(x: Tensor, places: Tensor) -> Tensor:
-    """Tokens of each example, x (B or 1, L, ...), at its own places (B, Q), as (B, Q, ...)."""
+    """Return entries (B, Q, ...) of ``x`` (B or 1, L, ...) at each example's ``places`` (B, Q)."""
     places = places.to(x.device)
     x = x.expand(len(places), *x.shape[1:])
     return x[torch.arange(len(places), device=x.device)[:, None], places]
 
 
 def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
-    """Unit vectors (Q, 1 or B, L, 1, 1) of Q positions ((Q,) or (Q, B))."""
+    """Return unit vectors (Q, 1 or B, L, 1, 1) for Q positions, (Q,) or (Q, B)."""
     index = by_query(positions, like.device)
     token = torch.arange(tokens, device=like.device)
     return (token == index[..., None]).to(like.dtype)[..., None, None]

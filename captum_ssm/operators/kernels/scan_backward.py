@@ -1,16 +1,18 @@
-"""A selective scan in plain torch whose backward is linear in the length, and light.
+"""A selective scan in plain torch whose backward needs little memory and linear time.
 
-It computes the reference scans of transformers and mamba_ssm chunk by chunk.  They hold the states
-of all tokens at once; here only states between chunks are kept, and the others are recomputed.
+It computes the reference scans of transformers and mamba_ssm chunk by chunk.  The reference scans
+store the states of all tokens; this scan stores only states between chunks, and its backward
+recomputes the others.
 
-Inputs are copied so that channels, not tokens, lie side by side in memory.  A stack of values, of B
-and of C may share steps: their decays, which cost most, are made once.
+Inputs are copied so that channels, not tokens, are contiguous in memory.  A stack of values, of B
+and of C may share step sizes: then the decays, which cost most, are computed once.
 
-:takes: values and steps (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the bias
-    of the steps (D,), and the gate (B, D, L), or None.  All but the steps may be stacks, of S B.
-:gives: y (B, D, L), and the last state (B, D, N); their gradients by autograd.
+:takes: values and step sizes (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the
+    bias of the step sizes (D,), and the gate (B, D, L), or None.  All tensors except the step sizes
+    may be stacks of S B examples.
+:gives: y (B, D, L), and the last state (B, D, N), differentiable by autograd.
 :cost: N D exponentials and 3 N D multiplications with additions for a token; backward the same
-    again, and 6 N D.
+    again, and 6 N D more.
 :literature: Gu and Dao, Mamba, 2023, section 3.3.2 (states are computed again for the backward);
     Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 :naive version: ``kernels.selective_scan``
@@ -27,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from .arithmetic import BINARY, underflow_flushed
 
-#: Tokens whose states are held at a time, for the whole of a stack.
+#: Number of tokens whose states are in memory together, if there is no stack.
 _CHUNK = 32
 
 
@@ -49,15 +51,15 @@ def selective_scan(
     Args:
         hidden_states: values (B, D, L).
         dt: step sizes before bias and softplus (B, D, L). If the other tensors have S B examples,
-            each of these B serves S of them.
+            all S stacked examples use the same step sizes.
         A: decay rates (D, N).
         B: input vectors (B, N, L).
         C: output vectors (B, N, L).
         D: skip weights (D,). Default: None.
         z: gate before SiLU (B, D, L). Default: None.
-        delta_bias: added to dt (D,). Default: None.
-        delta_softplus: whether dt passes a softplus. Default: False.
-        return_last_state: also return the last state (B, D, N). Default: False.
+        delta_bias: bias to add to dt (D,). Default: None.
+        delta_softplus: whether to apply a softplus to dt. Default: False.
+        return_last_state: whether to also return the last state (B, D, N). Default: False.
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     # time first, (L, B, D) and (L, B, N)
@@ -74,7 +76,7 @@ def selective_scan(
 
 
 class _ScanInputs(NamedTuple):
-    """The inputs of a scan; optional parts are None.
+    """The inputs of a scan, time first; optional inputs may be None.
 
     Attributes:
         A: decay rates (N, D).
@@ -83,9 +85,9 @@ class _ScanInputs(NamedTuple):
         B: input vectors (L, S B, N).
         C: output vectors (L, S B, N).
         D: skip weights (D,).
-        bias: of the step sizes (D,).
+        bias: bias of the step sizes (D,).
         z: gate before SiLU (L, S B, D).
-        softplus: whether step sizes pass one.
+        softplus: whether to apply a softplus to the step sizes.
     """
 
     A: Tensor
@@ -99,12 +101,12 @@ class _ScanInputs(NamedTuple):
     softplus: bool
 
     def steps(self, raw: Tensor) -> Tensor:
-        """Step sizes with their bias, before the softplus."""
+        """Return ``raw`` step sizes plus the bias, before the softplus."""
         return raw if self.bias is None else raw + self.bias
 
 
 def _scan(inputs: _ScanInputs) -> tuple[Tensor, Tensor]:
-    """Outputs (L, S B, D) and the last state (S B, N, D), with a graph if the inputs have one."""
+    """Return outputs (L, S B, D) and the last state (S B, N, D), differentiable by autograd."""
     tensors = (t for t in inputs if isinstance(t, Tensor))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         found: tuple[Tensor, Tensor] = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -119,8 +121,8 @@ class _Scan(torch.autograd.Function):
     """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = (C[t] . h[t] + D x[t]) silu(z[t]).
 
     Arguments are as in :class:`_ScanInputs`; states are (S B, N, D).  Gradients of x, dt and z have
-    the memory layout of these.  Step sizes and gates, each as large as x, are not kept for the
-    backward, which computes them again.
+    the same memory layout as x, dt and z.  Step sizes after the softplus and gates after SiLU, each
+    as large as x, are not stored; the backward recomputes them.
     """
 
     @staticmethod
@@ -193,14 +195,14 @@ class _Scan(torch.autograd.Function):
 
 
 class _Chunks:
-    """The states of a scan, a chunk of tokens at a time, in memory that is used again.
+    """The states of a scan, computed one chunk of tokens at a time, in reused memory.
 
-    To allocate memory for every chunk takes longer than the arithmetic.
+    Allocating memory for every chunk would take longer than the arithmetic.
 
     Attributes:
-        parts: the chunks.
-        decays: of the chunk that ran last, (tokens, B, N, D).
-        states: the state before the chunk that ran last, and its states, (1 + tokens, S B, N, D).
+        parts: the slices of tokens of the chunks.
+        decays: decays of the chunk that ran last, (tokens, B, N, D).
+        states: state before the chunk that ran last, then its states, (1 + tokens, S B, N, D).
         current: x, raw dt, dt, B and dt x of the chunk that ran last, contiguous.
     """
 
@@ -216,13 +218,13 @@ class _Chunks:
         self.current: tuple[Tensor, ...] = ()
 
     def run(self, part: slice, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one chunk: return its decays and states, the state before it first.
+        """Run one chunk; return its decays, and its states after the state before the chunk.
 
-        The next run overwrites them.
+        The next run overwrites these tensors.
 
         Args:
-            part: the chunk.
-            start: the state before it (S B, N, D).
+            part: slice of the chunk's tokens.
+            start: state before the chunk (S B, N, D).
         """
         inputs = self._inputs
         x, raw, keys = (time_first(t[part]) for t in (inputs.x, inputs.dt, inputs.B))
@@ -240,14 +242,14 @@ class _Chunks:
         return decays, states
 
     def stacked(self, x: Tensor) -> Tensor:
-        """A tensor (T, S B, ...) as (T, S, B, ...)."""
+        """Return a view (T, S, B, ...) of a tensor (T, S B, ...)."""
         return torch.unflatten(x, 1, (-1, self.decays.shape[1]))
 
     def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
-        """C[t] . h[t] + D x[t] of all tokens, (L, S B, D); ``states[0]`` ends as the last state.
+        """Return C[t] . h[t] + D x[t] (L, S B, D) of all tokens; ``states[0]`` becomes the last.
 
         Args:
-            starts: receives the state before each chunk. Default: None, nothing does.
+            starts: list to which the state before each chunk is appended. Default: None, no list.
         """
         C, D = self._inputs.C, self._inputs.D
         out = C.new_empty(*C.shape[:2], self.states.shape[-1])
@@ -262,7 +264,7 @@ class _Chunks:
         return out
 
     def gated(self, out: Tensor, into: Tensor) -> Tensor:
-        """Multiply outputs (L, S B, D) by their gates into ``into``."""
+        """Write the outputs (L, S B, D) times silu(z) to ``into``, and return it."""
         z = self._inputs.z
         assert z is not None
         for part in self.parts:
@@ -270,12 +272,12 @@ class _Chunks:
         return into
 
     def last(self) -> Tensor:
-        """Return the state after all tokens, when :meth:`outputs` has run."""
+        """Return the state after all tokens (S B, N, D); call :meth:`outputs` first."""
         return self.states[0].clone()
 
 
 def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``out`` and ``z``, given the gradient of out silu(z)."""
+    """Return the gradients of ``out`` and ``z``, given the gradient of out * silu(z)."""
     share = z.sigmoid()
     gate = share * z
     slope = torch.addcmul(share, gate, 1 - share)
@@ -283,23 +285,23 @@ def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor
 
 
 def _times_rows(rows: Tensor, matrices: Tensor, into: Tensor) -> Tensor:
-    """Multiply rows (T, B, N) by matrices (T, B, N, D) into ``into`` (T, B, D)."""
+    """Write rows (T, B, N) times matrices (T, B, N, D) to ``into`` (T, B, D), and return it."""
     out = into.view(-1, 1, into.shape[-1])
     torch.bmm(rows.view(-1, 1, rows.shape[-1]), matrices.flatten(0, 1), out=out)
     return into
 
 
 def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
-    """Multiply matrices (T, B, N, D) by columns (T, B, D) into ``into`` (T, B, N)."""
+    """Write matrices (T, B, N, D) times columns (T, B, D) to ``into`` (T, B, N)."""
     # as rows, which is several times as fast
     out = into.view(-1, 1, into.shape[-1])
     torch.bmm(columns.view(-1, 1, columns.shape[-1]), matrices.flatten(0, 1).mT, out=out)
 
 
 def time_first(x: Tensor) -> Tensor:
-    """Make a tensor (T, B, D) contiguous.
+    """Return a tensor (T, B, D) as contiguous memory.
 
-    torch copies a strided tensor number by number, five times slower than transposing matrices.
+    torch copies a strided tensor number by number, five times slower than this transposes matrices.
     """
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()

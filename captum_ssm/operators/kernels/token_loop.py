@@ -2,16 +2,16 @@
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
-Decays and states of a few tokens are held at a time, with the channels side by side in memory.
-They stay in a processor's cache, and each step is one operation on many numbers.
+Only the decays and states of a few tokens are in memory at a time, with channels contiguous.  They
+stay in a CPU's cache, and each step is one operation on many numbers.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
     (S, B, T, H), some tokens at a time.
 :gives: y (S, B, T, H), or the adjoint of x, which runs from the last token to the first.
-:cost: for every token one exponential and one multiplication with addition for each of B H N
-    states, and S of the latter; no state but the last outlives its few tokens.
+:cost: for every token and each of B H N states one exponential, and S multiplications with
+    additions; memory for the states of a few tokens.
 :literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
-    which keeps states in a GPU's fast memory for the same reason.
+    whose GPU kernel keeps states in fast memory for the same reason.
 :naive version: ``kernels.selective_scan``
 """
 
@@ -25,12 +25,12 @@ from torch import Tensor
 from .arithmetic import BINARY, Scratch
 from .portions import parts, vectors_of_heads
 
-#: How many times as many tokens are prepared as have their states held at a time.
+#: Inputs are prepared for this many times as many tokens as have states in memory.
 _PREPARED = 8
 
 
 class ScanCoefficients(Protocol):
-    """dt (B, L, H), A (H, N), B and C (B, L, N) or (B, L, G, N) of a selective scan."""
+    """Coefficients dt (B, L, H), A (H, N), B and C (B, L, [G,] N) of a selective scan."""
 
     dt: Tensor
     a: Tensor
@@ -39,17 +39,17 @@ class ScanCoefficients(Protocol):
 
 
 class ScanSteps:
-    """alpha, or its adjoint, on some tokens at a time of S stacked vectors.
+    """The scan, or its adjoint, on S stacked vectors, some tokens per call.
 
-    Forward, token t adds dt[t] B[t] x[t] to the state and reads it with C[t].  The adjoint runs
-    from the last token to the first, adds C[t] x[t], reads with dt[t] B[t], and the state decays by
-    the step of the token it comes from.  Decays are exponentials of single steps, at most 1.
+    Forward, token t adds dt[t] B[t] x[t] to the state, and the output is C[t] . state.  The adjoint
+    runs from the last token to the first: it adds C[t] x[t], its output is dt[t] B[t] . state, and
+    its decay at token t is the decay of token t + 1.
 
     Args:
-        scan: dt, A, B and C.
-        stack: S.
-        longest: the most tokens whose states are held at a time.
-        transposed: whether this is the adjoint.
+        scan: the coefficients dt, A, B and C.
+        stack: number of stacked vectors, S.
+        longest: largest number of tokens whose states are in memory.
+        transposed: whether to run the adjoint.
     """
 
     def __init__(self, scan: ScanCoefficients, stack: int, longest: int, transposed: bool) -> None:
@@ -67,13 +67,13 @@ class ScanSteps:
 
     @torch.inference_mode()  # calls are many, and cost less where no graph may follow
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Map vectors (S, B, T, H) of the tokens ``part`` into ``out``, of the same size."""
+        """Map vectors ``x`` (S, B, T, H) of the tokens ``part``; write the outputs to ``out``."""
         for some in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
             tokens = slice(part.start + some.start, part.start + some.stop)
             self._map(x[:, :, some], tokens, out[:, :, some])
 
     def _map(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Map some tokens: prepare all that is smaller than states, then run a few at a time."""
+        """Map some tokens: prepare the inputs of all, then compute states of a few at a time."""
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
         x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
         keys, read = (self._time_first(y, part) for y in (self.key, self.read))
@@ -96,7 +96,7 @@ class ScanSteps:
             out.copy_(found)
 
     def _run(self, values: Tensor, keys: Tensor) -> None:
-        """Set the states of tokens of values (T, S, B, 1, H) and keys (T, 1, B, N, 1 or H)."""
+        """Write the states of T tokens with values (T, S, B, 1, H), keys (T, 1, B, N, 1 or H)."""
         count, state = len(values), self.carried
         order = slice(count - 1, None, -1) if self.transposed else slice(count)
         steps = zip(self.each_decay[order], self.each_state[order], strict=True)
@@ -111,28 +111,28 @@ class ScanSteps:
         self.carried.copy_(state)  # the next tokens' states take its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
-        """Fill ``decays[:count]`` with the decay between each token and the one run before it.
+        """Write to ``decays`` the decay between each token and the token computed before it.
 
         Args:
-            steps: dt (T, B, 1, H), one fewer in the adjoint at the last token of all.
-            count: how many tokens.
+            steps: dt (T, B, 1, H); one token fewer if the adjoint begins with the last token.
+            count: number of tokens.
         """
         torch.mul(steps, self.rate, out=self.decays[: len(steps)]).exp2_()
         if len(steps) < count:
             self.decays[count - 1].zero_()  # no token is run before the last one
 
     def _time_first(self, x: Tensor, part: slice) -> Tensor:
-        """Input or output vectors, (T, 1, B, 1 or H, N)."""
+        """Return input or output vectors of the tokens ``part`` as (T, 1, B, 1 or H, N)."""
         return vectors_of_heads(x[:, part], self.heads).transpose(0, 1)[:, None]
 
 
 class _Reading:
-    """Products of reading vectors and states, a few tokens at a time.
+    """Products of output vectors (C, or B in the adjoint) and states, a few tokens at a time.
 
     Args:
-        weights: the reading vectors (T, 1, B, 1 or H, N).
-        states: where the states of the few tokens are held (up to T, S, B, N, H).
-        out: written to (T, S, B, 1, H).
+        weights: the output vectors (T, 1, B, 1 or H, N).
+        states: memory of the states of a few tokens (few, S, B, N, H).
+        out: the products are written to this tensor (T, S, B, 1, H).
     """
 
     def __init__(self, weights: Tensor, states: Tensor, out: Tensor) -> None:
@@ -142,7 +142,7 @@ class _Reading:
         self._weights, self._states, self._out = (y.flatten(0, 2) for y in (shared, states, out))
 
     def __call__(self, some: slice) -> None:
-        """Read the states of the tokens ``some``, which are the ones that are held."""
+        """Write the products of the tokens ``some``, whose states are in memory now."""
         part = slice(some.start * self._each, some.stop * self._each)
         weights, out = self._weights[part], self._out[part]
         states = self._states[: len(out)]

@@ -1,8 +1,9 @@
-"""Checks of tensors, read from a device together at the end of a call.
+"""Checks of tensors whose results are read from a GPU together at the end of a call.
 
-On a processor a check is read at once.  Reading from a GPU makes the host wait for all of its work.
-A check within :func:`read_together` is therefore *noted*: it is taken to hold, kept, and read at
-the end.  If one fails then, the call is repeated with every check read at once, as on a processor.
+On a CPU a check is evaluated immediately.  Reading a result from a GPU makes the CPU wait for all
+of the GPU's work.  A check on a GPU within :func:`read_together` is therefore *noted*: it counts as
+true, and its result is read at the end of the call.  If a noted check is false then, the call is
+repeated with every check evaluated immediately, as on a CPU.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
-#: How often the tokens that are reached are read from a device.
+#: How often :func:`nonzero_range` reads from a GPU for one query.
 _LOOKS = 2
-#: Most elements of a tensor that is kept whole, to be checked with others; larger ones keep a norm.
+#: Up to this number of elements a noted tensor is stored; of larger tensors only a norm is.
 _SMALL = 2**16
 
 
 class _Noted(NamedTuple):
-    """A check that a number does not exceed a limit, or the limit times ``size`` if that is set."""
+    """A check that ``number`` is at most ``limit``, or ``limit * size`` if ``size`` is set."""
 
     number: Tensor
     limit: float
@@ -33,20 +34,20 @@ class _Noted(NamedTuple):
 
     @property
     def read(self) -> tuple[Tensor, ...]:
-        """The numbers that have to be read for the check."""
+        """The tensors whose numbers the check compares."""
         return (self.number,) if self.size is None else (self.number, self.size)
 
 
-#: The noted checks; a tensor stands for the check that it is finite. None: checks are read at once.
+#: The noted checks; a tensor is a check that it is finite. None outside :func:`read_together`.
 _noted: ContextVar[list[_Noted | Tensor] | None] = ContextVar("captum_ssm_truths", default=None)
-#: Results that were read before in the same call, by key.
+#: Results that were already read in the same call, by key.
 _known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
-#: Whether a noted check failed, so that the call is being repeated.
+#: Whether the call is being repeated because a noted check failed.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
 
 def read_together(call: Callable[[], T]) -> T:
-    """Return the result of a call, reading its noted checks at the end; repeat it if one fails."""
+    """Return ``call()``; read its noted checks at the end, and repeat the call if one failed."""
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted | Tensor] = []
@@ -72,28 +73,28 @@ def read_together(call: Callable[[], T]) -> T:
 
 
 def is_doubted() -> bool:
-    """Return True if the call is being repeated, because a check that it had noted failed."""
+    """Return True if the call is being repeated because a noted check failed."""
     return _doubted.get()
 
 
 def are_noted(x: Tensor) -> bool:
-    """Return True if checks of a tensor are noted, to be read later."""
+    """Return True if checks of a tensor are noted: on a GPU, within :func:`read_together`."""
     return _noted.get() is not None and x.device.type != "cpu"
 
 
 def holds(truth: Tensor) -> bool:
-    """Return True if a check holds, or is noted on its device to be read when the call ends."""
+    """Return True if a check holds or is noted; ``truth`` is a boolean tensor with one entry."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
 def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
-    """Return ``read()``, from the first time in a call if checks are noted.
+    """Return ``read()``; within :func:`read_together` reuse the result of the first such call.
 
     Args:
-        about: the key of the result.
-        read: reads it from a device.
-        of: the tensor that it follows from, whose memory becomes part of the key. Default: None,
-            the key is ``about`` alone.
+        about: key of the result.
+        read: function that reads the result from a device.
+        of: tensor that the result depends on; its memory address becomes part of the key. Default:
+            None, the key is ``about``.
     """
     if _noted.get() is None or (of is not None and not are_noted(of)):
         return read()
@@ -108,16 +109,16 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
 
 
 def nonzero_range(weights: Tensor) -> range:
-    """Return the range from the first to the last nonzero weight (..., L), or a wider one.
+    """Return the range from the first to the last nonzero weight (..., L), or a wider range.
 
-    From a device the tokens are read twice for a query, the second time after mixers have mixed
-    tokens.  If no later tokens were reached by then, as in causal models, none are taken to be
-    reached afterwards (a noted check); else all may be.
+    From a GPU the weights are read twice per query, the second time after mixers have mixed tokens.
+    If no later tokens have nonzero weights by then, as in causal models, later calls assume that
+    none will (a noted check); otherwise they return all tokens.
     """
     tokens = weights.shape[-1]
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
     queried = _known.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
-    if queried is not None:  # the first weights of a query, which the host knows
+    if queried is not None:  # the first weights of a query, whose tokens the CPU knows
         some: range = queried[0]
         ends.append(some.stop)
         return some
@@ -139,11 +140,11 @@ def nonzero_range(weights: Tensor) -> range:
 
 
 def looks_ahead(is_read: Tensor, until: int) -> bool:
-    """Return True if queries read later tokens than themselves; read from a device once in a call.
+    """Return True if queries depend on tokens after them; read from a GPU once per call.
 
     Args:
-        is_read: True for the tokens that some queries read, (L,).
-        until: the token after the last of the queries.
+        is_read: True for tokens that any query depends on (L,).
+        until: index of the token after the last query.
     """
     later = is_read[until:].any()
     if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
@@ -153,11 +154,11 @@ def looks_ahead(is_read: Tensor, until: int) -> bool:
 
 
 def ask_anew(tokens: int, asked: range | None) -> None:
-    """Make :func:`nonzero_range` read tokens again, for another query of the same call.
+    """Make :func:`nonzero_range` read weights again, for a new query of the same call.
 
     Args:
-        tokens: how many there are, L.
-        asked: from the first to the last token of the query, if the host knows; else None.
+        tokens: number of tokens, L.
+        asked: range from the query's first to its last token, or None if it is only on a GPU.
     """
     known = _known.get({})
     for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
@@ -167,7 +168,7 @@ def ask_anew(tokens: int, asked: range | None) -> None:
 
 
 def at_most(number: Tensor, limit: float) -> bool:
-    """Return True if a number is at most a limit (NaN is not), or the check is noted."""
+    """Return True if a number is at most a limit (NaN is not), or if the check is noted."""
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
@@ -176,12 +177,12 @@ def at_most(number: Tensor, limit: float) -> bool:
 
 
 class Ratio(NamedTuple):
-    """factor number / size, on a device where checks are noted, so that it is read later.
+    """The ratio factor * number / size on a GPU, where checks are noted and read later.
 
     Attributes:
         number: the numerator.
         size: the denominator, at least 0.
-        factor: a factor. Default: 1.0.
+        factor: number that multiplies the ratio. Default: 1.0.
     """
 
     number: Tensor
@@ -197,15 +198,14 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Return True if a tensor may hold anything but 0: True on a device, which is not read."""
+    """Return True if a tensor may have a nonzero entry; on a GPU always, without reading."""
     return x.device.type != "cpu" or bool(x.any())
 
 
 def all_finite(x: Tensor) -> bool:
-    """Return True if no entry is NaN or infinite, or the check is noted.
+    """Return True if no entry is NaN or infinite, or if the check is noted.
 
-    On a processor the least and the greatest entry are checked, which takes a tenth of the time of
-    checking them all.
+    On a CPU only the minimum and the maximum are checked, which takes a tenth of the time.
     """
     if are_noted(x):
         return finite_together([x]) if x.numel() > _SMALL else _finite_later(x)
@@ -222,20 +222,20 @@ def _finite_later(x: Tensor) -> bool:
 
 
 def finite_together(tensors: Iterable[Tensor]) -> bool:
-    """Return True if tensors of one device have no NaN and no infinity, or the check is noted.
+    """Return True if tensors on one device have no NaN and no infinity, or if the check is noted.
 
     Args:
-        tensors: the tensors; integers are skipped.
+        tensors: the tensors; integer tensors are skipped.
     """
     chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
     return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))
 
 
 def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the largest absolute entry of each of several tensors, by one launch for each dtype.
+    """Return the largest absolute entry of each tensor, with one launch for each dtype.
 
     Args:
-        tensors: floating tensors of one device, none of them empty.
+        tensors: floating-point tensors on one device, none of them empty.
     """
     by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
     for place, x in enumerate(tensors):
@@ -249,7 +249,7 @@ def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _all_hold(noted: list[_Noted | Tensor]) -> bool:
-    """Read all noted checks, waiting for each device once, and return whether they hold."""
+    """Read all noted checks, waiting for each GPU once; return True if all hold."""
     together: list[_Noted] = []
     small: dict[torch.device, list[Tensor]] = {}
     for each in noted:

@@ -3,22 +3,23 @@
     S[t] = decay[t] S[t-1] - f[t] (e[t] . S[t-1]) + k[t] v[t],   y[t] = q[t] . S[t]
 
 Each step multiplies the state by diag(decay) - f e^T.  A product of T such matrices is a diagonal
-one less a sum of T outer products (the WY representation), whose factors solve one triangular
-system.  With E the products of decays between tokens, and E' the same up to the token before, a
-chunk reads u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v) by e, and writes
-k v - f u.  If f is k, it writes k w with the *corrected values* w = v - u, for which the same
-system gives w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
+matrix minus a sum of T outer products (the WY representation), whose factors solve one triangular
+system.  Let E be the products of decays between tokens, and E' the same up to the token before.
+The readings e . S of a chunk's tokens are
+u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v), and the chunk adds k v - f u to
+the state.  If f is k, it adds k w with the *corrected values* w = v - u; the same system gives
+w = (I + tril(e K^T . E', -1))^-1 (v - e . S).
 
 :takes: q, k, e and f (B, H, C, T, N) and the decays' logarithms (B, H, C, T, 1 or N) of C chunks of
     T tokens; values (B, H, C, T, P).
-:gives: the chunks as matrices (:class:`.Chunk`), or outputs and states by way of corrected values.
+:gives: the chunks as matrices (:class:`.Chunk`), or outputs and states from corrected values.
 :cost: T^2 (N + T / 3) multiplications with additions for a chunk and head to set up; for values
-    T P (T + 3 N), and one step from chunk to chunk.  Where f is not k, T^2 N and T P (T + N) more.
+    T P (T + 3 N), and one step from chunk to chunk.  If f is not k, T^2 N and T P (T + N) more.
 :literature: Bischof and Van Loan, The WY Representation for Products of Householder Matrices, 1987;
     Joffrain et al., Accumulating Householder Transformations, Revisited, 2006, for the UT form;
     Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, 2024,
     for chunks of DeltaNet; Peng et al., RWKV-7 Goose with Expressive Dynamic State Evolution, 2025,
-    for two keys.  Inverses are taken by halves: Higham, Accuracy and Stability of Numerical
+    for two keys.  Inverses are computed by halves: Higham, Accuracy and Stability of Numerical
     Algorithms, 2nd ed., 2002, chapter 14.
 :naive version: ``token_loops.delta_rule``
 """
@@ -38,12 +39,12 @@ from .within_chunk import Decays, decayed
 
 
 class Keys(NamedTuple):
-    """Products of the keys k along which values are written, where f is not k.
+    """Products of the values' keys k in a chunk, if f is not k.
 
     Attributes:
-        erased: minus the products with e: each token's erasure (B, H, C, T, T).
-        read: the products with q (B, H, C, T, T).
-        after: the keys with all decays until the chunk's end, but for ``until`` (B, H, C, T, N).
+        erased: minus the products of e and k with decays, below the diagonal (B, H, C, T, T).
+        read: products of q and k with decays (B, H, C, T, T).
+        after: k times decays until the chunk's end, without the factor ``until`` (B, H, C, T, N).
     """
 
     erased: Tensor
@@ -52,13 +53,13 @@ class Keys(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """Chunks of a delta rule, by corrected values w.
+    """Chunks of a delta rule, in terms of corrected values w.
 
-    With S the state before a chunk and S' the one after,
+    With S the state before a chunk and S' the state after it,
 
         w = solved (v - e_before S),   y = q_before S + read w,   S' = total S + f_after^T w
 
-    and where values are written along separate keys,
+    and if the values have separate keys k (f is not k),
 
         w = solved (own.erased v - e_before S),
         y = q_before S + read w + own.read v,   S' = total S + f_after^T w + own.after^T v
@@ -66,14 +67,14 @@ class Corrected(NamedTuple):
     Attributes:
         solved: inverse of the triangular system (B, H, C, T, T).
         read: products of q and f within the chunk (B, H, C, T, T).
-        q_before: q, as it reads the state before the chunk (B, H, C, T, N).
-        e_before: e, as it reads the state before the chunk (B, H, C, T, N).
-        f_after: f, as it is written to the state after the chunk (B, H, C, T, N).
-        since: decays (B, H, C, T, 1), factors on q_before; None for no factors.
-        before: decays (B, H, C, T, 1), factors on e_before; None for no factors.
-        until: decays (B, H, C, T, 1), factors on f_after and own.after; None for no factors.
+        q_before: q times decays since the state before the chunk (B, H, C, T, N).
+        e_before: e times decays since the state before the chunk (B, H, C, T, N).
+        f_after: f times decays until the state after the chunk (B, H, C, T, N).
+        since: decays (B, H, C, T, 1) that multiply q_before; None for no factors.
+        before: decays (B, H, C, T, 1) that multiply e_before; None for no factors.
+        until: decays (B, H, C, T, 1) that multiply f_after and own.after; None for no factors.
         total: decays of whole chunks (B, H, C, N or 1, 1).
-        own: keys of the values, where these are not written along f; None where they are.
+        own: products of the values' keys k; None if k is f.
     """
 
     solved: Tensor
@@ -108,7 +109,7 @@ class Corrected(NamedTuple):
         return Chunk(tokens, within, reads, writes, carry)
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Map values (B, H, C, T, P), given the state (B H, N, P); return y and the state after."""
+        """Return outputs of values (B, H, C, T, P), and the state after ``state`` (B H, N, P)."""
         w, states_before = torch.empty_like(v, memory_format=torch.contiguous_format), []
         known = v if self.own is None else matmul(self.own.erased, v)
         known_of, w_of = map(_by_chunk, (known, w))
@@ -130,9 +131,9 @@ class Corrected(NamedTuple):
         return read.add_(matmul(self.read, w)), state
 
     def adjoint(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The adjoint of :meth:`forward`, from the last chunk to the first.
+        """Apply the adjoint of :meth:`forward`, from the last chunk to the first.
 
-        Here ``w`` is the gradient of the right side of the system that forward solves.
+        ``w`` is the gradient of the right side of the triangular system that ``forward`` solves.
         """
         of_w = matmul(self.read.mT, u)
         w = torch.empty_like(of_w, memory_format=torch.contiguous_format)
@@ -155,13 +156,13 @@ class Corrected(NamedTuple):
         return out, state
 
     def _written_by_themselves(self, v: Tensor) -> Tensor | None:
-        """Return the sum of k v for each chunk; None if values are written along f."""
+        """Return each chunk's sum of k v with decays until its end, or None if k is f."""
         if self.own is None:
             return None
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)
 
     def _by_chunk(self) -> Iterator[Sequence[Tensor]]:
-        """Return the factors of the steps from chunk to chunk, each as a sequence over chunks."""
+        """Return the factors of steps from chunk to chunk, each as a sequence over chunks."""
         solved, e_before, f_after = self.solved, self.e_before, self.f_after
         return map(_by_chunk, (solved, e_before, f_after, self.before, self.until, self.total))
 
@@ -178,24 +179,25 @@ def corrected(
 
     Args:
         query: q (B, H, C, T, N).
-        key: k, along which values are written, with their steps (B, H, C, T, N).
+        key: k times the step sizes (B, H, C, T, N).
         erase: e (B, H, C, T, N), without the decay if ``late``.
-        taken: f (B, H, C, T, N); None for the key.
+        taken: f (B, H, C, T, N); None if f is ``key``.
         log_decay: logarithms of the decays, per head (B, H, C, T, 1) or per key channel
             (B, H, C, T, N); None for no decay.
-        late: whether ``erase`` reads decayed states: e is it times the decay. Default: False.
+        late: whether e is ``erase`` times the decay, so that ``erase`` reads the decayed state.
+            Default: False.
     """
-    # factors on q_before, e_before and after, for decays per head alone
+    # factors on q_before, e_before and after, only for decays per head
     since = before = until = None
-    # both: of f, then of k if that is another, the products with q and with e, and itself as the
-    # state after the chunk has it, but for ``until``
+    # both: for f, then for k if k is not f: the products with q and with e, and f (or k) times the
+    # decays until the chunk's end, without the factor ``until``
     columns = [key] if taken is None else [taken, key]
     if log_decay is None:
         both = [((query @ x.mT).tril_(), (erase @ x.mT).tril_(-1), x) for x in columns]
         q_before, e_before = query, erase
         total = key.new_ones(1, 1, 1, 1, 1).expand(*key.shape[:3], 1, 1)
     elif log_decay.shape[-1] > 1:
-        # e reads the state before a token's decay as a query of the token before would
+        # e reads the state before a token's decay, like a query of the token before
         rows, both = [query, erase if late else F.pad(erase, (0, 0, -1, 1))], []
         for x in columns:
             (read, gram), (q_before, e_before), after, total = decayed(log_decay, rows, x)
@@ -218,23 +220,24 @@ def corrected(
     if taken is not None:
         own_read, erased, own_after = both[1]
         own = Keys(erased.tril(-1).neg_(), own_read, own_after)
-    # w[i] depends on the w before it: a triangular system, of ones on the diagonal
+    # w[i] depends on earlier w: a triangular system with ones on the diagonal
     solved = unit_lower_inverse(gram)
     return Corrected(solved, read, q_before, e_before, after, since, before, until, total, own)
 
 
 def _next_row(x: Tensor) -> Tensor:
-    """Move each row of matrices to the next; the first becomes zero."""
+    """Move each row of matrices down by one; the first row becomes zero."""
     return F.pad(x, (0, 0, 1, -1))
 
 
 class CorrectedSteps:
-    """The steps of a delta rule, for which the chunks' own matrices would cost more.
+    """Steps from chunk to chunk of a delta rule by corrected values, without chunks' matrices.
 
     Args:
-        corrected_of: from some tokens, and how many a whole chunk has, to their chunks.
-        length: tokens of a whole chunk.
-        transposed: whether this is the adjoint, for which the last token comes first.
+        corrected_of: function of a slice of tokens and the length of a whole chunk that returns the
+            tokens' chunks.
+        length: number of tokens of a whole chunk.
+        transposed: whether to run the adjoint, from the last token to the first.
     """
 
     def __init__(
@@ -255,23 +258,23 @@ class CorrectedSteps:
 
 
 def _by_chunk(x: Tensor | None) -> Sequence[Tensor]:
-    """Views (B H, ...) of the chunks of a tensor (B, H, C, ...); empty for None."""
+    """Return one view (B H, ...) for each chunk of ``x`` (B, H, C, ...); empty for None."""
     return () if x is None else x.flatten(0, 1).unbind(1)
 
 
 def _faded(x: Tensor, factors: Sequence[Tensor], c: int) -> Tensor:
-    """Multiply values (B H, T, P) of chunk ``c`` by its factor, if there are any."""
+    """Return values (B H, T, P) of chunk ``c`` times its factor, if there are factors."""
     return x * factors[c] if factors else x
 
 
-#: Sides up to which rows are as quick as products.
+#: Matrices of up to this size are inverted directly.
 _ROWS = 8
 
 
 def unit_lower_inverse(x: Tensor) -> Tensor:
-    """Invert matrices (..., T, T) of ones on the diagonal and zeros above it, by halves.
+    """Invert lower-triangular matrices (..., T, T) with ones on the diagonal, by halves.
 
-    The entries of ``x`` there are not read.
+    Only the entries of ``x`` below the diagonal are read.
     """
     half, odd = divmod(x.shape[-1], 2)
     if odd or half * 2 <= _ROWS:

@@ -1,9 +1,9 @@
-"""Products of float32 vectors with bfloat16 weights, in float32 and without a copy of the weight.
+"""Products of float32 vectors with bfloat16 weights, without a float32 copy of the weights.
 
     y = W x = W high + W low,   high = bfloat16(x),   low = bfloat16(x - high)
 
-Tensor cores multiply numbers of bfloat16 and add the products up in float32.  A float32 number is
-nearly the sum of two numbers of bfloat16: 16 of its 24 bits are kept.
+Tensor cores multiply bfloat16 numbers and sum the products in float32.  The sum of two bfloat16
+numbers approximates a float32 number with 16 of its 24 bits.
 
 :takes: x (..., K) in float32, and W (N, K) in bfloat16.
 :gives: y (..., N) in float32.
@@ -25,7 +25,7 @@ from .arithmetic import full_precision
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a GPU multiplies ``x`` by a weight in bfloat16 (torch 2.8 or later)."""
+    """Return True if this kernel supports ``x`` and ``weight``; it needs a GPU and torch 2.8."""
     is_half = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
     is_there = x.is_cuda and weight.device == x.device and torch.version.hip is None
     return is_half and is_there and x.dtype == torch.float32 and hasattr(torch.ops.aten.mm, "dtype")
@@ -33,19 +33,19 @@ def serves(x: Tensor, weight: Tensor) -> bool:
 
 @wrap_torch_function(lambda x, weight, bias=None: (x, weight, bias))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """W x + bias; torch's function modes see the call as they see torch's own ``linear``.
+    """Return W x + bias (..., N); torch's function modes intercept the call as torch's ``linear``.
 
     Args:
-        x: (..., K).
-        weight: (N, K).
-        bias: (N,). Default: None, no bias.
+        x: vectors (..., K) in float32.
+        weight: the matrix W (N, K) in bfloat16.
+        bias: vector to add (N,). Default: None, no bias.
     """
     out: Tensor = _Product.apply(x, weight.T)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
 
 class _Product(torch.autograd.Function):
-    """Values (..., K) times a matrix (K, N), which gets no gradient."""
+    """Autograd function: values (..., K) times a matrix (K, N) that gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
@@ -64,5 +64,5 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
-    """(R, K) times (K, N), both in bfloat16, in float32 (R, N)."""
+    """Multiply bfloat16 matrices (R, K) and (K, N); return the product (R, N) in float32."""
     return torch.mm(rows, matrix, out_dtype=torch.float32)

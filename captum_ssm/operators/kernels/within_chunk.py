@@ -1,19 +1,19 @@
-"""Products of decays in short runs of tokens, by recursive doubling, and sums that hold them.
+"""Products of decays in short runs of tokens, by recursive doubling, and sums of such products.
 
     between[i, j] = product of a[t] over j < t <= i
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
 
-Prefix products: a product of twice as many factors is a product of two known ones.  Sums over
-channels for hundreds of runs at once, where :mod:`.pivot_tree` sums over the channels of one long
-run: the same tree of pivots, from leaves of a few tokens on.
+Recursive doubling computes a product of twice as many factors as a product of two known products.
+M uses the tree of :mod:`.pivot_tree`, here from leaves of a few tokens, for hundreds of short runs
+together instead of one long run.
 
-No product is a quotient of others, and none an exponential of a difference of sums of logarithms:
-each is built up from factors that are at most one.  A decay of zero is one like any other.
+Every product is computed from factors that are at most one, never as a quotient of products or as
+an exponential of a difference of sums of logarithms.  So a decay may be exactly zero.
 
-:takes: decays a (..., T), or A (..., T, K) with row factors U, of one or several kinds, and column
-    factors V (..., T, K).
-:gives: ``between`` or M (..., T, T), and the factors with all decays from the first token or to the
-    last.
+:takes: decays a (..., T), or A (..., T, K) with one or several row factors U and column factors V
+    (..., T, K).
+:gives: ``between`` or M (..., T, T), row factors times the decays since the first token, and column
+    factors times the decays until the last.
 :cost: T^2 multiplications in log T calls for a run's products; T^2 K / 2 multiplications with
     additions for its sums, and T K log T for scaling the factors.
 :literature: Kogge and Stone, A Parallel Algorithm for the Efficient Solution of a General Class of
@@ -37,14 +37,14 @@ from .arithmetic import exponential
 
 
 class Decays:
-    """Products of the decays of runs of T tokens.
+    """Products of decays in runs of T tokens.
 
     Attributes:
-        between: in row i and column j the product of decays j+1..i, (..., T, T); any numbers of at
-            most 1 where j comes after i.  Rows share memory: not to be written to.
-        since: from the first token to each, inclusive, (..., T, 1).
-        until: after each token, (..., T, 1).
-        total: of all tokens, (..., 1, 1).
+        between: product of decays j+1..i in row i and column j (..., T, T); arbitrary numbers of at
+            most 1 if j > i.  Rows share memory, so do not write to this tensor.
+        since: products of decays from the first token to each token, inclusive (..., T, 1).
+        until: products of the decays after each token (..., T, 1).
+        total: products of the decays of all tokens (..., 1, 1).
 
     Args:
         decay: the decays (..., T), at most 1.
@@ -58,9 +58,9 @@ class Decays:
 
 
 def _between(decay: Tensor) -> Tensor:
-    """:attr:`Decays.between` of decays (..., T).
+    """Return :attr:`Decays.between` of decays (..., T).
 
-    A product of twice as many factors is one of two known products, so that few steps suffice.
+    Each step multiplies two known products to get products of up to twice as many factors.
     """
     tokens = decay.shape[-1]
     last = tokens - 1
@@ -78,25 +78,25 @@ def _between(decay: Tensor) -> Tensor:
             out=products[..., known:, end - more : end],
         )
         known += more
-    # each row moved to the left by as many places as it is from the last
+    # move each row to the left by its distance from the last row
     rows = *products.stride()[:-2], max(1, last), 1
     return products.as_strided(products.shape, rows, last)
 
 
-# --- sums of them with row and column factors --------------------------------------------------
+# --- sums of products with row and column factors ----------------------------------------------
 
-#: Leaves hold between half of this and this many tokens.
+#: Leaves of the tree have between half this number and this number of tokens.
 _LEAF = 8
 
 
 class Decayed(NamedTuple):
-    """Row and column factors of runs of T tokens with their decays; (..., T, K) if not said.
+    """The matrices M of runs of T tokens, and row and column factors times decays.
 
     Attributes:
-        grams: M for each kind of row factors, (..., T, T).
-        reads: each kind of row factors with all decays up to and with their token.
-        writes: the column factors with all decays after their token.
-        total: the products of all decays, (..., 1, K).
+        grams: the matrix M for each of the row factors, each (..., T, T).
+        reads: each of the row factors times the decays up to and including its token (..., T, K).
+        writes: column factors times the decays after their token (..., T, K).
+        total: products of all decays (..., 1, K).
     """
 
     grams: list[Tensor]
@@ -106,13 +106,13 @@ class Decayed(NamedTuple):
 
 
 def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """Multiply row and column factors, with the decays between their tokens.
+    """Return products of row factors, column factors and the decays between their tokens.
 
     Args:
         log_decay: logarithms of the decays, at most 0: one per head (..., T, 1), or per head and
             key channel (..., T, N).
-        rows: each (..., T, N).
-        columns: (..., T, N).
+        rows: one or several row factors, each (..., T, N).
+        columns: column factors (..., T, N).
     """
     if log_decay.shape[-1] > 1:
         return decayed_grams(exponential(log_decay), rows, columns)
@@ -126,12 +126,12 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
 
 
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """Return the matrices M of several kinds of row factors, with common column factors.
+    """Return one matrix M for each of several row factors, with the same column factors.
 
     Args:
-        decay: A (..., T, K), between 0 and 1.
-        rows: U, each (..., T, K).
-        columns: V (..., T, K).
+        decay: decays A (..., T, K), between 0 and 1.
+        rows: row factors U, each (..., T, K).
+        columns: column factors V (..., T, K).
     """
     lead, (tokens, width) = decay.shape[:-2], decay.shape[-2:]
     depth = max(0, (-(-tokens // _LEAF) - 1).bit_length())
@@ -165,22 +165,22 @@ def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Dec
 
 
 def _in_leaves(x: Tensor, leaf: int, padded: int, value: float = 0.0) -> Tensor:
-    """Copy (..., T, K) to (leaves, leaf, K), padded with ``value``."""
+    """Copy ``x`` (..., T, K) to leaves (leaves, leaf, K), padded with ``value``."""
     x = F.pad(x, (0, 0, 0, padded - x.shape[-2]), value=value)
     return x.reshape(-1, leaf, x.shape[-1])
 
 
 def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
-    """Fill the tiles on the diagonal, token by token.
+    """Write the tiles on the diagonal, token by token, and multiply the factors by decays.
 
-    Column factors decay on the way; in the end they reach the leaf's end and the row factors its
-    beginning, as joining leaves needs.
+    Afterwards the row factors include the decays since the leaf's first token, and the column
+    factors the decays until the leaf's last token, as joining leaves requires.
 
     Args:
         a: decays (leaves, T, K).
         u: row factors (leaves, T, R, K), overwritten.
         v: column factors (leaves, T, K), overwritten.
-        tiles: (runs, leaves of a run, T, R, T), written to.
+        tiles: the tiles to write (runs, leaves of a run, T, R, T).
 
     Returns:
         The product of the decays of each leaf, (leaves, 1, K).
@@ -197,7 +197,13 @@ def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
 
 
 def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
-    """View tiles of matrices (runs, T, R, T): one each ``step`` tokens, ``row`` below the diagonal.
+    """View the tiles of matrices (runs, T, R, T) that begin ``row`` rows below the diagonal.
+
+    Args:
+        out: R matrices for each run.
+        side: number of rows and of columns of a tile.
+        row: distance of a tile's first row from the diagonal.
+        step: number of tokens from one tile to the next.
 
     Returns:
         A view (runs, tiles, side, R, side).

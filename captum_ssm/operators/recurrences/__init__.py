@@ -1,6 +1,6 @@
-"""Recurrences over tokens: one structure, six definitions.
+"""Recurrences over tokens: one common structure, and six modules that define its factors.
 
-A token writes to a state, the state is carried on, and a token reads it:
+Each token multiplies the state by a factor, adds its value times a vector, and reads the state:
 
     S[t] = carry[t] S[t-1] + writes[t] v[t],      y[t] = reads[t] . S[t]
 
@@ -16,7 +16,7 @@ module                 carry                                 writes          rea
 :mod:`.feedback`       diag(decay) + write R gate of t - 1   write           gate      P
 =====================  ====================================  ==============  ========  ==========
 
-:mod:`.base` derives maps and matrices from these.  The first two classes give reads, writes and
-products of carries between any two tokens; the next three give them for whole chunks; the last goes
-from token to token.
+:mod:`.base` computes maps and matrices from these factors.  The first two classes define reads,
+writes and products of carries between any two tokens.  The next three define them for whole chunks.
+The last class is a loop over tokens.
 """

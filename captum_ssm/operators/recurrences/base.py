@@ -1,8 +1,7 @@
-"""Maps and matrices of recurrences, from their reads, writes and carries.
+"""Maps and matrices of recurrences, computed from reads, writes and carries.
 
-Where states fade independently of each other, rows come from trees of pivots
-(:class:`FadingRecurrence`); heads with several value channels are computed chunk by chunk
-(:class:`ChunkedHeads`).
+:class:`FadingRecurrence` computes rows by trees of pivots, for states that decay independently of
+each other.  :class:`ChunkedHeads` computes chunk by chunk, for heads with several value channels.
 """
 
 from __future__ import annotations
@@ -36,15 +35,17 @@ if TYPE_CHECKING:
 
 
 class Coefficients(Operator):
-    """Base of operators whose coefficients are arguments and attributes of the same name.
+    """Base class of operators whose coefficients are attributes named as their arguments.
 
-    Those with roles have heads in their third dimension, those of :attr:`fixed` in their first.
+    Coefficients with roles have heads in the third dimension; coefficients listed in :attr:`fixed`
+    have heads in the first.
     """
 
     fixed: tuple[str, ...] = ()
 
     @property
     def per_head(self) -> int:
+        """Number of value channels per head, P."""
         return self.shape.per_head
 
     def tensors(self) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ class Coefficients(Operator):
         return self._selected(heads)
 
     def _selected(self, heads: Sequence[int], **others: Any) -> Self:
-        """:meth:`select`, with some arguments given."""
+        """Return :meth:`select`; ``others`` are arguments that the caller has already selected."""
         for name, x in self.tensors().items():
             if name not in others:
                 others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
@@ -73,7 +74,7 @@ class Coefficients(Operator):
 
 
 class Recurrent(Coefficients):
-    """Base of operators whose map and adjoint are loops: each is the other's derivative."""
+    """Base class of operators whose map and adjoint are loops without an autograd graph."""
 
     def apply(self, v: Tensor) -> Tensor:
         return linear_map(v, self._forward, self._adjoint)
@@ -88,20 +89,20 @@ class Recurrent(Coefficients):
         return self._run(u, transposed=True)
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        """alpha x, or alpha-transposed x, for x (..., B, L, H, P)."""
+        """Return alpha x, or alpha-transposed x, for ``x`` (..., B, L, H, P)."""
         raise NotImplementedError
 
 
-#: Elements of one factor of a block of the matrix tree (1 MiB in float32), and the fewest of its
-#: channels times states: products of fewer are slow.
+#: Largest number of elements of one factor of a block of the tree (1 MiB in float32).
 TREE_ELEMENTS = 2**18
+#: Smallest number of columns, channels times states, of such a factor: smaller products are slow.
 TREE_LEAST = 128
-#: Lags from first to last up to which a band stays in the tree.
+#: A band whose lags span at least this number is split into single lags.
 TREE_LAGS = 16
 
 
 class FadingRecurrence(Recurrent, pivot_strip.Fading):
-    """Base of recurrences of which rows are found by a tree of pivots, or cut at one."""
+    """Base class of recurrences whose rows are computed by a tree of pivots, or at one pivot."""
 
     shape: Shape
     few_rows = 4
@@ -118,7 +119,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             if by_head:
                 return self._by_head(left, band, rows)
-            # the pivot has to come before all tokens that the band reaches back to
+            # the pivot has to precede all tokens that the band reads from these rows
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
@@ -127,15 +128,15 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             return semiseparable_strip(factors, batch, tokens, rows, first, own)
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """:meth:`entries` by head, of a band of a few lags."""
+        """Return :meth:`entries` for each head, for a band with few lags."""
         raise NotImplementedError
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
-        """Yield factors of the tree, some channels and states at a time."""
+        """Yield decays, row factors and column factors of blocks of channels and states."""
         raise NotImplementedError
 
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """Return the diagonal of the sum over channels: each token's share in itself, (B, R)."""
+        """Return the diagonal entries (B, R) of the sum over channels, for the tokens ``rows``."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
@@ -150,16 +151,16 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
 
 class ChunkedHeads(Recurrent, HeadOperator):
-    """Base of operators that give the reads, writes and carries of chunks of tokens."""
+    """Base class of operators that define reads, writes and carries of chunks of tokens."""
 
     few_rows = 4
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """Cut the recurrence over neighboring tokens into chunks.
+        """Return the chunks of neighboring tokens.
 
         Args:
-            part: the tokens: of whole chunks, or of one that is shorter.
-            length: tokens of a whole chunk.
+            part: slice of the tokens: several whole chunks, or one shorter chunk.
+            length: number of tokens of a whole chunk.
         """
         raise NotImplementedError
 
@@ -189,7 +190,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return self._sums_of_channels(left, [right], rows)[0]
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """:meth:`_sum_of_channels` for several column factors, (len(rights), B, R, W)."""
+        """Return :meth:`_sum_of_channels` for each column factor, (len(rights), B, R, W)."""
         left, *rights = (x.transpose(1, 2) for x in (left, *rights))  # (B, H, L, P)
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
         return sums_over_channels(self._chunks_up_to(rows), left, rights, out)
@@ -211,5 +212,5 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return run_all(self._steps, x, transposed)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
-        """The map, or its adjoint, in chunks of so many tokens."""
+        """Return the steps of the map, or of its adjoint, by chunks of ``length`` tokens."""
         return ChunkSteps(self.chunk, length, transposed)

@@ -3,7 +3,7 @@
     S = decay[t] S,   then for each step m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
     y[t] = q[t] . S
 
-Each step has separate heads for its values; the state's reading is the sum of their outputs.
+Each step has separate heads for its values; the sum of these heads' outputs is y.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .delta_rule import DeltaRule
 
 
 class DeltaProduct(Coefficients):
-    """A delta rule that corrects its state M times at every token, and reads it after the last.
+    """A delta rule that corrects the state M times at every token before reading it.
 
     The state S of a head first decays.  Then each step m corrects it along a separate key,
     S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S), and y[t] = q[t] . S.  A head of this operator
-    has the values of one step alone; other heads have the other steps' values, and their outputs
-    are to be added.  It is the :class:`DeltaRule` over the sequence of all L M steps.
+    has the values of only one step; the values of the other steps are in other heads.  The sum of
+    all these heads' outputs is y.  This operator is a :class:`DeltaRule` over all L M steps.
 
     Args:
-        query: (B, L, H, N).
-        key: (B, L, M, H, N).
+        query: queries (B, L, H, N).
+        key: keys of each step (B, L, M, H, N).
         beta: step sizes (B, L, M, H).
         log_decay: logarithms of the decays (B, L, H); None for no decay.
-        writes: the step that writes the values of each head, counted from 0.
-        per_head: value channels of a head, P.
-        component: name of the part it stands for. Default: ``"scan"``.
+        writes: index of the step, from 0, that adds the values of each head.
+        per_head: number of value channels of a head, P.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import DeltaProduct
-        >>> key = torch.eye(2).view(1, 1, 2, 1, 2).expand(1, 3, 2, 2, 2)  # another one each step
+        >>> key = torch.eye(2).view(1, 1, 2, 1, 2).expand(1, 3, 2, 2, 2)  # one key per step
         >>> query, beta = torch.ones(1, 3, 2, 2), torch.ones(1, 3, 2, 2)
         >>> memory = DeltaProduct(query, key, beta, None, writes=[0, 1], per_head=1)
-        >>> torch.allclose(memory.dense("heads"), torch.eye(3))  # each replaces its own
+        >>> torch.allclose(memory.dense("heads"), torch.eye(3))  # each value replaces one
         True
     """
 
@@ -92,12 +92,12 @@ class DeltaProduct(Coefficients):
 
     @property
     def steps(self) -> int:
-        """How many steps each token takes, M."""
+        """Number of steps per token, M."""
         return self.key.shape[2]
 
     @cached_property
     def _unrolled(self) -> DeltaRule:
-        """The delta rule over (B, L M) steps: a token's first step decays, its last one is read."""
+        """The delta rule over L M steps; it decays at first steps and is read at last steps."""
         logs = self.log_decay
         if logs is not None:
             logs = self._at_step(logs, 0, 2)
@@ -105,20 +105,20 @@ class DeltaProduct(Coefficients):
         return DeltaRule(self._at_last(self.query), key, beta, logs, self.shape.per_head)
 
     def _by_token(self, x: Tensor, dim: int) -> Tensor:
-        """(..., L M, ...) to (..., L, M, ...), at ``dim``."""
+        """Reshape dimension ``dim`` of ``x`` from steps (..., L M, ...) to (..., L, M, ...)."""
         return torch.unflatten(x, dim, (self.shape.tokens, self.steps))
 
     def _at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
-        """Spread numbers of tokens (B, L, ...) to one of their steps, 0 at others: (B, L M, ...).
+        """Return (B, L M, ...) with the tokens' numbers (B, L, ...) at one step, zero elsewhere.
 
-        ``dim`` is the dimension after the tokens', where the steps are put in.
+        ``dim`` is the dimension of ``x`` after the dimension of the tokens.
         """
         out = x.new_zeros(*x.shape[:dim], self.steps, *x.shape[dim:])
         out.select(dim, step).copy_(x)
         return out.flatten(dim - 1, dim)
 
     def _at_last(self, u: Tensor) -> Tensor:
-        """Put (..., B, L, H, P) at the last step of each token, (..., B, L M, H, P)."""
+        """Return (..., B, L M, H, P) with ``u`` (..., B, L, H, P) at last steps, zero elsewhere."""
         return self._at_step(u, self.steps - 1, u.dim() - 2)
 
     @cached_property
@@ -128,7 +128,7 @@ class DeltaProduct(Coefficients):
         return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
 
     def _written(self, v: Tensor) -> Tensor:
-        """Put (..., B, L, H, P) at the step that writes each head's values, (..., B, L M, H, P)."""
+        """Return (..., B, L M, H, P) with ``v`` (..., B, L, H, P) at heads' steps, else zero."""
         return (v.unsqueeze(-3) * self._writing).flatten(-4, -3)
 
     def _from_written(self, x: Tensor) -> Tensor:
@@ -156,6 +156,6 @@ class DeltaProduct(Coefficients):
         return sum_of_lags(one, band, rows, tokens)
 
     def _by_tokens(self, matrices: Tensor, rows: int) -> Tensor:
-        """Reduce matrices of steps (..., R M, L M) to those of tokens (..., R, L)."""
+        """Reduce matrices over steps (..., R M, L M) to matrices over tokens (..., R, L)."""
         read = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
         return self._by_token(read, -1).sum(-1)

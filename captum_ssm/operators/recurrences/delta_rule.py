@@ -2,14 +2,15 @@
 
     S[t] = decay[t] S[t-1] - f[t] (e[t] . S[t-1]) + beta[t] k[t] v[t],   y[t] = q[t] . S[t]
 
-Each step reads the state by e and takes the result away along f.  In most of them the key reads the
-state after its decay, so that the state is corrected towards the value: e = decay k, f = beta k, or
+Each step reads the state with the vector e, and subtracts the result along f.  In most of these
+models the key reads the decayed state, so the step moves the state's entry at the key towards the
+value.  Then e = decay k and f = beta k, or
 
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t])
 
-whose matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), E the products of decays.
-RWKV-7 erases by a separate key, f = e times a step for each of its channels.  Given its
-coefficients each is linear in v.
+The matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), with E the products of
+decays.  RWKV-7 has a separate key e for erasing; f is e times a step size for each channel.  With
+frozen coefficients all these maps are linear in v.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
 from .base import ChunkedHeads
 from .scalar_decay import ScalarDecayHeads
 
-#: Queries with the gradients of their outputs, or keys with the values written along them.
+#: Queries and the gradients of their outputs, or keys and their values.
 Pair = tuple[Tensor, Tensor]
 
 
 class Correction(NamedTuple):
-    """The changes of steps to a state beside its decay: k v is added, f (e . S) is taken away.
+    """Vectors of a step, which adds k v to the decayed state and subtracts f (e . S).
 
     Attributes:
-        key: k, with the step beta (B, L, H, N).
-        erase: e, which reads the state before its decay (B, L, H, N).
-        taken: f (B, L, H, N).
+        key: key k times the step size beta (B, L, H, N).
+        erase: vector e, which reads the state S before its decay (B, L, H, N).
+        taken: vector f, along which the reading is subtracted (B, L, H, N).
     """
 
     key: Tensor
@@ -48,31 +49,31 @@ class Correction(NamedTuple):
 
 
 class DeltaRule(ChunkedHeads):
-    """A linear attention whose steps correct the state: each replaces the value found at its key.
+    """A linear attention whose steps correct the state: each step replaces the value at its key.
 
     S[t] = decay[t] S[t-1], then S[t] += beta[t] k[t] (v[t] - k[t] . S[t]), and y[t] = q[t] . S[t].
-    Its matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), where E holds the
-    products of decays.  With a key to erase by, e, and steps a of its channels
+    The matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), where E contains the
+    products of decays.  With a separate erasing key e, and step sizes a for the channels of e,
 
     S[t] = decay[t] S[t-1] - a[t] e[t] (e[t] . S[t-1]) + beta[t] k[t] v[t].
 
     Args:
-        query: (B, L, H, N).
-        key: (B, L, H, N).
+        query: queries (B, L, H, N).
+        key: keys (B, L, H, N).
         beta: step sizes (B, L, H).
         log_decay: logarithms of the decays, per head (B, L, H) or per key channel (B, L, H, N);
             None for no decay.
-        per_head: value channels of a head, P.
-        component: name of the part it stands for. Default: ``"scan"``.
-        erase: e, the key that reads the state before its decay, (B, L, H, N). Default: None, the
-            key times the decay.
-        erase_step: a, how much of the reading is taken away along each channel of ``erase``
-            (B, L, H, N). Default: None, beta along the key: the value is written in its place.
+        per_head: number of value channels of a head, P.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
+        erase: erasing key e, which reads the state before its decay (B, L, H, N). Default: None,
+            the key times the decay.
+        erase_step: step sizes a of the channels of ``erase`` (B, L, H, N). Default: None, the
+            reading is subtracted along ``beta * key``, where the value is added.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import DeltaRule
-        >>> key = torch.ones(1, 3, 1, 1)  # one key for all: each value replaces the one before
+        >>> key = torch.ones(1, 3, 1, 1)  # with equal keys, each value replaces the last
         >>> memory = DeltaRule(key, key, torch.ones(1, 3, 1), None, per_head=1)
         >>> torch.allclose(memory.dense(), torch.eye(3))
         True
@@ -111,8 +112,8 @@ class DeltaRule(ChunkedHeads):
         """Return the keys k, e and f of some tokens.
 
         Args:
-            part: the tokens. Default: all of them.
-            decays: their decays, as :meth:`_decays` returns them. Default: None, computed here.
+            part: slice of the tokens. Default: all tokens.
+            decays: the tokens' decays from :meth:`_decays`. Default: None, they are computed.
         """
         key = self.key[:, part]
         written = key * self.beta[:, part, :, None]
@@ -126,7 +127,7 @@ class DeltaRule(ChunkedHeads):
         return Correction(written, erase, written if steps is None else erase * steps[:, part])
 
     def _decays(self, part: slice = slice(None)) -> Tensor:
-        """Return decays as factors of keys: (B, L, H, 1), or by key channel (B, L, H, N)."""
+        """Return the decays as factors of keys: (B, L, H, 1), or per key channel (B, L, H, N)."""
         assert self.log_decay is not None
         logs = self.log_decay[:, part]
         return exponential(logs if logs.dim() == 4 else logs[..., None])
@@ -137,7 +138,7 @@ class DeltaRule(ChunkedHeads):
         late = self.erase is None and self.log_decay is not None  # reads the state after its decay
         decays = self._decays() if late else None
         key, erase, taken = self.corrections(decays=decays)
-        # the state before a step is read by e as the token before would read it by a query
+        # e reads the state before a step like a query of the token before
         erase_query = shift_tokens(erase, -1)
         readings = shift_tokens(self.at({"query": erase_query}).apply(values), 1)  # e . S
         of_values = self.transpose(gradient)
@@ -150,8 +151,8 @@ class DeltaRule(ChunkedHeads):
             )  # fmt: skip
             of_taken_values = along_taken.transpose(gradient)
             writes = [(key, values), (taken, -readings)]
-        # with the readings given, the rule is linear attention of all writes: by the queries, and
-        # by the erasing keys
+        # for fixed readings e . S, outputs and readings are linear attention over all writes, with
+        # the queries and the erasing keys as queries
         reads = [(self.query, gradient), (erase_query, -shift_tokens(of_taken_values, -1))]
         of_queries, of_keys, of_logs = self._attended(reads, writes)
         (of_query, of_erase_query), (of_key, *of_taken) = of_queries, of_keys
@@ -179,11 +180,11 @@ class DeltaRule(ChunkedHeads):
     def _attended(
         self, reads: Sequence[Pair], writes: Sequence[Pair]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-        """Return gradients of queries, keys and log decays of linear attention with its decays.
+        """Return gradients of queries, keys and log decays of linear attention with these decays.
 
         Args:
-            reads: queries, and the gradients of their outputs.
-            writes: keys, and the values written along them.
+            reads: pairs of queries and the gradients of their outputs.
+            writes: pairs of keys and their values.
         """
         logs = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         (queries, of_outputs), (keys, sent) = (zip(*x, strict=True) for x in (reads, writes))
@@ -207,7 +208,7 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
-        """Return the chunks of some tokens, with the triangular system of each solved."""
+        """Return the chunks of some tokens, with each chunk's triangular system solved."""
 
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
@@ -225,5 +226,5 @@ class DeltaRule(ChunkedHeads):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _steps(self, length: int, transposed: bool) -> Steps:
-        """The steps by corrected values: chunks' own matrices would cost more."""
+        """Return steps by corrected values, which cost less than the chunks' matrices."""
         return CorrectedSteps(self._corrected, length, transposed)

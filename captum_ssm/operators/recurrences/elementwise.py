@@ -1,4 +1,4 @@
-"""Recurrences with one decay per token and channel: RG-LRU, HGRN, and WKV built from them.
+"""Recurrences with one decay per token and channel: RG-LRU and HGRN, and WKV built from these.
 
     y[t] = a[t] y[t-1] + x[t],   so that   alpha[i, j] = product of a[j+1..i]
 
@@ -38,19 +38,19 @@ from ..kernels.portions import Heads, Stream, at_a_time, parts
 from ..kernels.rows import Strip, sum_of_lags
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
-#: Tokens mapped at a time.
+#: Largest number of tokens mapped together.
 _TOKENS = 512
 
 
 class ElementwiseRecurrence(FadingRecurrence):
-    """A recurrence with one number of state per channel, y[t] = decay[t] y[t-1] + x[t].
+    """A recurrence with a state of one number per channel, y[t] = decay[t] y[t-1] + x[t].
 
-    alpha[i, j] = product of decay[j+1..i] for j <= i (unified paper, eq. 16).  A decay of exactly
-    zero forgets all that came before.
+    alpha[i, j] = product of decay[j+1..i] for j <= i (unified paper, eq. 16).  After a decay of
+    exactly zero, the state no longer depends on earlier tokens.
 
     Args:
         decay: factors (B, L, H) between 0 and 1; every channel is a head (P = 1).
-        component: name of the part it stands for. Default: ``"scan"``.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Example:
         >>> import torch
@@ -153,14 +153,14 @@ class WKV(Sum):
     """RWKV-4's time mixing (unified paper, eqs. 19-20), whose rows are a softmax.
 
     alpha[i, j] is the softmax over j <= i of (i - 1 - j) log_decay + key[j] for j < i and
-    bonus + key[i] for j = i.  Carried relative to the running log-sum-exp of the past, every
-    exponent is at most zero.  It is the sum of a diagonal, the token itself, and of a recurrence
-    over the tokens before.
+    bonus + key[i] for j = i.  The state is stored relative to the running log-sum-exp of earlier
+    tokens, so every exponent is at most zero.  WKV is the sum of a diagonal, for the token itself,
+    and a recurrence over the tokens before it.
 
     Args:
-        key: k (B, L, H).
-        log_decay: w, negative (H,).
-        bonus: u (H,).
+        key: keys k (B, L, H).
+        log_decay: logarithm w of the decay, negative (H,).
+        bonus: bonus u of the token itself (H,).
 
     Example:
         >>> import torch
@@ -177,22 +177,22 @@ class WKV(Sum):
     def __init__(self, key: Tensor, log_decay: Tensor, bonus: Tensor) -> None:
         self._fixed = log_decay.detach(), bonus.detach()
         self.live = with_graphs({"key": key})
-        super().__init__(*_of_the_past_and_now(key.detach(), *self._fixed))
+        super().__init__(*_wkv_terms(key.detach(), *self._fixed))
 
     def at(self, coefficients: Mapping[str, Tensor]) -> WKV:
         return WKV(coefficients["key"], *self._fixed)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_values = self.transpose(gradient)
-        # rows sum to one: a larger key raises its token's weight and lowers all others of the row
+        # rows sum to one: a larger key raises its token's weight and lowers the row's other weights
         of_key = of_values * values - self.transpose(gradient * self.apply(values))
         return of_values, {"key": of_key.squeeze(-1)}
 
 
-def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
-    """Return the summands of WKV: the diagonal, and the recurrence over the tokens before."""
+def _wkv_terms(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
+    """Return the terms of WKV: the diagonal, and the recurrence over earlier tokens."""
     like = key
-    # differences of sums over all tokens so far would lose as many digits as these have before
+    # in float32, differences of sums over all tokens so far would lose too many digits
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():

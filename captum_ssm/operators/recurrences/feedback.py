@@ -1,9 +1,9 @@
-"""A recurrence whose outputs are fed back to it: sLSTM.
+"""A recurrence whose output is added to its next input: sLSTM.
 
     c[t] = decay[t] c[t-1] + write[t] (v[t] + R y[t-1]),      y[t] = gate[t] c[t]
 
-with all factors by channel and R a matrix of each head.  The channels of a head mix at every step,
-so that token j reaches token i through a P x P matrix for each head.
+All factors are per channel, and R is a P x P matrix per head.  The channels of a head mix at every
+step, so the map from token j to token i is a P x P matrix per head.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .own_shares import OwnShares
 
 
 class FeedbackRecurrence(Recurrent):
-    """A recurrence with one number of state per channel, to whose input its output is added.
+    """A recurrence with a state of one number per channel, whose output is added to its next input.
 
     c[t] = decay[t] c[t-1] + write[t] (v[t] + feedback y[t-1]) and y[t] = gate[t] c[t], with zeros
     before the first token.  The map and its adjoint are loops over the tokens.
 
     Args:
-        decay: factors on the state (B, L, H, P).
-        write: factors on the input (B, L, H, P).
-        gate: factors on the output (B, L, H, P).
-        feedback: from the channels of a head's output to those of its input (H, P, P).
-        at_rest: value of the gate where its own input is zero. Default: 0.
-        component: name of the part it stands for. Default: ``"scan"``.
+        decay: factors of the state (B, L, H, P).
+        write: factors of the input (B, L, H, P).
+        gate: factors of the output (B, L, H, P).
+        feedback: matrices (H, P, P) from the output channels of a head to its input channels.
+        at_rest: value of the gate at zero gate input. Default: 0.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import FeedbackRecurrence
         >>> none, one = torch.zeros(1, 3, 1, 2), torch.ones(1, 3, 1, 2)
-        >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # each channel hears of the other
+        >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # each channel feeds the other
         >>> scan = FeedbackRecurrence(none, one, one, swap)
         >>> first = torch.tensor([1.0, 0.0]) * torch.tensor([1.0, 0.0, 0.0])[:, None]
         >>> scan.apply(first.view(1, 3, 1, 2)).squeeze().tolist()
@@ -82,18 +82,18 @@ class FeedbackRecurrence(Recurrent):
         return OwnShares(self)
 
     def step(self, states: Tensor, token: int) -> Tensor:
-        """Return the states after a token's step without its input, (B, H, P, ...).
+        """Return the states after a token's step with zero input, (B, H, P, ...).
 
         Args:
-            states: any number of states before it, side by side, (B, H, P, ...).
-            token: the token; not the first, before which there is no output to feed back.
+            states: states before the token, with any trailing dimensions (B, H, P, ...).
+            token: index of the token, at least 1, because the step uses the output before it.
         """
         decay, write = self.decay[:, token, ..., None], self.write[:, token, ..., None]
         read = self.gate[:, token - 1, ..., None] * states
         return decay * states + write * (self.feedback @ read)
 
     def states(self, values: Tensor) -> Tensor:
-        """Return the state after each token, c (..., B, L, H, P)."""
+        """Return the state c after each token (..., B, L, H, P)."""
         factors = self.decay, self.write, self.gate
         return self._loop(values, *factors, self.feedback.mT, range(self.shape.tokens))
 
@@ -103,16 +103,16 @@ class FeedbackRecurrence(Recurrent):
         return self.write * self._of_states(x) if transposed else self.gate * self.states(x)
 
     def _of_states(self, u: Tensor) -> Tensor:
-        """Return the states' gradients, given the outputs' ``u``: the same loop, backwards."""
+        """Return the states' gradients for output gradients ``u``, by the loop backwards."""
         factors = shift_tokens(self.decay, -1), self.gate, self.write
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])
 
     def _loop(
         self, x: Tensor, kept: Tensor, enters: Tensor, read: Tensor, weight: Tensor, order: range
     ) -> Tensor:
-        """s[t] = kept[t] s + enters[t] (x[t] + (read s) weight), for the tokens in ``order``.
+        """Return s[t] = kept[t] s' + enters[t] (x[t] + (read' s') weight), in the given order.
 
-        ``s`` is the state of the token before, and ``read`` belongs to that token, too.
+        s' and read' are the state and the factor ``read`` of the token before t in ``order``.
         """
         stack = x.reshape(-1, *self.shape)
         tokens = stack.permute(2, 3, 0, 1, 4)  # (L, H, S, B, P)
@@ -128,5 +128,5 @@ class FeedbackRecurrence(Recurrent):
         return out.permute(2, 3, 0, 1, 4).reshape(x.shape)
 
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply each head's channels of ``x`` (B, L, H, P) by its matrix (H, P, P)."""
+        """Multiply each head's channels of ``x`` (B, L, H, P) by the head's matrix (H, P, P)."""
         return (x.transpose(-3, -2) @ weight).transpose(-3, -2)

@@ -1,4 +1,4 @@
-"""The part of an operator that mixes channels which each channel passes to itself."""
+"""The diagonal blocks of operators that mix channels."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..kernels.rows import in_stacks
 
 
 class OwnShares(Operator):
-    """The diagonal blocks of an operator that mixes channels: one matrix for each channel.
+    """The diagonal blocks of an operator that mixes channels: one matrix (L, L) per channel.
 
-    Of all that an operator passes from token j to token i, that from channel c to channel c, also
-    where it went through other channels in between.
+    Entry (i, j) of channel c is the weight of channel c at token j in channel c at token i.  It
+    includes paths through other channels at the tokens between.
 
     Args:
-        mixed: the operator; it mixes no heads.
+        mixed: the operator, which may mix the channels of a head, but not different heads.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import FeedbackRecurrence
         >>> none, one = torch.zeros(1, 3, 1, 2), torch.ones(1, 3, 1, 2)
-        >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # there and back takes two tokens
+        >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # from c to c in two tokens
         >>> FeedbackRecurrence(none, one, one, swap).per_channel().dense().int()
         tensor([[[1, 0, 0],
                  [0, 1, 0],
@@ -57,7 +57,7 @@ class OwnShares(Operator):
         return self._by_channel(u, self.mixed.transpose)
 
     def _by_channel(self, x: Tensor, mapped: Map) -> Tensor:
-        """Map each channel of ``x`` alone, as a vector of a stack, and keep its own outputs."""
+        """Map each channel of ``x`` separately, and keep only the outputs of the same channel."""
         units = torch.eye(self.shape.per_head, dtype=x.dtype, device=x.device)
         out = torch.zeros_like(x)
         for some in in_stacks(range(len(units)), x.numel(), x.device):

@@ -24,7 +24,7 @@ from ..kernels.rows import slices
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
 
-#: Rows of which products of queries and keys are formed at a time.
+#: Number of rows whose products of queries and keys are computed together.
 _ROWS = 256
 
 
@@ -34,14 +34,14 @@ class ScalarDecayHeads(ChunkedHeads):
     alpha_h[i, j] = q[i] . k[j] (product of the decays of tokens j+1..i) scale[j] for j <= i.
 
     Args:
-        query: (B, L, G, N); G divides H, and each group serves H / G heads in a row.
-        key: (B, L, G, N).
+        query: queries (B, L, G, N); G divides H, and H / G neighboring heads share a query.
+        key: keys (B, L, G, N).
         log_decay: logarithms of the decays (B, L, H), at most 0.
-        scale: factors on the values (B, L, H), or None for none.
-        per_head: value channels of a head, P.
-        component: name of the part it stands for. Default: ``"scan"``.
-        rate: continuous-time decay rates (H,), not positive, where ``scale`` holds step sizes and
-            log_decay is rate * scale (Mamba-2). Default: None, no step size makes the decay.
+        scale: factors of the values (B, L, H), or None for no factors.
+        per_head: number of value channels of a head, P.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
+        rate: continuous-time decay rates (H,), not positive, if ``scale`` contains step sizes and
+            log_decay = rate * scale (Mamba-2). Default: None, decays do not depend on ``scale``.
 
     Example:
         >>> import torch
@@ -85,7 +85,7 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def select(self, heads: Sequence[int]) -> Operator:
         groups = [head // self._each for head in heads]
-        if len(set(groups)) == 1:  # one group serves all chosen heads
+        if len(set(groups)) == 1:  # all chosen heads are in one group
             groups = groups[:1]
         return self._selected(heads, query=self.query[:, :, groups], key=self.key[:, :, groups])
 
@@ -103,7 +103,7 @@ class ScalarDecayHeads(ChunkedHeads):
         of_query = shift_tokens(swapped.apply(key), 1)
         of_key = swapped.transpose(shift_tokens(query, -1))
         of_written = plain.transpose(shift_tokens(gradient, -1))
-        # decay t is a factor of entry (i, j) if j < t <= i: sums over rows less those over columns
+        # decay t is a factor of entry (i, j) if j < t <= i: sums over rows minus sums over columns
         read, sent = (query * of_query).sum(-1), (written * of_written).sum(-1)
         own = (gradient * written).sum(-1, keepdim=True)
         of_written = of_written + (query * key).sum(-1, keepdim=True) * gradient
@@ -118,17 +118,17 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.scale[..., None] * of_written, found
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """Return the sums (B, L, G, N) over heads that share vectors."""
+        """Return the sums (B, L, G, N) of ``x`` (B, L, H, N) over the heads of each group."""
         return torch.unflatten(x, 2, (-1, self._each)).sum(3) if self._shared else x
 
     def _groups(self) -> Iterator[slice]:
-        """Return the heads of each group."""
+        """Return the slice of heads of each group."""
         each = self._each
         return (slice(start, start + each) for start in range(0, self.shape.heads, each))
 
     @property
     def _each(self) -> int:
-        """Heads of each group."""
+        """Number of heads in each group."""
         return self.shape.heads // self.query.shape[2]
 
     @property
@@ -179,10 +179,10 @@ class ScalarDecayHeads(ChunkedHeads):
         return out
 
     def _cut_at_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """:meth:`_sum_of_heads` of rows that begin after other tokens, in memory of these rows.
+        """Return :meth:`_sum_of_heads` for rows that begin after the first token.
 
-        Entries of earlier columns are products of two factors, cut at the token before the rows:
-        decays from there to each row, and decays from each column to there.
+        Entries of earlier columns are products of two factors, split at the token before the rows:
+        the decays since that token for each row, and the decays until that token for each column.
         """
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
         own, past = slice(rows.start, rows.stop), slice(0, rows.start)
@@ -203,7 +203,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """For each group, the sum of decays with factors times the products of q and k."""
+        """Sum the decays times the factors over each group, times the group's q . k."""
         if not self._shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:

@@ -1,14 +1,14 @@
-"""The selective scan of Mamba-1: its own decay for every channel and state.
+"""The selective scan of Mamba-1, with a separate decay for every channel and state index.
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
 so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
 (hidden-attention paper, eqs. 14 and 17).
 
-On a first reading take ``__init__``, ``tensors``, ``select``, ``at``: all else makes these quick.
+Read ``__init__``, ``tensors``, ``select`` and ``at`` first; the other methods are fast algorithms.
 ``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Strips of rows are computed from
-``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``.  ``Fading`` in
-``kernels.pivot_strip`` documents these.
+``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``, which ``Fading`` in
+``kernels.pivot_strip`` documents.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ from ..kernels.token_loop import ScanSteps
 from ..kernels.within_chunk import decayed
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
-#: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
-#: they and the decays, 2 MiB each in float32, stay in a processor's cache, and operations on all of
-#: them are long enough for their calls to cost little.
+#: Largest numbers of tokens, and of elements of states, that the loop over tokens computes
+#: together: states and decays, 2 MiB each in float32, then stay in a CPU's cache.
 _SCAN_TOKENS = 32
 _SCAN_ELEMENTS = 2**19
-#: Fewest tokens of states, however large these are, so that carrying one over costs little.
+#: Smallest number of tokens computed together, so that copying the last state costs little.
 _SCAN_LEAST = 4
-#: Elements of the matrices of chunks formed at a time (64 MiB in float32).
+#: Largest number of elements of chunks' matrices computed together (64 MiB in float32).
 _CHUNK_ELEMENTS = 2**24
-#: Elements of the states held at a time by odd-even reduction (1 GiB in float32), and the most
-#: vectors that it takes in place of chunks' matrices.
+#: Largest number of elements of states in odd-even reduction (1 GiB in float32), and of vectors for
+#: which it is used instead of chunks' matrices.
 _REDUCED_ELEMENTS, _FEW = 2**28, 4
-#: Fewest tokens for which heads are sorted by how fast they forget: few are hardly forgotten.
+#: Smallest number of tokens for which heads are sorted by how fast their states decay.
 _ORDERED = 1024
-#: Most channels times states of a factor of a block of the matrix tree: more leave the cache.
+#: Largest number of channels times states of a block of the tree, so that it fits into the cache.
 _TREE_MOST = 4096
 
 
 class SelectiveScan(FadingRecurrence):
-    """The selective scan of Mamba-1, a diagonal state-space recurrence with steps from the input.
+    """The selective scan of Mamba-1: a diagonal state-space recurrence with data-dependent steps.
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t] and y[t] = C[t] . h[t], so that alpha[i, j] is the
     sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n] for j <= i (hidden-attention
@@ -71,10 +70,10 @@ class SelectiveScan(FadingRecurrence):
     Args:
         dt: step sizes (B, L, H), not negative.
         a: continuous-time decay rates (H, N), not positive.
-        b: input vectors, common to all heads (B, L, N), or (B, L, G, N); G divides H, and each
-            group serves H / G heads in a row.
-        c: output vectors, of the same shape.
-        component: name of the part it stands for. Default: ``"scan"``.
+        b: input vectors (B, L, N) for all heads, or (B, L, G, N) if H / G neighboring heads share a
+            vector.
+        c: output vectors, in the shape of ``b``.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Example:
         >>> import torch
@@ -155,10 +154,10 @@ class SelectiveScan(FadingRecurrence):
     def _vjp_on_gpu(
         self, values: Tensor, coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, Pull]:
-        """As :meth:`vjp`, by the kernels of :mod:`.fused_scan`."""
+        """Return :meth:`vjp`, computed by the GPU kernels of :mod:`.fused_scan`."""
         x, owns = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
         each = (coefficients.get(name, own[None]).detach() for name, own in owns.items())
-        # of each vector and group, (S, B, L, G, N)
+        # one for each vector and group, (S, B, L, G, N)
         b, c = (t[..., None, :] if t.dim() == 4 else t for t in each)
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -192,7 +191,7 @@ class SelectiveScan(FadingRecurrence):
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """Cut the scan over neighboring tokens into chunks; see :meth:`.ChunkedHeads.chunk`."""
+        """Return the chunks of neighboring tokens; see :meth:`.ChunkedHeads.chunk`."""
         heads = self.shape.heads
         dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, chunks, T, 1)
         key, read = (
@@ -213,7 +212,7 @@ class SelectiveScan(FadingRecurrence):
         return out.view(x.shape)
 
     def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
-        """As :meth:`_run`, by the fused kernel, or without Triton by reduction or chunks."""
+        """Return :meth:`_run` on a GPU, by the fused kernel or else by reduction or chunks."""
         if fused_scan.serves(self):
             stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
             coefficients = self.dt, self.a, self.b, self.c
@@ -222,7 +221,7 @@ class SelectiveScan(FadingRecurrence):
         return (_by_reduction if few else _by_products)(self, x, transposed)
 
     def _steps(self, stack: int, transposed: bool) -> ScanSteps:
-        """The loop over tokens for ``stack`` vectors, holding as many states as stay in cache."""
+        """Return the loop over tokens for ``stack`` vectors; its states fit into the cache."""
         elements = stack * self.shape.batch * self.a.numel()
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
         return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
@@ -242,7 +241,7 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """By the tree, each channel as an example."""
+        """Return :meth:`entries` for each head, by the tree with each channel as an example."""
         heads, until = self.shape.heads, slice(rows.stop)
         b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
@@ -292,9 +291,9 @@ class SelectiveScan(FadingRecurrence):
 
 
 def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
-    """alpha x, or alpha-transposed x, for few vectors x (..., B, L, H, 1), by odd-even reduction.
+    """Return alpha x, or alpha-transposed x, for few vectors (..., B, L, H, 1), by reduction.
 
-    Its launches grow with the logarithm of the tokens, and hold the states of these all at once.
+    The number of launches grows with log L; the states of many tokens are in memory together.
     """
     batch, tokens, heads, _ = scan.shape
     rate = BINARY * scan.a  # (H, N)
@@ -323,10 +322,10 @@ def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
 
 
 def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
-    """alpha x, or alpha-transposed x, for x (..., B, L, H, 1), as matrix products of chunks.
+    """Return alpha x, or alpha-transposed x, for x (..., B, L, H, 1), by matrix products of chunks.
 
-    For many vectors, which share the matrices.  On a processor, where launches cost little, these
-    cost more than the loop for any number of vectors up to 64.
+    This is fast for many vectors, which share the chunks' matrices.  On a CPU the loop over tokens
+    is faster for up to 64 vectors, because calls cost little there.
     """
     batch, tokens, heads, _ = scan.shape
     out = torch.empty_like(x)
@@ -341,7 +340,7 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
 
 
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
-    """Multiply (B, T, h) and (..., n, 1 or h) into ``out`` (B, T, n h)."""
+    """Write the products of (B, T, h) and (..., n, 1 or h) to ``out`` (B, T, n h); return it."""
     count = channels.shape[-1]
     torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, count)))
     return out
@@ -350,14 +349,14 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
 def _blocks(
     heads: int, states: int, tokens: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield heads, and groups of their states, whose factors make one block of the tree each.
+    """Yield slices of heads, with slices of states; each pair makes one block of the tree.
 
     Args:
-        heads, states: how many there are.
-        tokens: the rows of a factor: the tokens of all examples.
-        device: where factors are.
+        heads, states: number of heads and of states.
+        tokens: number of rows of a factor, that is, tokens of all examples.
+        device: device of the factors.
     """
-    # columns of a factor, each a head and a state, of which memory and cache hold so many
+    # number of columns of a factor, each a head and a state, that fit into memory and cache
     width = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, device) // tokens)
     width = min(at_a_time(_TREE_MOST, device), width)
     each = evenly(heads, width)
@@ -368,4 +367,5 @@ def _blocks(
 
 
 def _lags(band: Band) -> range:
+    """Return all lags from the smallest to the largest lag of the band."""
     return range(min(band), max(band) + 1)

@@ -2,7 +2,7 @@
 
     alpha_h[i, j] = q[i] . (products of decays j+1..i) k[j],   j <= i
 
-The N channels of keys fade independently of each other.
+The N key channels of the state decay independently of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
 
-#: Elements of the states of the tokens mapped at a time (1 MiB in float32).
+#: Largest number of elements of states in memory together (1 MiB in float32).
 _STATE_ELEMENTS = 2**18
 
 
@@ -37,13 +37,13 @@ class VectorDecayHeads(ChunkedHeads):
     alpha_h[i, j] = sum over n of q[i, n] (product of decay[j+1..i, n]) k[j, n] for j <= i.
 
     Args:
-        query: (B, L, H, N).
-        key: (B, L, H, N).
+        query: queries (B, L, H, N).
+        key: keys (B, L, H, N).
         log_decay: logarithms of the decays (B, L, H, N), at most 0.
-        per_head: value channels of a head, P.
-        bonus: if given (H, N), token i reads the state before its own step, whose decay counts from
-            the next token on. Its own value enters by q[i] . (bonus k[i]), RWKV-6. Default: None.
-        component: name of the part it stands for. Default: ``"scan"``.
+        per_head: number of value channels of a head, P.
+        bonus: factors (H, N) of a token's own value, as in RWKV-6: token i reads its own value with
+            weight q[i] . (bonus k[i]), and the state before its decay and value. Default: None.
+        component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ class VectorDecayHeads(ChunkedHeads):
         if self.bonus is None:
             (within,), (reads,), writes, total = decayed(logs, [q], k)
             return Chunk(part, within, reads, writes, total.mT)
-        # a token reads the state before its step: as if its query were the token's before
+        # a token reads the state before its step, like a query of the token before
         (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
         own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
         reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
@@ -97,16 +97,16 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """Return the query of the state after each step, (B, T, H, N): with a bonus, the next."""
+        """Return the query that reads the state after each token; with a bonus, the next query."""
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
         if part.stop < self.shape.tokens:
             return late
-        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
+        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # there is no next query
 
     def _own(self, bonus: Tensor) -> Tensor:
-        """Return the factor of each token's own value in its output, (B, L, H, 1)."""
+        """Return the weight of each token's value in the token's own output, (B, L, H, 1)."""
         own, scratch = [], Scratch(self.key)
         for part in self._parts(1):
             query = self.query[:, part]
@@ -129,9 +129,9 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.addcmul(others, self._own(self.bonus), x)
 
     def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
-        """The map or its adjoint by the states of all tokens, without a bonus and its delay.
+        """Return the map of ``v``, or its adjoint, from states of all tokens, ignoring the bonus.
 
-        For few vectors the matrices within chunks would cost more.
+        For few vectors this costs less than the matrices within chunks.
         """
         x = v.reshape(-1, *v.shape[-4:]).movedim(-1, 1).flatten(0, 1)  # (S P, B, L, H)
         out = torch.empty_like(x)
@@ -156,7 +156,7 @@ class VectorDecayHeads(ChunkedHeads):
         return out.reshape(v.shape).contiguous()
 
     def _parts(self, stack: int, backwards: bool = False) -> Iterator[slice]:
-        """Yield the tokens whose states, of ``stack`` vectors, are held at a time."""
+        """Yield slices of tokens so that their states, of ``stack`` vectors, fit into the cache."""
         batch, tokens, heads, state = self.key.shape
         most = at_a_time(_STATE_ELEMENTS, self.device) // (stack * batch * heads * state)
         return parts(tokens, evenly(tokens, max(1, most)), backwards)
@@ -164,7 +164,7 @@ class VectorDecayHeads(ChunkedHeads):
     # --- its matrices ----------------------------------------------------------------------
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Return the strip of a recurrence of all key channels, which fade independently."""
+        """Return the strip of one elementwise recurrence over all key channels of all heads."""
         row = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
         column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
