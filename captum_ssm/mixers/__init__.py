@@ -1,6 +1,7 @@
-"""Architectures: a module and one of its calls in, a linear mixer out.
+"""Adapters of architectures: functions of a mixer module and one recorded call of the module.
 
-Call and LinearMixer are the input and output of an adapter; the functions are its building blocks.
+An adapter takes a module and a Call and returns a LinearMixer; the functions here help to write
+adapters.
 """
 
 from .base import Call, Linearize, LinearMixer

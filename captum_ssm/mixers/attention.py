@@ -1,14 +1,14 @@
-"""Softmax attention of transformers, in its transformers and in its hybrids.
+"""Softmax attention of the transformers library, in transformer and hybrid models.
 
     alpha = softmax(scaling q k^T + mask)      output = o_proj(gate alpha v)
 
-One adapter serves every class that passes its queries, keys and values to transformers' attention
-interface, or, in transformers 4, to torch's own attention.  The recorded call runs again on a
-shallow copy of the module, under an attention function that only records its arguments.  So
-rotations, norms, latent keys and values and adapters are the module's own, whichever attention
-function (eager, sdpa, flash, flex) the model uses.
+One adapter supports every class that passes queries, keys and values to transformers' attention
+interface, or in transformers 4 to torch's attention.  The recorded call runs again on a shallow
+copy of the module, with an attention function that only records its arguments.  So the module's own
+code computes rotations, norms, latent keys and values and LoRA adapters, for every attention
+function (eager, sdpa, flash, flex).
 
-Frozen: the probabilities, and the gate, a sigmoid, where a model has one.
+Frozen: the probabilities, and the gate, a sigmoid, if a model has one.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .path import Path
 
 #: The name under which the attention function that records its arguments is registered.
 _RECORDING = "captum_ssm"
-#: Names of output projections; a class that has none leaves it to its parent.
+#: Names of output projections; a class without one has its parent module project the output.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
-#: Arguments of attention functions that change scores or probabilities in ways not covered here.
+#: Arguments of attention functions that change scores or probabilities and are not supported.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
 
 def hf_attention(module: Any, call: Call) -> LinearMixer:
-    """The self-attention classes of transformers."""
+    """Return the mixer of a self-attention class of transformers."""
     _refuse_cache(module, call)
     return _linearize(module, *_replay(module, call))
 
 
 def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
-    """Return the mixer, from its attention function's arguments and its gate (B, L, H P)."""
+    """Return the mixer, from the attention function's arguments and the gate (B, L, H P)."""
     pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
@@ -61,10 +61,10 @@ def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearM
 
 
 def _is_one(factor: Tensor, kind: Hashable) -> bool:
-    """Return True if the gate is one everywhere: there is none.
+    """Return True if the gate is one everywhere, which means that the module has no gate.
 
-    On a device this is read for the first module of a kind; if it holds there, it is noted for the
-    others.  A gate of ones changes nothing.
+    On a GPU the result is read only for the first module of a kind.  If it is True there, it is
+    assumed for the others and checked at the end of the call.
     """
     ones = (factor == 1).all()
     if not are_noted(factor):
@@ -73,42 +73,42 @@ def _is_one(factor: Tensor, kind: Hashable) -> bool:
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:
-    """GPT2Attention, whose eager attention scales and masks by itself in transformers 4."""
+    """Return the mixer of GPT2Attention; refuse its eager attention in transformers 4."""
     if not hasattr(module, "scaling") and module.config._attn_implementation == "eager":
         raise UnsupportedMixerError(
-            "GPT2Attention with eager attention in transformers 4 has no adapter: load the model "
-            "with attn_implementation='sdpa', or use transformers 5."
+            "GPT2Attention with attn_implementation='eager' in transformers 4 has no adapter. Load "
+            "the model with attn_implementation='sdpa', or use transformers 5."
         )
     return hf_attention(module, call)
 
 
 def vit_attention(module: Any, call: Call) -> LinearMixer:
-    """ViTAttention and DeiTAttention; in transformers 4, a module of attention and projection."""
+    """Return the mixer of ViTAttention or DeiTAttention, in transformers 4 or 5."""
     if not hasattr(module, "attention"):
         return hf_attention(module, call)
-    if call.argument("head_mask", 1) is not None:  # in the mask's place
+    if call.argument("head_mask", 1) is not None:  # in the position of the mask
         raise _unknown(module, "head_mask")
     linear = hf_attention(module.attention, call)
     return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
 
 
 def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:
-    """FalconH1Attention, whose block scales its output."""
+    """Return the mixer of FalconH1Attention, whose block scales the output."""
     scale = float(module.config.attention_out_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def granite_attention(module: Any, call: Call) -> LinearMixer:
-    """GraniteMoeHybridAttention, whose block scales its output."""
+    """Return the mixer of GraniteMoeHybridAttention, whose block scales the output."""
     scale = float(module.config.residual_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
-    """Qwen4ExpTextAttention, which reads the tokens that an indexer picks."""
+    """Return the mixer of Qwen4ExpTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     mask = call.argument("attention_mask", 2)
-    with torch.no_grad():  # in the model's own precision: a close call stays one
+    with torch.no_grad():  # in the model's own precision, so that near ties are picked equally
         rotations = call.argument("position_embeddings", 1)
         picked = module.indexer(call.hidden_states, rotations, mask, None)
     module = copy.copy(module)
@@ -117,7 +117,7 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
 
 
 class _Picked(nn.Module):
-    """An indexer that has picked already."""
+    """An indexer module that returns a given result."""
 
     def __init__(self, picked: Tensor) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Picked(nn.Module):
 
 
 def _real(mask: Tensor | None, call: Call) -> Tensor | None:
-    """Return the mask of real tokens (B, L), which may be read even if no indexer picks them."""
+    """Return the mask of real tokens (B, L) from the call's mask; None if all are real."""
     if mask is None:
         return None
     if mask.dim() == 2:
@@ -138,14 +138,14 @@ def _real(mask: Tensor | None, call: Call) -> Tensor | None:
 
 
 def minimax_attention(module: Any, call: Call) -> LinearMixer:
-    """MiniMaxAttention, whose block adds beta times its output to alpha times the stream."""
+    """Return the mixer of MiniMaxAttention, whose block scales the output and the residual."""
     config = module.config
     scale = float(config.full_attn_beta_factor / config.full_attn_alpha_factor)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
-    """Glm5NextTextAttention, which reads the tokens that an indexer picks."""
+    """Return the mixer of Glm5NextTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     if module.indexer is not None:
         picked = _picked(module, call)
@@ -154,7 +154,7 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
         module._modules = {**module._modules, "indexer": None}
     received, factor = _replay(module, call)
     if module.config._attn_implementation == "sdpa":
-        # its mask is boolean, so that padded tokens read nothing
+        # sdpa's mask is boolean, so that padded tokens attend to no token
         received = replace(received, mask=received.mask == 0)
     mask = _real(call.argument("attention_mask", 1), call)
     return replace(_linearize(module, received, factor), mask=mask)
@@ -162,7 +162,7 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
 
 @torch.no_grad()
 def _picked(module: Any, call: Call) -> Tensor:
-    """The tokens that the indexer picks, in the model's own precision: a close call stays one."""
+    """Return the tokens that the indexer picks, computed in the model's own precision."""
     hidden, mask = call.hidden_states, call.argument("attention_mask", 1)
     asking = module.q_a_layernorm(module.q_a_proj(hidden))
     picked: Tensor = module.indexer(
@@ -172,7 +172,7 @@ def _picked(module: Any, call: Call) -> Tensor:
 
 
 def _refuse_cache(module: Any, call: Call) -> None:
-    """Raise if there is a cache, to which running the call again would add a second time."""
+    """Raise if the call has a cache, because running the call again would add to it twice."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     for name in ("past_key_values", "layer_past"):
         if name in names:
@@ -181,7 +181,7 @@ def _refuse_cache(module: Any, call: Call) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _AttentionCall:
-    """Arguments of the attention function; keys and values are repeated to the query heads."""
+    """Arguments of the attention function, with keys and values repeated for all query heads."""
 
     query: Tensor  # (B, H, L, N)
     key: Tensor  # (B, H, L, N)
@@ -191,11 +191,11 @@ class _AttentionCall:
     causal: bool
     window: int | None
     by_torch: bool = False  # whether the function is torch's own
-    end_to_end: bool = False  # whether the module reads images end to end; here each is an example
+    end_to_end: bool = False  # whether images are concatenated; here each is an example
 
 
 class _Settings:
-    """A view of a model's configuration with another attention function."""
+    """A view of a model's configuration in which the attention function records its arguments."""
 
     _attn_implementation = _RECORDING
 
@@ -207,7 +207,7 @@ class _Settings:
 
 
 def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
-    """Run the call again; return its attention function's arguments and the gate (B, L, H P)."""
+    """Run the call again; return the attention function's arguments and the gate (B, L, H P)."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_RECORDING, _record)
@@ -225,21 +225,22 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     if not received:
         raise UnsupportedMixerError(
             f"{type(module).__name__} uses neither transformers' attention interface nor torch's "
-            "attention. In transformers 4, load the model with attn_implementation='sdpa' and ask "
-            "for no attentions; else use a newer version."
+            "attention. In transformers 4, load the model with attn_implementation='sdpa' and pass "
+            "output_attentions=False; otherwise use a newer version of transformers."
         )
     return _end_to_end(module, received, call.hidden_states.shape[1]), first_tensor(out)
 
 
 def _end_to_end(module: Any, received: list[_AttentionCall], tokens: int) -> _AttentionCall:
-    """Combine the calls of an attention function, one for each image, with images as examples."""
+    """Combine calls of an attention function for one image each to one call with a batch."""
     if len(received) == 1:
         return received[0]
     sizes = [each.query.shape[2] for each in received]
     if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in received):
         raise UnsupportedMixerError(
-            f"{type(module).__name__} calls its attention function {len(received)} times, and not "
-            "of one image after the other without a mask; that is not supported."
+            f"{type(module).__name__} calls its attention function {len(received)} times. Several "
+            "calls are supported only for one image each, without a mask. Pass one image at a "
+            "time, or register an adapter with register_mixer()."
         )
     count = torch.tensor(sizes, device=received[0].query.device)
     step = torch.arange(max(sizes), device=count.device)
@@ -269,15 +270,16 @@ def _record(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record the arguments of an attention function; return ones, so that a gate on it shows."""
+    """Record the arguments of an attention function; return ones, so the output is the gate."""
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise _unknown(module, name)
     batch, heads, tokens, width = query.shape
     if key.shape[-2] != tokens:
         raise UnsupportedMixerError(
-            f"{type(module).__name__}: {tokens} queries read {key.shape[-2]} keys; only "
-            "self-attention of a whole sequence is supported."
+            f"{type(module).__name__}: {tokens} queries attend to {key.shape[-2]} keys. Only "
+            "self-attention of a whole sequence is supported: pass the whole sequence in one call, "
+            "without a cache."
         )
     causal = kwargs.get("is_causal")
     groups = heads // key.shape[1]
@@ -295,19 +297,23 @@ def _record(
 
 
 def _unknown(module: Any, name: str) -> UnsupportedMixerError:
-    return UnsupportedMixerError(f"{type(module).__name__}: attention with {name}.")
+    """Return the error for an argument of attention functions that is not supported."""
+    return UnsupportedMixerError(
+        f"{type(module).__name__}: attention with {name} is not supported. Use a model without it, "
+        "or register an adapter with register_mixer()."
+    )
 
 
 @contextmanager
 def _torchs_recorded(module: Any) -> Iterator[None]:
-    """Call :func:`_record` in place of torch's own attention, also where torch's modes are off."""
+    """Return a context in which :func:`_record` replaces torch's attention function."""
     mode = _TorchsRecorded(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield
 
 
 class _TorchsRecorded(TorchFunctionMode):
-    """Replaces torch's own attention by :func:`_record`; ``hidden`` keeps other calls unseen."""
+    """A mode that replaces torch's attention by :func:`_record`; ``hidden`` skips outer modes."""
 
     def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()
@@ -343,8 +349,8 @@ class _TorchsRecorded(TorchFunctionMode):
 def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
     """Return the mask over pairs of tokens that the module's attention function would use.
 
-    Eager attention takes its mask as it is; the other functions apply causality themselves if they
-    get no mask, and flash attention also the window and a mask of tokens.
+    Eager attention uses its mask unchanged.  The other functions apply causality themselves if they
+    get no mask; flash attention also applies the window and a mask of tokens.
     """
     mask, tokens = received.mask, received.query.shape[2]
     if hasattr(mask, "mask_mod"):  # flex attention's description of a mask
@@ -359,7 +365,8 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
         return None
     if mask is not None and (implementation == "eager" or mask.dim() != 2):
         raise UnsupportedMixerError(
-            f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)}."
+            f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)} is not "
+            "supported. Pass attention_mask as (B, L), or as (B, H, L, L)."
         )
     window = received.window if "flash" in implementation else None
     device, causal = received.query.device, received.causal
@@ -377,7 +384,7 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """Return the shallow copy's submodule: the identity for output projections and dropout."""
+    """Return a submodule for the shallow copy: the identity for output projections and dropout."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)

@@ -18,16 +18,16 @@ from .parts.token_map import TokenMap
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One recorded call of a mixer module, which an adapter receives beside the module.
+    """One recorded call of a mixer module; an adapter receives the module and this call.
 
     Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
         output: the module's output.
-        block: the module around the mixer, which may scale its output. Default: None, it is used
-            alone.
-        around: the modules around the mixer that were called, innermost first, each with the shape
-            of the first floating tensor it received. Default: empty.
+        block: the module that contains the mixer and may scale the mixer's output. Default: None,
+            the mixer was called without a block.
+        around: the modules that contain the mixer and were called, innermost first, with the shape
+            of each module's first floating-point input. Default: empty.
 
     Example:
         >>> import torch
@@ -45,11 +45,12 @@ class Call:
     around: Mapping[nn.Module, torch.Size] = field(default_factory=dict)
 
     def argument(self, name: str, position: int | None = None) -> Any:
-        """Return the argument called ``name``, also when it was passed by position; None if absent.
+        """Return the argument ``name``, passed by keyword or by position; None if it is absent.
 
         Args:
             name: name of the argument.
-            position: its place if it is passed by position. Default: None, by keyword only.
+            position: index of the argument if it is passed by position. Default: None, it is
+                passed by keyword only.
         """
         if name in self.kwargs:
             return self.kwargs[name]
@@ -59,9 +60,9 @@ class Call:
 
     @property
     def hidden_states(self) -> Tensor:
-        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor.
+        """The mixer's input (B, L, E): the argument ``hidden_states``, or the first tensor.
 
-        A sequence (L, E), such as the patches of all images end to end, becomes a batch of one.
+        A sequence (L, E), such as the concatenated patches of all images, becomes a batch of one.
         """
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
@@ -70,18 +71,19 @@ class Call:
 
     @property
     def output_tensor(self) -> Tensor:
-        """The sequence leaving the mixer, (B, L, E): the first tensor of its output."""
+        """The mixer's output (B, L, E): the first tensor that the module returned."""
         return in_batch(first_tensor(self.output))
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
-        """Raise if the argument ``name`` carries a state from an earlier call.
+        """Raise if the argument ``name`` is a cache, that is, not None.
 
         Args:
             name: name of the argument.
-            position: its place if it is passed by position. Default: None, by keyword only.
+            position: index of the argument if it is passed by position. Default: None, it is passed
+                by keyword only.
 
         Raises:
-            CachedStateError: when it does; the tokens read in that call cannot be explained.
+            CachedStateError: if there is a cache, because tokens of earlier calls are not recorded.
         """
         cache = self.argument(name, position)
         if cache is not None:
@@ -90,31 +92,31 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class LinearMixer:
-    """A mixer at one input, as a frozen linear map over tokens; an adapter returns it.
+    """A mixer at one input, as a frozen linear map over tokens; the result of an adapter.
 
-    ``project(operator.affine(values))`` equals the module's output; where a map is given, the
-    output in the map's order.
+    ``project(operator.affine(values))`` equals the module's output; if there is a ``map``, tokens
+    are in the map's order.
 
     Attributes:
-        values: the stream after the input projection, (B, L, H, P), with its graph: relevance goes
-            back along it to the input (:class:`~captum_ssm.LatimFlow`).
-        operator: the frozen map over tokens. It detaches its coefficients itself. Give it with
-            their graph the ones that follow from the input: queries, keys, steps, and the weight of
-            a :class:`~captum_ssm.operators.Diagonal` named ``"gate"``.
-            :class:`~captum_ssm.MambaLRP` and some rules of :class:`~captum_ssm.LatimFlow` send
+        values: output of the input projection (B, L, H, P), with its autograd graph, along which
+            :class:`~captum_ssm.LatimFlow` propagates relevance to the input.
+        operator: the frozen map over tokens. The operator detaches its coefficients, so pass
+            coefficients that depend on the input with their graph: queries, keys, steps, and the
+            weight of a :class:`~captum_ssm.operators.Diagonal` named ``"gate"``.
+            :class:`~captum_ssm.MambaLRP` and some rules of :class:`~captum_ssm.LatimFlow` propagate
             relevance along this graph; see :attr:`made_of`.
-        project: the output projection, (B, L, H, P) to (B, L, E).
+        project: function of the output projection, from (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), from an argument of the call. Default: None, no token is
-            padding, or the call has no such argument.
-        branch_scale: constant with which the block multiplies the mixer's output before it joins
+            padding, or the call has no mask.
+        branch_scale: constant that the block multiplies with the mixer's output before adding it to
             the residual stream. Default: 1.0.
-        map: where the tokens lie, for a module that is called on the tokens of a map or on windows
-            of one. Default: None, they are one sequence.
-        passed_on: other outputs of the module that later mixers read, by their place in the output,
-            with their graph; like the values they are linear in the stream. Default: none.
-        end_to_end: whether the module was called on several sequences end to end without a batch,
-            such as all images of one. Here each is an example, and ``mask`` marks the shorter ones'
-            padding. Default: False.
+        map: layout of the tokens, for a module that is called on a two-dimensional map or on its
+            windows. Default: None, the tokens are one sequence.
+        passed_on: further outputs of the module that later mixers use, by index in the output, with
+            their graph; like the values they are linear in the residual stream. Default: none.
+        end_to_end: whether the module was called on several concatenated sequences without a batch
+            dimension, such as several images. Here each sequence is an example, and ``mask`` marks
+            the padding of shorter sequences. Default: False.
 
     Example:
         >>> import torch
@@ -140,15 +142,16 @@ class LinearMixer:
 
     @property
     def bias(self) -> Tensor:
-        """The constant term of the output before projection, (B, L, H, P)."""
+        """The constant term of the output before the output projection, (B, L, H, P)."""
         offset = self.operator.offset()
         return torch.zeros_like(self.values) if offset is None else offset
 
     def restrict(self, components: Collection[str]) -> LinearMixer:
-        """Keep only the named components of its operator.
+        """Return the mixer with only the named components of its operator.
 
         Args:
-            components: names of components; the identity is left if the operator has none of them.
+            components: names of components to keep, such as ``{"scan"}``. If the operator has none
+                of these components, it becomes the identity.
         """
         kept = self.operator.restrict(components)
         if kept is None:
@@ -157,10 +160,10 @@ class LinearMixer:
 
     @property
     def made_of(self) -> dict[str, list[Tensor]]:
-        """The mixer's live tensors by role.
+        """The mixer's tensors with an autograd graph, by role.
 
-        Its values are the ``"content"``; coefficients that came with their graph are a ``"key"``,
-        ``"query"``, ``"gate"`` or ``"step"``.
+        The values have the role ``"content"``; coefficients that were passed with a graph have the
+        role ``"key"``, ``"query"``, ``"gate"`` or ``"step"``.
         """
         found: dict[str, list[Tensor]] = {"content": [self.values]}
         for (holder, name), coefficient in live_coefficients(self.operator).items():
@@ -168,18 +171,18 @@ class LinearMixer:
         return found
 
     def output(self) -> Tensor:
-        """Recompute the module's output from the operator, (B, L, E)."""
+        """Compute the module's output (B, L, E) from the operator."""
         out = self.project(self.operator.affine(self.values))
         return joined_end_to_end(out, self.mask) if self.end_to_end else out
 
     def check_finite(self, layer: str) -> None:
-        """Raise if a coefficient is NaN or infinite.
+        """Raise if a value or a coefficient is NaN or infinite.
 
         Args:
-            layer: name of the mixer, for the error.
+            layer: name of the mixer, for the error message.
 
         Raises:
-            NonFiniteError: naming the layer and the component in which it began.
+            NonFiniteError: with the names of the layer and of the first such component.
         """
         named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
         if are_noted(self.values):
@@ -190,40 +193,45 @@ class LinearMixer:
             for name, tensor in tensors.items():
                 if not all_finite(tensor):
                     raise NonFiniteError(
-                        f"Layer {layer!r}: the {component} component holds NaN or infinity (in "
-                        f"{name}). Check the input for NaN and the model's half-precision range; "
-                        "a model in float32 or bfloat16 usually helps."
+                        f"Layer {layer!r}: the {component} component contains NaN or infinity (in "
+                        f"{name}). Check the input for NaN. If the model is in float16, load it in "
+                        "float32 or bfloat16."
                     )
 
 
 def refused_cache(name: str, cache: Any) -> CachedStateError:
-    """Return the error for a call that continues from a cache, by its argument's name."""
+    """Return the error for a call with a cache, given the argument's name and the cache."""
     return CachedStateError(
         f"{name}={type(cache).__name__} was passed: the call continues from a cache, and tokens "
-        "read earlier cannot be attributed. Pass the whole sequence in one call, without a cache."
+        "of earlier calls cannot be attributed. Pass the whole sequence in one call, without a "
+        "cache."
     )
 
 
-#: An adapter: a module and one recorded :class:`Call` of it in, a :class:`LinearMixer` out.
+#: An adapter: a function of a module and one recorded :class:`Call` that returns a
+#: :class:`LinearMixer`.
 Linearize = Callable[[nn.Module, Call], LinearMixer]
 
 
 def in_batch(sequence: Tensor) -> Tensor:
-    """Make a sequence without a batch, (L, E), a batch of one; (B, L, E) stays as it is."""
+    """Return a sequence (L, E) as a batch of one (1, L, E); return (B, L, E) unchanged."""
     return sequence[None] if sequence.dim() == 2 else sequence
 
 
 def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
-    """Join sequences (B, L, E) end to end, without their padding, to a batch of one."""
+    """Concatenate sequences (B, L, E) without their padding to a batch of one."""
     return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first tensor in a module's output (tensor, tuple, list or mapping)."""
+    """Return the first tensor in a module's output: a tensor, tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output
     for value in values:
         if isinstance(value, Tensor):
             return value
-    raise TypeError(f"no tensor in an output of type {type(output).__name__}")
+    raise TypeError(
+        f"The module's output of type {type(output).__name__} contains no tensor. Use a module "
+        "that returns a tensor, or a tuple, list or mapping with a tensor."
+    )

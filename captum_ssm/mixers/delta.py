@@ -1,17 +1,16 @@
-"""The gated delta rule of several models of transformers.
+"""The gated delta rule in models of the transformers library.
 
-They are qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and kimi_linear. Ling 3 (bailing_hybrid) and
-GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
+The models are qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and kimi_linear. Ling 3 (bailing_hybrid)
+and GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
 
     q, k, v = SiLU(conv(W (mask h)))       q = q / |q| / sqrt(N)       k = k / |k|
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
     y = act(z) w s / rms(s)                output = W_o y
 
-with beta = sigmoid(b), twice that in olmo_hybrid if negative eigenvalues are allowed, and
-log decay = -exp(A_log) softplus(a + dt_bias), one per head or, in kimi_linear, one per head and
-key channel; where that has a bound, it is bound sigmoid(exp(A_log) (a + dt_bias)).  The norm is per
-head.  Frozen: q, k, beta, the decays, the mask, the ratio
-SiLU(u) / u, 1 / rms and the gate act(z).
+Here beta = sigmoid(b), or 2 sigmoid(b) in olmo_hybrid if negative eigenvalues are allowed.  The
+log decay is -exp(A_log) softplus(a + dt_bias), one per head or, in kimi_linear, one per head and
+key channel; with a lower bound it is bound sigmoid(exp(A_log) (a + dt_bias)).  The norm is per
+head.  Frozen: q, k, beta, the decays, the mask, the ratio SiLU(u) / u, 1 / rms and the gate act(z).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .path import Path
 
 
 def qwen3_next(module: Any, call: Call) -> LinearMixer:
-    """transformers' Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
+    """Return the mixer of Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     projected = run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
@@ -40,7 +39,7 @@ def qwen3_next(module: Any, call: Call) -> LinearMixer:
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
-    """transformers' Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet, Qwen4ExpTextGatedDeltaNet."""
+    """Return the mixer of Qwen3_5[Moe]GatedDeltaNet or Qwen4ExpTextGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))
@@ -53,7 +52,7 @@ def qwen3_5(module: Any, call: Call) -> LinearMixer:
 
 
 def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
-    """transformers' OlmoHybridGatedDeltaNet."""
+    """Return the mixer of transformers' OlmoHybridGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
@@ -63,7 +62,7 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
-    """transformers' KimiLinearDeltaAttention, and its copies in Ling 3 and GLM-5.3-Flash."""
+    """Return the mixer of KimiLinearDeltaAttention, or of the copies in Ling 3 and GLM-5.3."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
@@ -75,15 +74,15 @@ def kimi_delta(module: Any, call: Call) -> LinearMixer:
 def _scanned(
     module: Any, mixed: Tensor, mask: Tensor | None, beta: Tensor, log_decay: Tensor, heads: int
 ) -> Path:
-    """Pass convolution, activation and delta rule.
+    """Return the path through convolution, activation and delta rule.
 
     Args:
-        module: the mixer, for conv1d, num_k_heads and its activation.
-        mixed: queries, keys and values side by side, the convolution's input.
+        module: the mixer; its conv1d, num_k_heads and activation are used.
+        mixed: input of the convolution: queries, keys and values, concatenated along channels.
         mask: True for real tokens (B, L), or None.
-        beta: (B, L, H).
-        log_decay: (B, L, H) or (B, L, H, N).
-        heads: heads of the values, H.
+        beta: step sizes (B, L, H).
+        log_decay: logarithms of the decays (B, L, H) or (B, L, H, N).
+        heads: number of value heads, H.
     """
     path = Path(mixed, mask).conv(module.conv1d).act(_activation(_after_convolution(module)))
     key_heads = getattr(module, "num_k_heads", heads)
@@ -96,13 +95,13 @@ def _scanned(
 
 
 def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
-    """Pass the norm of each head and the gate that the norm applies."""
+    """Apply the norm of each head, and the gate that the norm module applies."""
     path.rms_norm(norm.weight, norm.variance_epsilon)
     return path.gate(z, _activation(getattr(norm, "activation", "silu")))
 
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
-    """Log decays per head and key channel (B, L, H, N), between 0 and a bound if there is one."""
+    """Return log decays per head and key channel (B, L, H, N), above a bound if there is one."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
@@ -113,12 +112,12 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
         return bound * torch.sigmoid(rate * a)
     if hasattr(forget, "f_proj"):
         return -rate * F.softplus(a)
-    # the models' own softplus, which rounds log(1 + exp(a)) where a is very negative
+    # the models' own softplus, which rounds log(1 + exp(a)) to 0 for very negative a
     return -rate * torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
 
 
 def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """Run a projection of ``hidden``, which in some models is two of low rank in a row."""
+    """Run the projection ``name`` of ``hidden``, in some models a product of two low-rank ones."""
     if hasattr(module, f"{name}_proj"):
         return run(getattr(module, f"{name}_proj"), hidden)
     first, second = (getattr(module, f"{name}_{part}_proj") for part in "ab")
@@ -126,16 +125,18 @@ def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
 
 
 def _mixed(module: Any, hidden: Tensor) -> Tensor:
+    """Return projected queries, keys and values, concatenated along channels."""
     return torch.cat([run(p, hidden) for p in (module.q_proj, module.k_proj, module.v_proj)], -1)
 
 
 def _log_decay(module: Any, a: Tensor) -> Tensor:
+    """Return log decays per head (B, L, H) from the projection a (B, L, H)."""
     rate: Tensor = module.A_log.to(a).exp()
     return -rate * F.softplus(a + module.dt_bias.to(a))
 
 
 def _after_convolution(module: Any) -> str:
-    """The name of the convolution's activation; transformers 4 without its kernel has only SiLU."""
+    """Return the name of the convolution's activation; SiLU in transformers 4 without a kernel."""
     of_version_4 = hasattr(module, "causal_conv1d_fn")
     if of_version_4 and module.causal_conv1d_fn is None:
         return "silu"

@@ -7,7 +7,7 @@
 
 where m = sqrt(1 - a^2), or 1 at a reset.  A reset is a token at position 0: the beginning of the
 sequence, or of each packed sequence.  Frozen: a, m, i and the gate.  The recurrent block gets no
-mask of padding, so padded tokens take part like any others.
+padding mask, so it treats padded tokens like real tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
-    """transformers' RecurrentGemmaRecurrentBlock."""
+    """Return the mixer of transformers' RecurrentGemmaRecurrentBlock."""
     call.refuse_cache("past_key_values")
     hidden = entering(module, call, "input_states")
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
@@ -39,35 +39,36 @@ def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
 
 
 def sdpa_attention(module: Any, call: Call) -> LinearMixer:
-    """RecurrentGemmaSdpaAttention of transformers 4, refused beyond its window.
+    """Return the mixer of RecurrentGemmaSdpaAttention in transformers 4; refuse long inputs.
 
-    There it reads all tokens without a cache, and with one the wrong ones.
+    Beyond its window the module attends to all tokens without a cache, and to wrong tokens with a
+    cache.
     """
     linear = hf_attention(module, call)
     window = module.config.attention_window_size
     if linear.values.shape[1] > window:
         raise UnsupportedMixerError(
-            f"RecurrentGemma in transformers 4: beyond its window of {window} tokens it computes "
-            "something else without a cache than with one, which has no adapter. Use transformers "
-            "5, or shorter examples."
+            f"RecurrentGemma in transformers 4 got {linear.values.shape[1]} tokens. Beyond its "
+            f"window of {window} tokens it computes different outputs with and without a cache, "
+            "and has no adapter. Use transformers 5, or pass shorter examples."
         )
     return linear
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay and the factor m i on the input, (B, L, D) each, from u (B, L, D)."""
+    """Return the decay and the input's factor m i, each (B, L, D), from u (B, L, D)."""
     i = _block_gate(u, rg_lru.input_gate_weight, rg_lru.input_gate_bias)
     r = _block_gate(u, rg_lru.recurrent_gate_weight, rg_lru.recurrent_gate_bias)
     log_decay = -8.0 * r * F.softplus(rg_lru.recurrent_param.to(u))
-    # not by expm1: near a = 1 the model's own rounding is to be reproduced
+    # not by expm1, to reproduce the model's rounding near a = 1
     m = torch.sqrt(1 - torch.exp(2 * log_decay))
     decay = torch.exp(log_decay).masked_fill(reset, 0.0)
     return decay, i * m.masked_fill(reset, 1.0)
 
 
 def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """sigmoid of one affine map per head, weights (H, D / H, D / H) and biases (H, D / H)."""
-    # examples stay in the first dimension, by which constants are recorded
+    """Return the sigmoid of one affine map per head of ``u`` (B, L, D); weights (H, D/H, D/H)."""
+    # examples stay in the first dimension, as recorded constants require
     heads = torch.unflatten(u, -1, weight.shape[:2])
     with full_precision(u.device):
         maps = torch.einsum("blhi,hij->blhj", heads, weight.to(u)) + bias.to(u)

@@ -2,12 +2,13 @@
 
     x0, x1, v = conv(in_proj(u))        y = x0 (h * + b) x1 v          output = out_proj(y)
 
-with conv a short convolution, h the long filters and b a weight for each channel.  Values are v
-before conv; frozen are the gates x0 and x1 behind it.  A higher order of Hyena has more pairs of a
-gate and a filter.
+Here conv is a short convolution, h are the long filters and b is a weight for each channel.  The
+values are v before conv; the gates x0 and x1 after conv are frozen.  Hyena of a higher order has
+more pairs of a gate and a filter.
 
-In StripedHyena h is short and explicit (se), of medium length (mr) or a sum of exponentials as long
-as the sequence (li); se has no b.  Projections are beside these layers; some layers are attention.
+In StripedHyena the filter h is short and explicit (se), of medium length (mr), or a sum of
+exponentials as long as the sequence (li); se has no b.  The projections are separate modules, and
+some layers are attention.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from .parts.common import entering, frozen, run
 from .parts.softmax import seen_pairs
 from .path import Path
 
-#: Taps of a filter that is applied one by one; longer ones take fewer operations by transforms.
+#: Up to this number of taps, a filter is a ShortConv; Fourier transforms are faster beyond.
 _SHORT = 16
 
 
 def hyena(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.dna's HyenaOperator."""
+    """Return the mixer of HyenaOperator in captum_ssm.models.dna."""
     path = Path(run(module.in_proj, entering(module, call))).conv(module.short_filter)
     width = path.shape.heads // (module.order + 1)
     x, *gates, _ = torch.split(path.now, width, 2)
@@ -41,7 +42,7 @@ def hyena(module: Any, call: Call) -> LinearMixer:
 
 
 def cascade(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.dna's HyenaCascade."""
+    """Return the mixer of HyenaCascade in captum_ssm.models.dna."""
     projected = torch.unflatten(entering(module, call), -1, (-1, 3))
     taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
     taps = torch.unflatten(taps, 0, (-1, 3))
@@ -58,7 +59,7 @@ def cascade(module: Any, call: Call) -> LinearMixer:
 
 
 def attention(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.dna's StripedAttention."""
+    """Return the mixer of StripedAttention in captum_ssm.models.dna."""
     hidden = entering(module, call)
     query, key, values = module.parts(run(module.Wqkv, hidden))
     pairs = seen_pairs(hidden.shape[1], hidden.device)

@@ -2,8 +2,9 @@
 
     B, C, x = W (mask h)          y = C (conv(B x) + b)          output = W_o y
 
-Frozen: the mask and the gates B and C.  The convolution is all of the token mixing.  The models of
-transformers 4 hand it a mask of pairs, which it passes over: there padded tokens take part.
+Frozen: the mask and the gates B and C.  Only the convolution mixes tokens.  In transformers 4 the
+models pass a mask of token pairs, which the mixer ignores, so it treats padded tokens like real
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .path import Path
 
 
 def short_conv(module: Any, call: Call) -> LinearMixer:
-    """transformers' Lfm2ShortConv, Lfm2MoeShortConv and Lfm3ShortConv."""
+    """Return the mixer of Lfm2ShortConv, Lfm2MoeShortConv or Lfm3ShortConv."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call, cache="past_key_values")
     write, read, x = run(module.in_proj, hidden).chunk(3, -1)

@@ -1,4 +1,4 @@
-"""Find the supported class that an unknown mixer may be a copy of: one with the same parts."""
+"""Find supported classes with the same submodules and parameters as an unknown mixer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from .table import BUILT_IN
 
-#: Names of a mixer's parts that hold parameters, and the classes that have exactly these (tests
-#: compare them with instances).  A class has several rows if its parts depend on its configuration,
-#: and its full name if others have the same name.
+#: Names of a mixer's parameters, and of submodules with parameters; and the classes that have
+#: exactly these (tests compare them with instances).  A class has several rows if its parts depend
+#: on its configuration, and its full name if several classes have the same name.
 PARTS = {
     "A_log D conv1d dt_proj in_proj out_proj x_proj": (
         "MambaMixer FalconMambaMixer Mamba VimMixer mambapy.mamba.MambaBlock"
@@ -103,17 +103,17 @@ PARTS = {
 
 
 def parts_of(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's own parameters, and of its submodules that have some."""
+    """Return the names of a module's direct parameters, and of its children with parameters."""
     inner = {name for name, part in module.named_children() if any(True for _ in part.parameters())}
     return frozenset(inner | {name for name, _ in module.named_parameters(recurse=False)})
 
 
 def nearest(name: str, parts: frozenset[str]) -> list[str]:
-    """Return full names of built-in classes with given parts, the most similar name first.
+    """Return full names of built-in classes with the given parts, most similar name first.
 
     Args:
-        name: the class name.
-        parts: as of :func:`parts_of`.
+        name: class name of the unknown mixer.
+        parts: names of the unknown mixer's parts, from :func:`parts_of`.
     """
     known = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
     known.sort(key=lambda other: (_last(other) != name, -_likeness(name, _last(other))))
@@ -122,11 +122,12 @@ def nearest(name: str, parts: frozenset[str]) -> list[str]:
 
 
 def _last(path: str) -> str:
+    """Return the class name at the end of a dotted path."""
     return path.rsplit(".", 1)[-1]
 
 
 def _likeness(name: str, other: str) -> float:
-    """Return the similarity of class names without common endings; 0 if it is at most 1/2."""
+    """Return the similarity of two class names without endings such as Mixer; 0 up to 1/2."""
     one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
     ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -1,13 +1,13 @@
-"""Mamba-1: transformers' mamba, falcon_mamba, jamba and zamba, mamba_ssm's Mamba.
+"""Mamba-1: transformers' mamba, falcon_mamba, jamba and zamba, and mamba_ssm's Mamba.
 
     x, z = in_proj(mask h)             u = conv(x) + b            v = mask SiLU(u)
     t, B, C = x_proj(v)                dt = softplus(W t + b_dt)  A = -exp(A_log)
     y = SiLU(z) (alpha + D) v          output = out_proj(y)
 
 Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalize t, B
-and C; Zamba cuts v into a few heads, each with its W, t, B and C. In transformers 4 the mask is
-applied to x, not to h, and the gate has the activation of the convolution.  Adapters (LoRA) around
-W take part there wherever W is called.
+and C; Zamba splits v into a few heads, each with a separate W, t, B and C.  In transformers 4 the
+mask is applied to x, not to h, and the gate uses the activation of the convolution.  LoRA adapters
+around W have an effect there if the module calls W.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .parts.common import (
 )
 from .path import Path
 
-#: t, B and C.
+#: The tensors t, B and C.
 Selected = tuple[Tensor, ...]
 
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
-    """transformers' MambaMixer, FalconMambaMixer and JambaMambaMixer."""
+    """Return the mixer of transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
     hidden, mask = hf_entering(module, call, silent=not _is_old(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path = hf_activated(module, x, mask)
@@ -49,7 +49,7 @@ def hf_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
-    """transformers' ZambaMambaMixer, whose in_proj returns x and z channel by channel in turn."""
+    """Return the mixer of ZambaMambaMixer, whose in_proj alternates channels of x and z."""
     hidden, mask = hf_entering(module, call, silent=not _is_old(module))
     x, z = torch.unflatten(run(module.in_proj, hidden), -1, (-1, 2)).unbind(-1)
     path = hf_activated(module, x, mask)
@@ -58,9 +58,9 @@ def hf_zamba(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
-    """mamba_ssm's Mamba, on its fused and its slow path.
+    """Return the mixer of mamba_ssm's Mamba, on the fused path or the slow path.
 
-    The module itself reads in_proj by its raw weight, and on the fused path every projection.
+    The module uses the raw weight of in_proj, and on the fused path of every projection.
     """
     if hasattr(module, "bimamba_type"):  # the fork published with Vision Mamba
         from .vim import published_fork
@@ -76,19 +76,19 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
-    """Convolve and activate x (B, L, D), of which old versions set padded tokens to zero first."""
+    """Return the path of x (B, L, D) through convolution, activation and mask."""
     path = Path(zeroed(x, mask) if _is_old(module) else x, mask)
     return path.conv(module.conv1d).act(activation_of(module)).silence()
 
 
 def selective_scan(path: Path, module: Any, names: str = "{}", **options: Any) -> Path:
-    """Pass the scan whose parameters follow from the values now, beside its skip.
+    """Apply the scan and the skip; the scan's parameters depend on the path's present values.
 
     Args:
-        path: the values, after the activation.
-        module: holds A_log, D, and the parts of :func:`selection`.
-        names: form of their names. Default: ``"{}"``, they are as here.
-        **options: of :func:`selection`.
+        path: path of the values, after the activation.
+        module: the module with A_log, D, x_proj and dt_proj.
+        names: format of these names, such as ``"{}_fwd"``. Default: ``"{}"``, unchanged.
+        **options: options of :func:`selection`.
     """
     a_log, skip = (getattr(module, names.format(name)) for name in ("A_log", "D"))
     dt, b, c = selection(path, module, names, **options)
@@ -105,15 +105,15 @@ def selection(
     called_dt: bool = True,
     norm: Callable[[Any, Selected], Selected] | None = None,
 ) -> Selected:
-    """Return the selected parameters dt (B, L, D), B and C (B, L, N) of a scan of the values now.
+    """Return the parameters dt (B, L, D), B and C (B, L, N) of a scan of the present values.
 
     Args:
-        path: the values, after the activation.
-        module: holds x_proj and dt_proj.
-        names: form of these names. Default: ``"{}"``, they are as here.
-        called, called_dt: whether the module calls x_proj, and dt_proj; else it reads the weight,
-            past an adapter around it. Default: True.
-        norm: normalizes t, B and C. Default: None.
+        path: path of the values, after the activation.
+        module: the module with x_proj and dt_proj.
+        names: format of these names, such as ``"{}_fwd"``. Default: ``"{}"``, unchanged.
+        called, called_dt: whether the module calls x_proj, and dt_proj. Otherwise it uses the raw
+            weight, without any LoRA adapter. Default: True.
+        norm: function that normalizes t, B and C. Default: None.
     """
     x_proj, dt_proj = (getattr(module, names.format(name)) for name in ("x_proj", "dt_proj"))
     selected, rank = projection(x_proj, called)(path.now.squeeze(-1)), dt_proj.weight.shape[1]
@@ -124,7 +124,7 @@ def selection(
 
 
 def _normed(module: Any, parts: Selected) -> Selected:
-    """t, B and C as falcon_mamba normalizes them, and jamba with weights."""
+    """Return t, B and C normalized as in falcon_mamba, or with weights as in jamba."""
     if hasattr(module, "rms_eps"):
         return tuple(rms_norm(part, module.rms_eps) for part in parts)
     if not hasattr(module, "dt_layernorm"):
@@ -135,12 +135,12 @@ def _normed(module: Any, parts: Selected) -> Selected:
 
 
 def _is_old(module: Any) -> bool:
-    """Return True if a mixer is one of transformers 4."""
+    """Return True if the mixer is a class of transformers 4."""
     return hasattr(module, "slow_forward")
 
 
 def calls_dt_proj(module: Any, t: Tensor) -> bool:
-    """Return True if the model calls dt_proj, False if it reads its weight, past any adapter."""
+    """Return True if the model calls dt_proj, False if it uses the raw weight (no LoRA)."""
     if not _is_old(module):
         return False
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):
@@ -153,7 +153,7 @@ def calls_dt_proj(module: Any, t: Tensor) -> bool:
 
 
 def _zamba_scan(module: Any, activated: Tensor) -> SelectiveScan:
-    """Return the scan of the G heads of zamba, from v (B, L, D, 1)."""
+    """Return the scan of zamba's G heads, with parameters computed from v (B, L, D, 1)."""
     heads = as_heads(activated.squeeze(-1), module.n_mamba_heads)
     weight, dt_weight, dt_bias = (
         w.to(heads) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)

@@ -1,20 +1,21 @@
-"""Mamba-2, of transformers and of mamba_ssm.
+"""Mamba-2 in transformers, mamba_ssm and mambapy.
 
-Those of transformers are mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and nemotron_h.
+The models in transformers are mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and nemotron_h.
 
     z, xBC, dt = in_proj(mask h)       x, B, C = mask SiLU(conv(xBC) + b)
     dt = clamp(softplus(dt + b_dt))    A = -exp(A_log)
     alpha[i, j] = C[i] . B[j] exp(A sum of dt over j+1..i) dt[j]
     s = SiLU(z) (alpha + D) x          y = w s / rms(s)             output = out_proj(y)
 
-with one decay per head.  The heads of a group share B and C, and the norm is per group.  Some put
-the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios SiLU(u) / u and
-SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; the operator has x's part.
+There is one decay per head.  The heads of a group share B and C, and the norm is per group.  Some
+models apply the gate after the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios
+SiLU(u) / u and SiLU(z), and 1 / rms.  The convolution has filters for x, B and C; the operator
+contains only the filters for x.
 
-mamba_ssm's Mamba2 may keep channels that pass a gated MLP instead of the scan: SiLU(z0) x0 is
-computed beside the scan and joins it in out_proj.  Those channels mix no tokens and are, like the
-MLP of a block, no part of the operator.  Mamba2Simple may learn the states before the first token,
-whose contribution is a constant.
+mamba_ssm's Mamba2 may have extra channels with a gated MLP instead of the scan: SiLU(z0) x0 is
+concatenated with the scan's output before out_proj.  These channels do not mix tokens, so they are
+not in the operator, like the MLP of a block.  Mamba2Simple may learn the states before the first
+token; these add a constant to the output.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .path import Path
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """The Mamba-2 mixers of transformers without further options."""
+    """Return the mixer of a Mamba-2 class of transformers without further options."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)
@@ -56,29 +57,29 @@ def hf_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Zamba2MambaMixer, refused where transformers 4 computes something else on a CPU.
+    """Return the mixer of Zamba2MambaMixer; refuse inputs with wrong outputs in transformers 4.
 
-    Its code for CPUs mixes up the states of chunks, and lets padding into the scan.
+    The CPU code of transformers 4 confuses the states of chunks, and does not mask padding.
     """
     linear = hf_mamba2(module, call)
     slow = hasattr(module, "torch_forward") and linear.values.device.type == "cpu"
     if slow and (linear.mask is not None or linear.values.shape[1] > module.chunk_size):
         raise UnsupportedMixerError(
-            f"Zamba 2 on a CPU in transformers 4: beyond {module.chunk_size} tokens, and where a "
-            "batch is padded, the model computes something else than on a GPU, which has no "
-            "adapter. Use transformers 5, or shorter examples one by one."
+            f"Zamba 2 on a CPU in transformers 4 got {linear.values.shape[1]} tokens. For more "
+            f"than {module.chunk_size} tokens, or a padded batch, its outputs there differ from a "
+            "GPU's. Use transformers 5, or pass shorter examples one by one."
         )
     return linear
 
 
 def granite_mamba2(module: Any, call: Call) -> LinearMixer:
-    """GraniteMoeHybridMambaLayer, whose block scales its output."""
+    """Return the mixer of GraniteMoeHybridMambaLayer, whose block scales the output."""
     scale = float(getattr(call.block, "residual_multiplier", 1.0))
     return replace(hf_mamba2(module, call), branch_scale=scale)
 
 
 def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
-    """FalconH1Mixer: scaled before and after in_proj, and by its block; the norm is optional."""
+    """Return the mixer of FalconH1Mixer, with its three scales and its optional norm."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     projected = run(module.in_proj, hidden * module.ssm_in_multiplier)
@@ -91,13 +92,13 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
-    """mamba_ssm's Mamba2, on its fused and its slow path."""
+    """Return the mixer of mamba_ssm's Mamba2, on the fused path or the slow path."""
     call.refuse_cache("inference_params", position=4)
     refuse_packed(call, seq_idx=2, cu_seqlens=3)
     if call.argument("seqlen", 1) is not None:
         raise InputError(
-            "The mixer was called with seqlen: its input is a flattened batch (B * L, E). Pass "
-            "(B, L, E) and no seqlen."
+            f"The mixer was called with seqlen={call.argument('seqlen', 1)}, so its input is a "
+            "flattened batch (B * L, E). Pass the input as (B, L, E), without seqlen."
         )
     projected = run(module.in_proj, entering(module, call))
     scanned_width = 2 * module.d_ssm + 2 * module.ngroups * module.d_state + module.nheads
@@ -111,13 +112,13 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
-    """mamba_ssm's Mamba2Simple."""
+    """Return the mixer of mamba_ssm's Mamba2Simple."""
     sizes, learned = (module.ngroups, module.dt_limit), module.learnable_init_states
     return _simple(module, call, *sizes, learned, module.use_mem_eff_path)
 
 
 def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
-    """mambapy's Mamba2Block, which computes by mamba_ssm."""
+    """Return the mixer of mambapy's Mamba2Block, which uses mamba_ssm's functions."""
     of = module.config
     sizes, learned = (of.n_groups, of.dt_limit), of.learnable_init_states
     return _simple(module, call, *sizes, learned, of.use_mem_eff_path)
@@ -131,7 +132,7 @@ def _simple(
     learned: bool,
     fused: bool,
 ) -> LinearMixer:
-    """A mixer that may learn its initial states; its norm has groups on the fused path alone."""
+    """Return the mixer of a class with learned initial states, and a norm with groups if fused."""
     refuse_packed(call, seq_idx=1)
     projected, initial = run(module.in_proj, entering(module, call)), None
     if learned:
@@ -142,6 +143,7 @@ def _simple(
 
 
 def _hf_scanned(module: Any, projected: Tensor, mask: Tensor | None) -> tuple[Path, Tensor]:
+    """Return :func:`scanned` for a class of transformers."""
     dt_limit = module.time_step_limit or (module.time_step_min, math.inf)
     return scanned(module, projected, mask, module.n_groups, dt_limit)
 
@@ -156,16 +158,16 @@ def scanned(
     initial: Tensor | None = None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> tuple[Path, Tensor]:
-    """Pass convolution, activation, scan and skip; return the gate's input z (B, L, D), too.
+    """Return the path through convolution, activation, scan and skip, and the gate's input z.
 
     Args:
-        module: the mixer, for conv1d, act, dt_bias, A_log and D.
-        projected: z, x, B, C and dt (B, L, 2 D + 2 G N + H), in_proj's output.
+        module: the mixer; its conv1d, act, dt_bias, A_log and D are used.
+        projected: output of in_proj: z, x, B, C and dt (B, L, 2 D + 2 G N + H).
         mask: True for real tokens (B, L), or None.
-        groups: groups of heads that share B and C, G.
+        groups: number of groups of heads that share B and C, G.
         dt_limit: smallest and largest dt.
-        initial: the states before the first token (H, P, N). Default: None, zeros.
-        recurrence: makes the scan of its coefficients.
+        initial: states before the first token (H, P, N). Default: None, zeros.
+        recurrence: function of the coefficients that returns the scan. Default: ScalarDecayHeads.
     """
     heads, mixed = len(module.dt_bias), module.conv1d.in_channels
     width = projected.shape[-1] - mixed - heads
@@ -173,7 +175,7 @@ def scanned(
     path = Path(stream, mask).conv(module.conv1d).act(activation_of(module)).silence()
     _, key, query = path.now.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
-    if tuple(dt_limit) != (0.0, math.inf):  # a limit that every dt keeps
+    if tuple(dt_limit) != (0.0, math.inf):  # these limits change no dt
         dt = dt.clamp(*dt_limit)
     rate = -torch.exp(module.A_log.to(dt))
     log_decay = rate * dt
@@ -186,13 +188,13 @@ def scanned(
 
 
 def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = False) -> Path:
-    """Pass the gate and an RMSNorm.
+    """Apply the gate and an RMSNorm to the path.
 
     Args:
-        path: the values behind the scan.
-        z: the gate's input (B, L, D).
-        norm: the norm, or None.
-        groups: groups of channels that are normalized separately.
+        path: path of the values after the scan.
+        z: input of the gate (B, L, D).
+        norm: module of the norm, or None.
+        groups: number of groups of channels that are normalized separately.
         before: whether the norm comes before the gate. Default: False.
     """
     if norm is None:
@@ -204,7 +206,7 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
 
 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
-    """Return the identity plus a constant: the output's share of states before the first token."""
+    """Return the identity plus the constant that states before the first token add."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read

@@ -8,14 +8,14 @@
     alpha[i, i] = q[i] . k[i] lambda[i] dt[i]
     y = SiLU(z) (alpha + D) x                             output = out_proj(y)
 
-Every head has its own decay, D and biases; the heads of a group share B and C before their biases.
-R[i] turns each pair of neighboring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
-0..i; the channels behind the last pair stay as they are.  The scale is the trapezoidal rule.  It
-takes each step's integrand at the end with weight lambda, and at the beginning, the token before,
-with weight 1 - lambda.  With ``is_outproj_norm`` an RMSNorm per head comes before the gate.
+Every head has a separate decay, D and biases; the heads of a group share B and C before the biases.
+R[i] rotates each pair of neighboring channels (2m, 2m+1) by the angle pi tanh(r[m]) dt summed over
+0..i; the channels after the last pair are unchanged.  The scale is the trapezoidal rule: each step
+weighs the integrand at its end by lambda, and at its beginning, the token before, by 1 - lambda.
+With ``is_outproj_norm`` an RMSNorm per head comes before the gate.
 
 Frozen: q, k, dt, A, lambda, 1 / rms and SiLU(z).  The module's kernel rounds its operands and its
-result to bfloat16 whatever the model's dtype is; the operator does not.
+result to bfloat16 for every dtype of the model; the operator does not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .path import Path
 
 
 def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
-    """mamba_ssm's Mamba3 with ``is_mimo=False``."""
+    """Return the mixer of mamba_ssm's Mamba3 with ``is_mimo=False``."""
     refuse_mimo(module)
     call.refuse_cache("inference_params", position=3)
     refuse_packed(call, seq_idx=1, cu_seqlens=2)
@@ -45,11 +45,11 @@ def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
 
 
 def refuse_mimo(module: Any) -> None:
-    """Raise if a mixer has several inputs and outputs."""
+    """Raise if a Mamba-3 mixer has multiple inputs and outputs (``is_mimo=True``)."""
     if module.is_mimo:
         raise UnsupportedMixerError(
-            f"The Mamba3 mixer has is_mimo=True (mimo_rank={module.mimo_rank}), for which there is "
-            "no adapter. Supported is the form with single input and single output, is_mimo=False."
+            f"The Mamba3 mixer has is_mimo=True (mimo_rank={module.mimo_rank}), which has no "
+            "adapter. Use a model with is_mimo=False (single input and single output)."
         )
 
 
@@ -60,11 +60,11 @@ def linearize(
 
     Args:
         module: the mixer.
-        projected: that output.
+        projected: output of in_proj.
         mask: True for real tokens (B, L), or None.
-        heads: H.
-        groups: groups of heads that share B and C, G.
-        state: N.
+        heads: number of heads, H.
+        groups: number of groups of heads that share B and C, G.
+        state: state size, N.
     """
     shared, angles = groups * state, module.num_rope_angles
     width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
@@ -97,10 +97,10 @@ def _scan(
     path: Path,
     groups: int,
 ) -> Operator:
-    """Return the operator alpha, from the parts of in_proj's output that select it.
+    """Return the operator alpha, computed from parts of in_proj's output.
 
-    Off the diagonal a token's scale includes the step after it, on the diagonal it does not.  So
-    the scan is read one token late, by the next query, and the diagonal is a separate summand.
+    A token's scale includes the next step in entries below the diagonal, but not on the diagonal.
+    So each query reads the scan after the previous token, and the diagonal is a separate term.
     """
     dt = zeroed(F.softplus(step + module.dt_bias.to(step)), path.mask)  # (B, L, H)
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt
@@ -122,12 +122,12 @@ def _scan(
 
 
 def _next(x: Tensor) -> Tensor:
-    """Shift ``x`` (B, L, ...) so that each token has the next one's entries; the last has zeros."""
+    """Shift ``x`` (B, L, ...) to the next token's entries; the last token gets zeros."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)
 
 
 def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
-    """Queries or keys of all heads before their rotation, (B, L, H, N), from ``x`` (B, L, G N)."""
+    """Return queries or keys before rotation (B, L, H, N), from ``x`` (B, L, G N)."""
     x = rms_norm(as_heads(x, groups), norm.eps, norm.weight)
     return x.repeat_interleave(len(bias) // groups, 2) + bias.squeeze(1).to(x)
 

@@ -1,14 +1,14 @@
 """mambapy's MambaBlock, VMambaBlock and AttentionSDPA, and deeptab's MambaBlock.
 
-See :mod:`.mamba` for the equations.  Of one direction f is convolution, activation and scan, and P
-is the flip of tokens:
+See :mod:`.mamba` for the equations.  f is convolution, activation and scan in one direction, and P
+reverses the tokens:
 
 MambaBlock    y = SiLU(z) f(x)
 VMambaBlock   y = SiLU(z) (f(x) + P f_b P x), halved by an option
 deeptab       y = act(z) (f(x) + P scan_b P act(conv_b(x_b))) / 2
 
-In deeptab x_b has a separate projection, one direction alone is not halved, and the activation is
-the model's choice.
+In deeptab x_b has a separate projection, a model with one direction does not halve it, and the
+activation is an option.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .path import Path
 
 
 def mambapy_block(module: Any, call: Call) -> LinearMixer:
-    """mambapy's MambaBlock, which its Mamba and its Jamba hold."""
+    """Return the mixer of mambapy's MambaBlock, which mambapy's Mamba and Jamba contain."""
     x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
     return _direction(Path(x), module).gate(z).to(module.out_proj)
 
 
 def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
-    """mambapy's VMambaBlock, in one direction or both."""
+    """Return the mixer of mambapy's VMambaBlock, in one direction or both."""
     x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
     path, ahead = Path(x), partial(_direction, module=module)
     if module.config.bidirectional:
@@ -50,7 +50,7 @@ def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
 
 
 def mambapy_attention(module: Any, call: Call) -> LinearMixer:
-    """mambapy's AttentionSDPA, of its Jamba."""
+    """Return the mixer of AttentionSDPA in mambapy's Jamba."""
     call.refuse_cache("cache", position=1)
     hidden = entering(module, call)
     heads, shared = module.num_heads, module.num_key_value_heads
@@ -64,11 +64,11 @@ def mambapy_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def deeptab_block(module: Any, call: Call) -> LinearMixer:
-    """deeptab's MambaBlock, in one direction or both."""
+    """Return the mixer of deeptab's MambaBlock, in one direction or both."""
     if module.use_learnable_interaction:
         raise UnsupportedMixerError(
-            "MambaBlock with use_learnable_interaction=True mixes the channels between convolution "
-            "and scan, which has no adapter. Use a model without it."
+            "MambaBlock with use_learnable_interaction=True mixes channels between convolution and "
+            "scan, which has no adapter. Use a model with use_learnable_interaction=False."
         )
     act, hidden = module.activation, entering(module, call)
     x, z = run(module.in_proj_fwd, hidden).chunk(2, -1)
@@ -93,17 +93,19 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
 def _direction(
     path: Path, module: Any, names: str = "{}", act: Callable[[Tensor], Tensor] = F.silu
 ) -> Path:
-    """Pass one direction, whose parts have names of this form."""
+    """Apply convolution, activation and scan of one direction; ``names`` formats part names."""
     return _scan(path.conv(getattr(module, names.format("conv1d"))).act(act), module, names)
 
 
 def _scan(path: Path, module: Any, names: str) -> Path:
-    # mambapy, whose blocks have a configuration, reads the weight, past an adapter around it
+    """Apply the scan of one direction; ``names`` formats the names of the module's parts."""
+    # mambapy, whose blocks have a configuration, uses the raw weight of dt_proj
     called = not hasattr(module, "config")
     return selective_scan(path, module, names, called_dt=called, norm=_normed)
 
 
 def _normed(module: Any, parts: Selected) -> Selected:
+    """Return t, B and C after the module's norms, if it has them."""
     norms = (module.dt_layernorm, module.B_layernorm, module.C_layernorm)
     pairs = zip(parts, norms, strict=True)
     return tuple(part if norm is None else run(norm, part) for part, norm in pairs)

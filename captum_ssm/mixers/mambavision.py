@@ -1,18 +1,18 @@
-"""MambaVision: its mixer, its attention, and the windows of a map that both are called on.
+"""MambaVision's mixer and attention, which are called on windows of a two-dimensional map.
 
     x, z = in_proj(h)                  u = conv_x(x)              s = conv_z(z)
     t, B, C = x_proj(SiLU(u))          dt = softplus(W t + 2 b)   A = -exp(A_log)
     y = [(alpha + D) SiLU(u); SiLU(s)]                            output = out_proj(y)
 
-Frozen: dt, B, C, and the ratios SiLU(u) / u and SiLU(s) / s.  The values are all of in_proj's
-output: z is not a gate but a second half of the channels, which pass the convolution and the
-activation and no scan.  Both convolutions read tokens on either side.  That b, the bias of dt_proj,
-counts twice is the package's own doing.
+Frozen: dt, B, C, and the ratios SiLU(u) / u and SiLU(s) / s.  The values are the whole output of
+in_proj: z is not a gate but the second half of the channels, with a convolution and an activation
+but no scan.  Both convolutions read tokens on either side.  The package adds b, the bias of
+dt_proj, twice.
 
-Modules of a MambaVisionLayer receive windows of its map in place of examples.  Their operators act
-on the map: one matrix for all tokens, with a block for each window.  The places that fill up
-windows at the map's lower and right edges hold no token of it.  Their share counts as a constant in
-every layer, also where an earlier layer moved something of the tokens to them.
+Modules of a MambaVisionLayer receive the windows of a map as a batch.  The operators act on the
+whole map: one matrix for all tokens, with a block for each window.  Windows at the map's lower and
+right edges are padded.  The contribution of padding is a constant in every layer, even if an
+earlier layer mixed tokens into the padding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .path import Path
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
-    """mambavision's MambaVisionMixer."""
+    """Return the mixer of mambavision's MambaVisionMixer."""
     path = Path(run(module.in_proj, entering(module, call)))
     path.then(_same_conv((module.conv1d_x, module.conv1d_z), path)).act(live=True)
     x, _ = path.now.squeeze(-1).chunk(2, -1)
@@ -45,17 +45,17 @@ def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
 
 
 def mambavision_attention(module: Any, call: Call) -> LinearMixer:
-    """mambavision's Attention, a copy of timm's."""
+    """Return the mixer of mambavision's Attention, a copy of timm's."""
     if module.fused_attn and module.attn_drop.p > 0:
         raise UnsupportedMixerError(
-            f"{type(module).__name__} with attn_drop={module.attn_drop.p}: it drops random weights "
-            "in evaluation too, so its outputs are random. Set attn_drop.p = 0."
+            f"{type(module).__name__} with attn_drop={module.attn_drop.p} drops random weights "
+            "even in evaluation mode, so its outputs are random. Set attn_drop.p = 0 on the module."
         )
     return _on_the_map(timm_attention(module, call), call)
 
 
 def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], path: Path) -> ShortConv:
-    """Depthwise convolutions side by side, padded to ``same`` length."""
+    """Return depthwise convolutions on separate channels as one operator, with ``same`` padding."""
     weight = torch.cat([frozen(conv.weight, path.values) for conv in convolutions])  # (2 D, 1, K)
     biases = [frozen(c.bias, path.values) for c in convolutions if c.bias is not None]
     bias = torch.cat(biases).view(1, 1, -1, 1) if biases else None
@@ -65,7 +65,7 @@ def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], path: Path) -> ShortCo
 
 
 def _scan(module: Any, activated: Tensor) -> SelectiveScan:
-    """Return the scan whose parameters follow from SiLU(u) (B, L, D)."""
+    """Return the scan, with parameters computed from SiLU(u) (B, L, D)."""
     sizes = [module.dt_rank, module.d_state, module.d_state]
     t, b, c = torch.split(run(module.x_proj, activated), sizes, -1)
     dt = F.softplus(run(module.dt_proj, t) + frozen(module.dt_proj.bias, activated))
@@ -73,9 +73,9 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """Convert a mixer of windows to one of the map that they were cut from, if there is one."""
+    """Convert a mixer of windows to a mixer of the whole map, if a layer made the windows."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
-    if layer is None:  # the mixer or a block by itself
+    if layer is None:  # called without a layer around it
         return linear
     height, width = call.around[layer][-2:]
     windows = square_windows((height, width), layer.window_size, linear.values.device)
@@ -88,7 +88,7 @@ def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
 
 
 def _reduction(layer: Any, size: tuple[int, int]) -> Reduction | None:
-    """Return the layer's down-sampling, or None."""
+    """Return the layer's down-sampling convolution, or None."""
     if layer.downsample is None:
         return None
     return Reduction(next(iter(layer.downsample.reduction)), size)

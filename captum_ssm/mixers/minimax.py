@@ -4,12 +4,11 @@
     S[t] = exp(-slope) S[t-1] + k[t] v[t]^T,      s[t] = q[t] S[t]
     y = sigmoid(W_g h) w s / rms(s)               output = W_o y
 
-with a constant slope per head and the norm over all channels together.  Frozen: q, k, the mask,
-the ratio SiLU(u) / u, 1 / rms and the gate.
+The slope is a constant per head, and the norm is over all channels.  Frozen: q, k, the mask, the
+ratio SiLU(u) / u, 1 / rms and the gate.
 
-The block normalizes first and adds the output, times beta, to the normalized h, times alpha, so
-that its stream is alpha (h + beta / alpha output).  The norm that follows removes the common
-factor alpha; beta / alpha is therefore the scale of the branch.
+The block normalizes h and computes alpha h + beta output = alpha (h + beta / alpha output).  The
+next norm removes the common factor alpha, so ``branch_scale`` is beta / alpha.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .path import Path
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:
-    """transformers' MiniMaxLightningAttention."""
+    """Return the mixer of transformers' MiniMaxLightningAttention."""
     call.refuse_cache("past_key_values", position=3)
     hidden = entering(module, call)
     mask = padding_mask(call.argument("attention_mask", 2), hidden)
@@ -43,11 +42,12 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _padding_reads(module: Any) -> bool:
-    """Return True if padded tokens, which none reads, read others: in transformers 4 they do."""
+    """Return True if queries at padded tokens are not zeroed, as in transformers 4."""
     return "cache_position" in inspect.signature(type(module).forward).parameters
 
 
 def _branch_scale(block: Any) -> float:
-    if not hasattr(block, "attn_alpha_factor"):  # the mixer stands alone
+    """Return beta / alpha of the block, or 1 without a block."""
+    if not hasattr(block, "attn_alpha_factor"):
         return 1.0
     return float(block.attn_beta_factor / block.attn_alpha_factor)

@@ -1,16 +1,16 @@
-"""Softmax attention of timm's vision transformers, of torch's own module, and of mamba_ssm.
+"""Softmax attention in timm's vision transformers, torch.nn and mamba_ssm.
 
     q, k, v = projections of x      alpha = softmax(scale q k^T + mask)      y = gate alpha v
 
-and output = out_proj(y).  Fused or not, and whether or not a module returns its weights, it
-computes the same; the operator is recomputed from the arguments.  Frozen: the probabilities, and
-timm's gate where there is one.
+The output is out_proj(y).  Fused and unfused modules, with or without returned weights, compute
+the same function, so the operator is recomputed from the arguments.  Frozen: the probabilities, and
+timm's gate if there is one.
 
-mamba_ssm's attention, in the hybrids that ``attn_layer_idx`` makes, may have a short causal
-convolution of q, k and v, whose values are those before, and a rotation.  The mask is there in a
-causal module, which is not the default.  Queries in groups may share keys and values.  The module
-may keep further channels that pass a gated MLP, SiLU(z) x, and join the heads in out_proj.  They
-mix no tokens and are, like the MLP of a block, no part of the operator.
+mamba_ssm's attention, in hybrid models with ``attn_layer_idx``, may have a rotation and a short
+causal convolution of q, k and v; the mixer's values are v before the convolution.  Only a causal
+module has a mask, and the default is not causal.  Groups of queries may share keys and values.
+The module may have extra channels with a gated MLP, SiLU(z) x, which are concatenated with the
+heads before out_proj.  They do not mix tokens, so they are not in the operator, like a block's MLP.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .path import Path
 
 
 def timm_attention(module: Any, call: Call) -> LinearMixer:
-    """timm.layers.Attention."""
+    """Return the mixer of timm.layers.Attention."""
     if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
         raise UnsupportedMixerError(
             f"{type(module).__name__} with scale_norm=True: a norm of attention's output over all "
-            "heads is not supported."
+            "heads is not supported. Use a model with scale_norm=False."
         )
     hidden = entering(module, call, "x")
     query, key, values = torch.unflatten(
@@ -55,7 +55,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def torch_attention(module: Any, call: Call) -> LinearMixer:
-    """nn.MultiheadAttention, of a sequence that reads itself."""
+    """Return the mixer of nn.MultiheadAttention, for self-attention."""
     _refuse(module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))])
     hidden, heads = entering(module, call), module.num_heads
     if module._qkv_same_embed_dim:
@@ -72,31 +72,33 @@ def torch_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _refuse(module: Any, inputs: list[Tensor]) -> None:
-    """Raise unless a sequence reads itself, with examples in the first dimension."""
+    """Raise unless the call is self-attention with the batch in the first dimension."""
     query, *others = inputs
     name = type(module).__name__
     if any(x is not query and not _same(x, query) for x in others):
         raise UnsupportedMixerError(
-            f"{name} is called on queries that are not its keys and values: only self-attention is "
-            "supported."
+            f"{name} is called on a query tensor that differs from its keys or values. Only "
+            "self-attention is supported: pass the same tensor as query, key and value."
         )
     if query.dim() == 3 and not module.batch_first:
         raise UnsupportedMixerError(
-            f"{name} with batch_first=False is not supported: make it, or the layer around it, "
-            "with batch_first=True, and give it the examples first."
+            f"{name} with batch_first=False is not supported. Create it, or the layer around it, "
+            "with batch_first=True, and pass inputs of shape (B, L, E)."
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedMixerError(
-            f"{name} with add_bias_kv or add_zero_attn: keys other than tokens are not supported."
+            f"{name} with add_bias_kv or add_zero_attn has keys that are not tokens, which is not "
+            "supported. Create it with add_bias_kv=False and add_zero_attn=False."
         )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have equal shapes and entries."""
     return one.shape == other.shape and torch.equal(one, other)
 
 
 def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
-    """Return the term added to the scores, broadcastable to (B, H, L, L); None if all are read."""
+    """Return the mask term to add to the scores, broadcastable to (B, H, L, L), or None."""
     batch, tokens, _ = hidden.shape
     pairs, padding = call.argument("attn_mask", 5), call.argument("key_padding_mask", 3)
     added = []
@@ -112,14 +114,14 @@ def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
 
 
 def _added(mask: Tensor, hidden: Tensor) -> Tensor:
-    """Convert a mask, boolean with True for hidden tokens, to a term added to the scores."""
+    """Convert a mask to a term to add to the scores; a boolean mask is True for hidden tokens."""
     if mask.dtype != torch.bool:
         return mask.to(hidden)
     return torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(mask, -torch.inf)
 
 
 def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
-    """mamba_ssm's MHA."""
+    """Return the mixer of mamba_ssm's MHA."""
     call.refuse_cache("inference_params", position=1)
     projected = run(module.in_proj, entering(module, call, "x"))
     beside, head, shared = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
@@ -141,7 +143,7 @@ def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _rotated(x: Tensor, module: Any) -> Tensor:
-    """Turn the first channels of each head (B, L, H, N) by angles that grow with the position."""
+    """Apply the module's rotary embedding to the first channels of each head (B, L, H, N)."""
     rotary, turned = module.rotary_emb, module.rotary_emb_dim
     counted = torch.arange(0, turned, 2, device=x.device, dtype=torch.float32)
     rate = rotary.base ** -(counted / turned)

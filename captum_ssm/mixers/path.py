@@ -1,4 +1,4 @@
-"""Adapters in the order of the forward pass: values, and the operators that they have passed."""
+"""Path: values and the operators applied to them so far, to write adapters step by step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .parts.softmax import softmax_attention
 
 
 class Path:
-    """Values on their way through a mixer.
+    """A mixer's values, and the operators applied to them so far.
 
-    Every method computes one step of the forward pass, freezes it at its input, and notes it as an
-    operator.  An adapter then reads like the module's own code.
+    Every method computes one step of the forward pass, freezes the step at its input, and appends
+    it as an operator.  The code of an adapter then has the same order as the module's code.
 
     Attributes:
-        values: the values that enter, (B, L, H, P).
-        mask: True for real tokens (B, L); None if all are.
-        shape: the sizes of the values.
-        parts: the operators so far, outermost first.
+        values: the values before all steps (B, L, H, P).
+        mask: True for real tokens (B, L); None if all are real.
+        shape: sizes of the values, a :class:`~captum_ssm.operators.Shape`.
+        parts: the operators so far, outermost (last applied) first.
 
     Args:
-        values: (B, L, C), or heads (B, L, H, P).
-        mask: see above. Default: None.
-        heads: how many heads C channels make. Default: None, one for each channel.
+        values: values (B, L, C), or by head (B, L, H, P).
+        mask: as the attribute. Default: None.
+        heads: number of heads that the C channels form. Default: None, one head per channel.
 
     Example:
         >>> import torch
@@ -58,18 +58,18 @@ class Path:
 
     @property
     def now(self) -> Tensor:
-        """The values after all steps so far, (B, L, H, P); computed when it is first read."""
+        """The values after all steps so far (B, L, H, P), computed at first access."""
         while self._pending:
             self._now = self._pending.pop(0).affine(self._now)
         return self._now
 
     def release(self) -> Path:
-        """Free the memory of :attr:`now`, which is computed again if it is read."""
+        """Free the memory of :attr:`now`, which the next access computes again."""
         self._now, self._pending = self.values, self.parts[::-1]
         return self
 
     def then(self, *operators: Operator) -> Path:
-        """Apply operators, the first one first."""
+        """Apply operators in the given order."""
         for operator in operators:
             self.parts.insert(0, operator)
             self._pending.append(operator)
@@ -77,25 +77,26 @@ class Path:
         return self
 
     def scale(self, factor: Tensor, component: str | None = None, **options: Any) -> Path:
-        """Multiply by a frozen factor, (B, L, C) or broadcastable to (B, L, H, P).
+        """Multiply by a frozen factor.
 
         Args:
-            factor: the factor.
-            component: name of the part it stands for. Default: None, a structural part.
-            **options: of :class:`~captum_ssm.operators.Diagonal`.
+            factor: factor (B, L, C), or broadcastable to (B, L, H, P).
+            component: name of the mixer's part, such as ``"gate"``. Default: None, a structural
+                part.
+            **options: further arguments of :class:`~captum_ssm.operators.Diagonal`.
         """
         factor = as_heads(factor, self.shape.heads) if factor.dim() == 3 else factor
         return self.then(Diagonal(factor, self.shape, component, **options))
 
     def silence(self) -> Path:
-        """Set padded tokens to zero, unless they are."""
+        """Set padded tokens to zero, unless they are zero already."""
         if not self._is_silent:
             self.then(*masked(self.mask, self.shape, self.values))
             self._is_silent = True
         return self
 
     def conv(self, module: nn.Conv1d) -> Path:
-        """Convolve by a depthwise causal convolution; see :func:`causal_conv` for padding."""
+        """Apply a depthwise causal convolution; :func:`causal_conv` documents padded tokens."""
         leaky = None if self._is_silent else self.mask
         operator, now = causal_conv(module, self.now, leaky, self.shape)
         self.silence().then(operator)
@@ -103,10 +104,10 @@ class Path:
         return self
 
     def act(self, function: Callable[[Tensor], Tensor] = F.silu, live: bool = False) -> Path:
-        """Apply an activation, as :func:`activation_ratio` freezes it.
+        """Apply an activation, frozen as the ratio of :func:`activation_ratio`.
 
         Args:
-            function: the activation. Default: SiLU.
+            function: the activation function. Default: SiLU.
             live: whether gradients of :attr:`now` include the activation's ratio. Default: False.
         """
         before, kind = self.now, "silu" if function is F.silu else type(function).__name__
@@ -117,11 +118,11 @@ class Path:
         return self
 
     def scan(self, *operators: Operator, skip: Tensor | None = None) -> Path:
-        """Mix tokens by the sum of some operators.
+        """Mix tokens by the sum of operators.
 
         Args:
-            *operators: recurrences.
-            skip: weights of a term beside them, one for each head or channel. Default: None.
+            *operators: operators that mix tokens, such as recurrences.
+            skip: weights of an additional skip term, one for each head or channel. Default: None.
         """
         if skip is not None:
             weight = frozen(skip, self.values).view(1, 1, self.shape.heads, -1)
@@ -129,11 +130,13 @@ class Path:
         return self.then(operators[0] if len(operators) == 1 else Sum(*operators))
 
     def attend(self, query: Tensor, key: Tensor, scaling: float, pairs: Tensor | None) -> Path:
-        """Mix tokens by softmax attention; the mask becomes True for tokens that are read.
+        """Mix tokens by softmax attention, and set :attr:`mask` to the tokens attended to.
 
         Args:
-            query, key: (B, L, H, N).
-            scaling, pairs: see :func:`softmax_attention`.
+            query: queries (B, L, H, N).
+            key: keys (B, L, H, N).
+            scaling: factor of the scores.
+            pairs: mask of pairs of tokens, as ``mask`` of :func:`softmax_attention`.
         """
         vectors = query.transpose(1, 2), key.transpose(1, 2)
         operator, self.mask = softmax_attention(*vectors, self.values, scaling, pairs)
@@ -148,13 +151,13 @@ class Path:
         """Add the results of two directions.
 
         Args:
-            ahead: the steps from the first token to the last.
-            back: the steps from the last token to the first, of values in this order.
-            share: a factor on each direction. Default: 1.0.
+            ahead: function that applies the steps from the first token to the last.
+            back: function that applies the steps of the other direction, on reversed tokens.
+            share: factor of each direction. Default: 1.0.
         """
         turn = flip(self.shape, self.values.device)
         one, other = ahead(Path(self.now)), back(Path(turn.apply(self.now)))
-        # without a component, so that no choice of components drops the factor
+        # without a component, so that restricting components keeps the factor
         part = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
         return self.then(Sum(Chain(part, *one.parts), Chain(turn, part, *other.parts, turn)))
 
@@ -162,9 +165,10 @@ class Path:
         """Apply an RMSNorm.
 
         Args:
-            weight: of the channels of a head, or of all channels; None for none.
-            eps: added to the mean square.
-            groups: groups of channels that are normalized separately. Default: None, the heads.
+            weight: weights of the channels of a head, or of all channels; None for no weights.
+            eps: number added to the mean square.
+            groups: number of groups of channels that are normalized separately. Default: None, one
+                group per head.
         """
         x = as_heads(self.now.flatten(2), groups or self.shape.heads)
         factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -178,12 +182,13 @@ class Path:
     def layer_norm(
         self, weight: Tensor | None, bias: Tensor | None, eps: float, across: bool = False
     ) -> Path:
-        """Apply a LayerNorm to each head; its centering is linear and stays.
+        """Apply a LayerNorm to each head; the scale is frozen, and the centering stays linear.
 
         Args:
-            weight, bias: of all channels; None for none.
-            eps: added to the variance.
-            across: whether it is one norm over all heads. Default: False.
+            weight: weights of all channels, or None.
+            bias: biases of all channels, or None; it is ignored without weights.
+            eps: number added to the variance.
+            across: whether to apply one norm over all heads. Default: False.
         """
         over = (-2, -1) if across else (-1,)
         scale = torch.rsqrt(self.now.var(over, correction=0, keepdim=True) + eps)
@@ -195,19 +200,19 @@ class Path:
         return self.then(ShortConv(taps, self.shape, constant, component="norm"))
 
     def gate(self, z: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Path:
-        """Multiply by act(z), for z (B, L, C) or (B, L, H, P)."""
+        """Multiply by the gate act(z), for ``z`` (B, L, C) or (B, L, H, P)."""
         is_torch = act in (F.silu, torch.sigmoid) or isinstance(act, nn.Module)
-        device = "cpu" if is_torch else z.device  # which a kernel needs, and is waited for
+        device = "cpu" if is_torch else z.device  # custom kernels need z's device
         at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device=device)))
         return self.scale(act(z), "gate", at_rest=at_rest)
 
     def narrow(self, start: int, length: int, heads: int) -> Path:
-        """Continue with some of the channels, as heads.
+        """Return a path with some of the channels, viewed as heads.
 
         Args:
-            start: first of them; counted from the end if it is negative.
-            length: how many there are.
-            heads: how many heads they make.
+            start: first channel; negative numbers count from the end.
+            length: number of channels.
+            heads: number of heads that these channels form.
         """
         first = start % self.shape.heads
         taken = slice(first, first + length)
@@ -217,7 +222,7 @@ class Path:
         return path
 
     def repeat(self, times: int) -> Path:
-        """Continue with neighboring copies of every head."""
+        """Return a path with ``times`` copies of every head, next to each other."""
         if times == 1:
             return self
         path = Path(self.values.repeat_interleave(times, 2), self.mask)
@@ -227,11 +232,11 @@ class Path:
         return path
 
     def to(self, project: nn.Module | Callable[[Tensor], Tensor], **options: Any) -> LinearMixer:
-        """Make the mixer.
+        """Return the :class:`LinearMixer` of this path.
 
         Args:
-            project: the output projection, of (B, L, C).
-            **options: of :class:`LinearMixer`.
+            project: module or function of the output projection, from (B, L, C) to (B, L, E).
+            **options: further arguments of :class:`LinearMixer`.
         """
         operator = Chain(*self.parts) if len(self.parts) > 1 else self.parts[0]
 
@@ -243,7 +248,7 @@ class Path:
 
 
 def _narrowed(part: Operator, taken: slice, shape: Shape) -> Operator:
-    """Restrict a diagonal or a convolution to neighboring channels, and cut these into heads."""
+    """Restrict a diagonal or a short convolution to some channels, viewed as heads."""
 
     def cut(x: Tensor) -> Tensor:
         return x[:, :, taken].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x

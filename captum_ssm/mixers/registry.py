@@ -1,4 +1,4 @@
-"""The adapters of mixer classes, by class name: no architecture's package is imported."""
+"""The adapters of mixer classes by class name, so that no model package has to be imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW_TO = "docs/howto/adding_an_architecture.md"
 _architectures = {architecture.class_path: architecture for architecture in BUILT_IN}
 _adapters: dict[str, Linearize | str] = {**ADAPTERS}
 
-#: Families that an error names at most.
+#: Largest number of families to name in an error.
 _SHOWN = 12
 
 #: Class names of token mixers; used only to refuse modules that have no adapter.
@@ -31,7 +31,7 @@ _MIXER_NAME = re.compile(
     r"(?<!FeedForward)$"
 )
 
-#: A package that exports mixers alone, some under names that do not show it (Raven, MoBA).
+#: A package that exports only mixers, some with names that do not match the pattern (Raven, MoBA).
 _MIXERS = "fla.layers"
 
 
@@ -43,26 +43,28 @@ def register_mixer(
     family: str | None = None,
     joins: Joins | None = None,
 ) -> None:
-    """Teach the package a mixer class; every attribution method then works with it.
+    """Register an adapter for a mixer class, so that every attribution method supports the class.
 
     Args:
-        mixer: the module class, or its fully qualified name (``"package.module.Class"``), which
-            keeps the package unimported. Subclasses are served too. Registering a class again
-            replaces its adapter.
-        linearize: a function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
-            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, as for ``like``.
-        like: a class that is served already, its full name, or the name of a family of one class.
-            ``mixer`` must have the same parts with the same names, and compute the same. This is
+        mixer: the module class, or its fully qualified name ``"package.module.Class"``, for which
+            the package need not be imported. Subclasses use the same adapter. Registering a class
+            again replaces its adapter.
+        linearize: function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
+            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, the adapter of
+            ``like``.
+        like: a supported class, its full name, or the name of a family with one class. ``mixer``
+            must have the same parts with the same names, and compute the same function. This is
             checked as for every adapter, by default in each run. Default: None.
-        family: name in :func:`supported_architectures`. Default: ``like``'s, or the class name.
-        joins: how the mixer's output joins the residual stream. ``"residual"``: added to it.
-            ``"parallel"``: added together with the other mixers of its block. ``"feeds"``: added
-            only to the next mixer's input. Default: as for ``like``, or ``"residual"``.
+        family: name in :func:`supported_architectures`. Default: the family of ``like``, or the
+            class name.
+        joins: how the mixer's output is added to the residual stream. ``"residual"``: by itself.
+            ``"parallel"``: together with the other mixers of the block. ``"feeds"``: only to the
+            next mixer's input. Default: the value of ``like``, or ``"residual"``.
 
     Raises:
-        OptionError: when ``mixer`` is neither a class nor a full name, ``linearize`` cannot be
-            called, both or neither of ``linearize`` and ``like`` are given, or ``like`` names none
-            or several of the classes that are served.
+        OptionError: if ``mixer`` is neither a class nor a full name, ``linearize`` is not callable,
+            both or neither of ``linearize`` and ``like`` are passed, or ``like`` does not name
+            exactly one supported class.
 
     Example:
         >>> from captum_ssm import register_mixer, supported_architectures
@@ -74,8 +76,9 @@ def register_mixer(
     path = mixer if isinstance(mixer, str) else class_path(mixer)
     if "." not in path or (like is None and not callable(linearize)):
         raise OptionError(
-            "register_mixer needs a class or its full name and a function, or like= with a class "
-            f"that is served, got {mixer!r} and {linearize!r}."
+            f"register_mixer got mixer={mixer!r} and linearize={linearize!r}. Pass a class or its "
+            "full name 'package.module.Class', and either a function as linearize or a supported "
+            "class as like=."
         )
     package, name = path.split(".")[0], _name(path)
     if like is None:
@@ -85,8 +88,8 @@ def register_mixer(
         return
     if linearize is not None:
         raise OptionError(
-            f"register_mixer got a function, {linearize!r}, and like={like!r}. Leave one out: "
-            "like= takes the function of the class that it names."
+            f"register_mixer got both linearize={linearize!r} and like={like!r}. Pass only one of "
+            "them; like= uses the adapter of the class that it names."
         )
     served = _served_like(like)
     known = _architectures[served]
@@ -97,7 +100,7 @@ def register_mixer(
 
 
 def _served_like(like: type[nn.Module] | str) -> str:
-    """Return the path of the registered class that ``like`` names."""
+    """Return the full name of the registered class that ``like`` names, or raise OptionError."""
     if not isinstance(like, str):
         found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
     elif like in _adapters:
@@ -108,20 +111,20 @@ def _served_like(like: type[nn.Module] | str) -> str:
         return found[0]
     if found:
         raise OptionError(
-            f"like={like!r} is the family of {len(found)} classes. Name one of them: "
+            f"like={like!r} is a family with {len(found)} classes. Pass one of these names: "
             f"{', '.join(map(repr, found))}."
         )
     raise OptionError(
-        f"like={like!r} is neither a served class, nor the full name of one, nor a family. "
+        f"like={like!r} is neither a supported class, nor the full name of one, nor a family. "
         f"{what_is_served()}"
     )
 
 
 def supported_architectures() -> list[Architecture]:
-    """Return the mixer classes that have an adapter, the user's own included.
+    """Return all mixer classes that have an adapter, including those of :func:`register_mixer`.
 
     Returns:
-        One :class:`Architecture` for each, in order of registration.
+        One :class:`Architecture` for each class, in the order of registration.
 
     Example:
         >>> from captum_ssm import supported_architectures
@@ -134,8 +137,9 @@ def supported_architectures() -> list[Architecture]:
 def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     """Return the architecture and adapter of a module, or None if its class has none.
 
-    Code that a model of the hub brings along is often a copy of a supported class.  A class of the
-    same name and parts is taken for it, and its operator is verified like any other.
+    Remote code of a model on the Hugging Face Hub is often a copy of a supported class.  A class
+    there with the same name and parts uses the same adapter; its operator is checked like any
+    other.
     """
     for cls in type(module).__mro__:
         path = class_path(cls)
@@ -153,20 +157,21 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
 
 
 def is_own(cls: type) -> bool:
-    """Return True if a class has an adapter of this package, and none of the user's."""
+    """Return True if the adapter of a class is built in, False if a user registered it."""
     return isinstance(_adapters.get(class_path(cls)), str)
 
 
-#: Where transformers keeps the code that models of the hub bring along.
+#: Package in which transformers imports remote code of models on the Hugging Face Hub.
 _OF_THE_HUB = "transformers_modules."
 
 
 def _name(path: str) -> str:
+    """Return the class name at the end of a dotted path."""
     return path.rsplit(".", 1)[-1]
 
 
 def class_path(cls: type) -> str:
-    """Return the qualified name of a class, with its module."""
+    """Return the full name of a class, ``"package.module.Class"``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -179,12 +184,12 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
 
 
 def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
-    """Make the error for a module that looks like a mixer and has no adapter."""
+    """Return the error for a module that looks like a mixer and has no adapter."""
     kind = class_path(type(module))
     place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
     ran, way_out = "", ""
     if others:
-        ran = ", and it ran"
+        ran = ", and the model called it"
         way_out = " To explain the run without it, name the mixers to use with layers=[...]."
     return UnsupportedMixerError(
         f"{place} mixes tokens and has no adapter{ran}. {proposal(module)}{what_is_served()}"
@@ -193,32 +198,32 @@ def refusal(name: str, module: nn.Module, *, others: bool = False) -> Unsupporte
 
 
 def proposal(module: nn.Module) -> str:
-    """A sentence with the line that registers a module, or one in it, like a known mixer, or ""."""
+    """Return a sentence for errors that proposes register_mixer(..., like=...), or ""."""
     for part in module.modules():
         known = nearest(type(part).__name__, parts_of(part))
         if known and adapter_for(part) is None:
             path = class_path(type(part))
             return (
-                f"{path} has the parts of {known[0]}; if it is a copy of that, this serves it: "
-                f"register_mixer({path!r}, like={known[0]!r}). That it computes the same is "
+                f"{path} has the parts of {known[0]}. If it is a copy of that class, call "
+                f"register_mixer({path!r}, like={known[0]!r}); whether it computes the same is "
                 "checked when it is used. "
             )
     return ""
 
 
 def what_is_served() -> str:
-    """Two sentences for errors: how to add an adapter, and some of the families that have one."""
+    """Return two sentences for errors: how to add an adapter, and which families have one."""
     families = list(dict.fromkeys(a.family for a in supported_architectures()))
     more = len(families) - _SHOWN
     rest = f" and {more} more, which supported_architectures() lists" if more > 0 else ""
     return (
-        f"{HOW_TO} shows how to write one and make it known with register_mixer(). Supported are "
-        f"{', '.join(families[:_SHOWN])}{rest}."
+        f"{HOW_TO} shows how to write an adapter and register it with register_mixer(). Supported "
+        f"families are {', '.join(families[:_SHOWN])}{rest}."
     )
 
 
 def _load(adapter: Linearize | str) -> Linearize:
-    """Import an adapter that is named as ``"module:function"``."""
+    """Return an adapter; import it if it is a name ``"module:function"``."""
     if not isinstance(adapter, str):
         return adapter
     module, function = adapter.split(":")

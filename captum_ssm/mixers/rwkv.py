@@ -3,18 +3,18 @@
     k, v, r = maps of h mixed with the previous token's h (the token shift)
     y = sigmoid(r) alpha v          output = W_o y
 
-where alpha[i, j] is the softmax over j of (i - 1 - j) w + k[j] for j < i and u + k[i] for j = i,
+Here alpha[i, j] is the softmax over j of (i - 1 - j) w + k[j] for j < i and u + k[i] for j = i,
 with w = -exp(time_decay) and u = time_first.  Frozen: k and the gate.
 
-The values are the v that enter alpha, so a token's value holds a part of the token before it.  The
-unified paper leaves the shift over the values out as well.  The shift acts on the channels of h and
-the value projection then mixes them: no convolution per value channel equals it.
+The values are the inputs v of alpha, so a token's value contains a part of the token before it.
+The unified paper also excludes this shift of the values.  The shift acts on the channels of h, and
+the value projection then mixes these channels, so no convolution per value channel equals it.
 
-In evaluation the model halves its stream every few blocks and scales the output projections of
-later blocks to fit, in place at its first run.  h is normalized, so this changes W_o alone.  The
-model gets no mask of padding.
+In evaluation the model halves its residual stream every few blocks, and at its first run scales the
+output projections of later blocks in place to match.  h is normalized, so this changes only W_o.
+The model takes no padding mask.
 
-RWKV-7: the parts that its layers have in common.
+RWKV-7: functions that the adapters of its layers share.
 
     r, k, v and the inputs of w, a, g and s: maps of h mixed with the previous token's h
     e_h = (k xi)_h / |(k xi)_h|                     k' = k (1 + (a - 1) kappa)
@@ -22,13 +22,13 @@ RWKV-7: the parts that its layers have in common.
     S[t] = exp(w[t]) S[t-1] - a[t] e[t] (e[t] . S[t-1]) + k'[t] v'[t],   o[t] = r[t] . S[t]
     y = g (GroupNorm(o) + (r_h . (rho_h k'_h)) v')                       output = W_o y
 
-with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below exp(-0.61).  The
-norm is per head and subtracts its mean; its bias counts as bias.  The term by which a token's value
-reaches its own output past the state, r . (rho k'), counts as part of the scan.
+Here a and s are sigmoids, and w = -exp(-1/2) sigmoid(.), so no decay is below exp(-0.61).  The norm
+is per head and subtracts the head's mean; its bias is a constant term of the output.  The weight
+r . (rho k') of a token's value in the token's own output, without the state, is part of the scan.
 
-Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v'.  The first
-layer's share in them goes back to that layer's values, whatever the layers between have done.  As
-in RWKV-6 a token's value holds a part of the token before it.
+Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v'.  Relevance of
+v_first goes directly to the values of the first layer.  As in RWKV-6 a token's value contains a
+part of the token before it.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ _LOG_DECAY = -math.exp(-0.5)
 
 
 def shifted(hidden: Tensor) -> Tensor:
-    """Return the difference of the previous token and each token, (B, L, E)."""
+    """Return the previous token minus each token, (B, L, E)."""
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
 def entering(module: Any, hidden: Tensor) -> list[Tensor]:
-    """Inputs of r, w, k, v, a and g: each token mixed with the previous one, (B, L, E) each.
+    """Return the inputs of r, w, k, v, a and g: tokens mixed with the previous token, (B, L, E).
 
     Args:
-        module: holds the shares of the previous token, ``x_r`` and so on.
-        hidden: (B, L, E).
+        module: the layer, with the weights of the previous token, ``x_r`` and so on.
+        hidden: input of the layer (B, L, E).
     """
     delta = shifted(hidden)
     return [hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag"]
 
 
 def log_decay(x: Tensor) -> Tensor:
-    """Return the logarithm w of the decay, from its input."""
+    """Return the logarithm w of the decay, given the sigmoid's input."""
     return _LOG_DECAY * torch.sigmoid(x)
 
 
 def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
-    """Return the values v' from the layer's own, the first layer's, and the input of s."""
+    """Return v' from the layer's values, the first layer's values, and the sigmoid input of s."""
     return v + torch.sigmoid(share).detach() * (first.to(v) - v)
 
 
 def rwkv7(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.rwkv7's RWKV7TimeMix."""
+    """Return the mixer of RWKV7TimeMix in captum_ssm.models.rwkv7."""
     r, w, k, v, a, g = entering(module, entering_of(module, call))
     keys, values = run(module.key, k), run(module.value, v)
     if not module.is_first:
@@ -99,7 +99,7 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
 def _low_rank(
     module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply the two maps of low rank of a name to x, with the bias after the second."""
+    """Apply the low-rank map ``name`` to x: two products, and a bias after the second."""
     first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
     inner = linear(x, first.T)
     return linear(inner if act is None else act(inner), second.T, bias.flatten())
@@ -116,14 +116,14 @@ def time_mixing(
     a: Tensor,
     erase: Tensor,
 ) -> Path:
-    """Pass the state, the norm, and the term past both.
+    """Return the path of the values through the scan and the norm.
 
     Args:
-        module: holds kappa and rho as ``k_a`` and ``r_k``.
-        norm: its GroupNorm.
+        module: the layer, with kappa and rho as ``k_a`` and ``r_k``.
+        norm: the layer's GroupNorm.
         mask: True for real tokens (B, L), or None.
-        r, w, k, v, a: as above, (B, L, H N), w being the log decay and v with its share of v_first.
-        erase: e (B, L, H, N).
+        r, w, k, v, a: tensors (B, L, H N) of the module's docstring; w is the log decay, v is v'.
+        erase: erasing keys e (B, L, H, N).
     """
     heads = module.r_k.shape[0]
     r, w, k, a = (as_heads(x, heads) for x in (r, w, k, a))
@@ -136,7 +136,7 @@ def time_mixing(
 
 
 def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
-    """Pass the gate g (B, L, H P), which is ``at_rest`` (H P,) where nothing enters it."""
+    """Apply the gate g (B, L, H P), whose value at zero input is ``at_rest``, and the output."""
     rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
     return path.scale(gate, "gate", at_rest=rest).to(output)
 
@@ -147,7 +147,7 @@ def unit(x: Tensor, heads: int) -> Tensor:
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:
-    """transformers' RwkvSelfAttention."""
+    """Return the mixer of transformers' RwkvSelfAttention."""
     call.refuse_cache("state", position=1)
     hidden = entering_of(module, call, "hidden")
     before = F.pad(hidden, (0, 0, 1, -1))

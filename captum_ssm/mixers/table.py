@@ -8,14 +8,13 @@ from typing import Literal
 
 from .. import __version__
 
-#: How a mixer's output joins the residual stream of its block: added to it; added together with
-#: other mixers of the same block that read the same stream; or added only to the input of the
-#: mixer that runs next.
+#: How a mixer's output is added to the residual stream: by itself; together with other mixers of
+#: the same block that have the same input; or only to the input of the mixer that runs next.
 Joins = Literal["residual", "parallel", "feeds"]
 
-#: Ways to explain a model: the decomposition; the methods that fold the layers' operators
-#: (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition of
-#: generated text.
+#: Ways to explain a model: LatimFlow; the methods that multiply the layers' matrices
+#: (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and explanations of generated
+#: text.
 Ability = Literal["LatimFlow", "fold methods", "generated text"]
 
 
@@ -24,17 +23,18 @@ class Architecture:
     """One supported mixer class.
 
     Attributes:
-        family: the common name of the architecture.
-        package: distribution the class comes from.
+        family: name of the architecture, such as ``"Mamba"``.
+        package: name of the distribution that contains the class, such as ``"transformers"``.
         class_path: fully qualified name of the mixer class.
-        tested_version: the package's version in tests. Default: ``""``, as for a user's class.
-        joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
-            ``"feeds"``; see :func:`~captum_ssm.register_mixer`. Default: ``"residual"``.
+        tested_version: version of the package in tests. Default: ``""``, for a user's class.
+        joins: how the mixer's output is added to the residual stream: ``"residual"``,
+            ``"parallel"`` or ``"feeds"``; see :func:`~captum_ssm.register_mixer`. Default:
+            ``"residual"``.
         lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
-            ``"generated text"`` refuse its models, with the reason. Default: none.
-        alone: whether tests cover the mixer alone, without a model around it. Default: False.
-        like: class whose adapter serves it; see :func:`~captum_ssm.register_mixer`. Default:
-            ``""``, itself.
+            ``"generated text"`` do not support its models, with the reason. Default: none.
+        alone: whether tests cover only the mixer, without a model around it. Default: False.
+        like: full name of the class whose adapter it uses; see
+            :func:`~captum_ssm.register_mixer`. Default: ``""``, its own adapter.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
@@ -52,10 +52,10 @@ class Architecture:
     like: str = ""
 
 
-#: The last version 4, of which some classes were replaced.
+#: The last version 4 of transformers; some of its classes were replaced in version 5.
 TRANSFORMERS_4 = "4.57.6"
 
-#: Versions that the tests run against.
+#: Versions of packages in the tests.
 VERSIONS = {
     "captum-ssm": __version__,
     "torch": "2.13.0",
@@ -69,17 +69,17 @@ VERSIONS = {
     "deeptab": "2.1.0",
 }
 
-#: The abilities that models of some mixers lack, by a word of the table.
+#: The abilities that models with some mixers lack, by an option of the table.
 _LACKS: dict[str, Mapping[Ability, str]] = {
     "both ways": {"generated text": "reads both ways"},
     "images": {"generated text": "reads images"},
     "tables": {"generated text": "reads tables"},
-    # its embeddings of n-grams; models that are configured without them are folded
+    # embeddings of n-grams; fold methods support models that are configured without them
     "n-grams": {"fold methods": "mixes n-grams outside of its mixers"},
     "end to end": {"fold methods": "reads images end to end", "generated text": "reads images"},
 }
 
-#: One mixer a line: family, class, adapter, and options.
+#: One line per mixer: family, class, adapter, and options.
 _TABLE = """
 Mamba, mamba.MambaMixer, mamba:hf_mamba
 Falcon Mamba, falcon_mamba.FalconMambaMixer, mamba:hf_mamba
@@ -192,7 +192,7 @@ Mambular, deeptab.nn.blocks.mamba.MambaBlock, mambapy:deeptab_block, tables
 
 
 def _architecture(family: str, path: str, options: list[str]) -> Architecture:
-    """Return the architecture of a line; "mamba.MambaMixer" is a class of transformers."""
+    """Return the architecture of a line; a path with one dot is a class of transformers."""
     package = path.split(".")[0].replace("_", "-")
     if path.count(".") == 1:
         model, name = path.split(".")
@@ -206,6 +206,7 @@ def _architecture(family: str, path: str, options: list[str]) -> Architecture:
 
 
 _LINES = [line.split(", ") for line in _TABLE.strip().splitlines()]
-#: The built-in mixers, and their adapters by class, as module of this package and function.
+#: The built-in mixers.
 BUILT_IN = tuple(_architecture(family, path, options) for family, path, _, *options in _LINES)
+#: The adapters by class path, as ``"module:function"`` in this package.
 ADAPTERS = {own.class_path: line[2] for own, line in zip(BUILT_IN, _LINES, strict=True)}

@@ -2,7 +2,7 @@
 
     x, z = in_proj(h)                  y = SiLU(z) (alpha_f + D + ...) x, output = out_proj(y)
 
-f(x) = (scan + D) SiLU(conv(x) + b), with frozen ratios as in mamba.py, P the flip of tokens:
+f(x) = (scan + D) SiLU(conv(x) + b), with frozen ratios as in mamba.py, and P reverses the tokens:
 
 none       alpha = SiLU(z) f
 v1         alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b differs in A only
@@ -31,17 +31,17 @@ from .mamba import selection
 from .parts.common import entering, projection, run
 from .path import Path
 
-#: Above this error an output is not the sum of two directions; rounding stays far below.
+#: Above this relative error an output is not the sum of two directions; rounding is far smaller.
 _ANOTHER_FUNCTION = 0.25
 
 
 def vim_mixer(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.vim's VimMixer."""
+    """Return the mixer of VimMixer in captum_ssm.models.vim."""
     return _linearize(module, run(module.in_proj, entering(module, call)), called=True)
 
 
 def published_fork(module: Any, call: Call) -> LinearMixer:
-    """Mamba of the mamba_ssm fork that is published with Vision Mamba."""
+    """Return the mixer of Mamba in the fork of mamba_ssm that Vision Mamba publishes."""
     call.refuse_cache("inference_params", position=1)
     projected = projection(module.in_proj, called=False)(entering(module, call))
     mixer = _linearize(module, projected, called=not module.use_fast_path)
@@ -51,21 +51,21 @@ def published_fork(module: Any, call: Call) -> LinearMixer:
 
 
 def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> None:
-    """Raise if the module did not compute both directions, as some copies of the fork on a CPU."""
+    """Raise if the module did not compute both directions, as some copies of the fork do not."""
     with torch.no_grad():
         rebuilt = mixer.output()
         difference = (rebuilt - output.to(rebuilt)).abs().max()
     if bool(difference > _ANOTHER_FUNCTION * output.to(rebuilt).abs().max()):
         raise UnsupportedMixerError(
             f"{type(module).__name__} with bimamba_type={module.bimamba_type!r} did not compute "
-            "the sum of both directions: with use_fast_path=False the published fork drops the "
-            "backward one, so the model's own predictions are wrong. Use use_fast_path=True, or "
-            "load the weights with captum_ssm.models.load_vim, which runs anywhere."
+            "the sum of both directions: with use_fast_path=False the published fork omits the "
+            "backward direction, so the model's predictions are wrong. Pass use_fast_path=True, or "
+            "load the weights with captum_ssm.models.load_vim, which runs on any device."
         )
 
 
 def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
-    """Return the mixer from x and z (B, L, 2 D); projections are called, or their weights read."""
+    """Return the mixer from x and z (B, L, 2 D); ``called`` is as in :func:`direction`."""
     x, z = projected.chunk(2, -1)
     path, ahead = Path(x), partial(direction, module=module, called=called)
     # the attribute's name differs between published copies
@@ -88,13 +88,14 @@ def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
 
 
 def direction(path: Path, module: Any, suffix: str = "", called: bool = True) -> Path:
-    """Pass one direction of a Mamba, without the gate.
+    """Apply one direction of a Mamba, without the gate.
 
     Args:
-        path: the values, in the order in which the direction reads them.
+        path: path of the values, with tokens in the order of this direction.
         module: a Mamba, or the module of one direction.
-        suffix: suffix of its parameters' names. Default: ``""``.
-        called: whether its projections are called, or their weights read. Default: True.
+        suffix: suffix of the parameters' names, such as ``"_b"``. Default: ``""``.
+        called: whether the module calls its projections; otherwise it uses the raw weights.
+            Default: True.
     """
     path.conv(getattr(module, f"conv1d{suffix}")).act(live=True)
     dt, b, c = selection(path, module, f"{{}}{suffix}", called=called, called_dt=False)
@@ -104,14 +105,14 @@ def direction(path: Path, module: Any, suffix: str = "", called: bool = True) ->
 
 
 def bi_mamba(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.dna's BiMamba."""
+    """Return the mixer of BiMamba in captum_ssm.models.dna."""
     x, z = run(module.mamba_fwd.in_proj, entering(module, call)).chunk(2, -1)
     ahead, back = (partial(direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
     return Path(x).both_ways(ahead, back).gate(z).to(partial(_out, module))
 
 
 def both_strands(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm.models.dna's StrandsMixer."""
+    """Return the mixer of StrandsMixer in captum_ssm.models.dna."""
     mixer = module.submodule
     one, other = entering(module, call).chunk(2, -1)
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
@@ -129,21 +130,21 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
 
 
 def _out(module: Any, y: Tensor) -> Tensor:
-    """Return the output projection of the sum of both directions: its bias counts twice."""
+    """Project the sum of both directions, and add the projection's bias a second time."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y)
     return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
 def _joined(one: Path, other: Path) -> Path:
-    """Join two directions that read in the same order to one of the heads of both."""
+    """Join two paths with the same order of tokens to one path with the heads of both."""
     path = Path(torch.cat([one.values, other.values], 2))
     pairs = zip(one.parts[::-1], other.parts[::-1], strict=True)
     return path.then(*(_beside(path, *pair) for pair in pairs))
 
 
 def _beside(path: Path, one: Any, other: Any) -> Operator:
-    """Join the same step of two directions."""
+    """Join the same step of two paths to one operator on the heads of both."""
     if isinstance(one, Sum):
         return Sum(*(_beside(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
     if isinstance(one, Diagonal):

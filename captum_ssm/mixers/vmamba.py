@@ -1,13 +1,13 @@
-"""VMamba: captum_ssm's SS2D.
+"""VMamba: the mixer SS2D in captum_ssm.models.vmamba.
 
     x, z = in_proj(h)              u = conv(x) + b over the map       s = act(u)
     t, B, C = x_proj_k(s)          dt = softplus(W_k t + b_k)         A = -exp(A_log_k)
     r = (sum over k of P_k' alpha_k P_k + D_k) s
     y = act(z) (w (r - mean r) / sigma(r) + b)                        output = out_proj(y)
 
-where P_k brings the tokens into the order in which scan k reads them, and P_k' back.  Frozen: dt,
-B, C, the ratio act(u) / u, 1 / sigma and act(z); the centering of the norm is linear and stays.  It
-subtracts the mean over all channels; each is a head.
+Here P_k permutes the tokens to the order of scan k, and P_k' is the inverse.  Frozen: dt, B, C, the
+ratio act(u) / u, 1 / sigma and act(z).  The norm's centering, which subtracts the mean over all
+channels, stays linear.  Every channel is a head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .path import Path
 
 
 def ss2d(module: Any, call: Call) -> LinearMixer:
-    """captum_ssm's SS2D, in all its forms."""
+    """Return the mixer of SS2D, for every form of the block."""
     size = call.argument("size", 1)
     projected = run(module.in_proj, entering(module, call))
     x, z = projected.chunk(2, -1) if module.form.gate else (projected, None)
@@ -46,7 +46,7 @@ def ss2d(module: Any, call: Call) -> LinearMixer:
 
 
 def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
-    """A depthwise convolution of a map, padded to its size, as an operator."""
+    """Return a depthwise convolution of a two-dimensional map as an operator."""
     weight = conv.weight.to(path.values).flatten(2)  # (D, 1, K)
     bias = None if conv.bias is None else frozen(conv.bias, path.values).view(1, 1, -1, 1)
     (rows, columns), (above, left) = conv.kernel_size, (side // 2 for side in conv.kernel_size)
@@ -55,7 +55,7 @@ def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
 
 
 def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
-    """Return the scans of the present values, one for each scan order."""
+    """Return one scan for each scan order, with parameters from the path's present values."""
     activated = path.now.squeeze(-1)
     count, _, rank = module.dt_projs_weight.shape
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)
@@ -71,7 +71,7 @@ def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
 
 
 def _reduction(call: Call, size: tuple[int, int]) -> Reduction | None:
-    """Return the convolution to the next, coarser map; None for a mixer without a model."""
+    """Return the convolution to the next, coarser map, or None if there is none."""
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None

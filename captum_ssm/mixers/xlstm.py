@@ -1,23 +1,23 @@
-"""mLSTM of transformers' xlstm and of the package xlstm, and the package's sLSTM.
+"""mLSTM in transformers' xlstm and in the package xlstm, and sLSTM in the package.
 
     i, f = soft-capped gates        m[t] = max(log sigmoid(f[t]) + m[t-1], i[t])
     alpha[i, j] = exp(sum of log sigmoid(f) over j+1..i + i[j] - m[i]) q[i] . k[j] / sqrt(N)
     s = alpha v / (max(|alpha 1|, exp(-m)) + eps)
     y = sigmoid(o) (w (s - mean s) / sigma(s) + b)          output = W_o y
 
-with m[-1] = 0 and the LayerNorm per head.  Frozen: the gates, q, k, the normalizer, 1 / sigma; the
-centering of the LayerNorm is linear and stays.  The model gets no mask of padding.
+Here m[-1] = 0, and the LayerNorm is per head.  Frozen: the gates, q, k, the normalizer and
+1 / sigma; the centering of the LayerNorm stays linear.  The model takes no padding mask.
 
-The blocks of xLSTMLMModel have a convolution, whose output a learned skip adds after the cell:
+The blocks of xLSTMLMModel have a convolution, and a learned skip adds its output after the cell:
 
     x, z = W_up h        u = conv(x)        q, k = maps of SiLU(u)        v = a map of x
     y = SiLU(z) (w (s - mean s) / sigma(s) + skip SiLU(u))                output = W_down y
 
-without a cap on gates, and m[0] = i[0].  Their values are v and x on separate heads, which are
-added only behind the gate.
+Gates have no cap, and m[0] = i[0].  The mixer's values are v and x on separate heads, which are
+added only after the gate.
 
-The decay is kept relative to the stabilizer m.  Then log sigmoid(f[t]) + m[t-1] - m[t] and i[t] -
-m[t] are at most zero, so nothing overflows however large the input gate is.
+Decays are stored relative to the stabilizer m.  Then log sigmoid(f[t]) + m[t-1] - m[t] and
+i[t] - m[t] are at most zero, so no exponential overflows for any size of the input gate.
 
 The sLSTM layers of xLSTMLMModel compute
 
@@ -26,17 +26,17 @@ The sLSTM layers of xLSTMLMModel compute
     c[t] = sigmoid(f) c[t-1] + exp(i) tanh(z)        y[t] = sigmoid(o) c[t] / n[t]
     output = w (y - mean y) / sigma(y)
 
-with the LayerNorm per head.  Frozen: the gates with the feedback that enters them, the normalizer
-n, the ratio tanh(z) / z, and 1 / sigma.  The values are z, to which R y[t-1] is added: the outputs
-are fed back.  The model gets no mask of padding.
+The LayerNorm is per head.  Frozen: the gates with their feedback terms, the normalizer n, the ratio
+tanh(z) / z, and 1 / sigma.  The values are z, to which the feedback R y[t-1] is added.  The model
+takes no padding mask.
 
-The state is kept relative to its normalizer.  Of c / n a token keeps sigmoid(f) n[t-1] / n[t] and
-takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be an ordinary
-LSTM's (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its state is
-kept relative to c / tanh(c).
+The state is stored relative to its normalizer, as c / n.  A step multiplies c / n by
+sigmoid(f) n[t-1] / n[t] and adds exp(i) / n[t] tanh(z).  The factors sum to one, so no number
+overflows.  With function="lstm" the cell is an ordinary LSTM: exp(i) becomes sigmoid(i) and
+y[t] = sigmoid(o) tanh(c[t]); its state is stored relative to c / tanh(c).
 
 The package's CUDA kernel computes in the dtype of its configuration, bfloat16 by default, not in
-the model's.  Unless it is float32, operators are refused for the difference.
+the model's dtype.  Unless that dtype is float32, the check of operators fails.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ from .base import Call, LinearMixer
 from .parts.common import activation_ratio, as_heads, entering, frozen, run
 from .path import Path
 
-#: Added to the normalizer by the cell of xLSTMLMModel.
+#: Number that the cell of xLSTMLMModel adds to the normalizer.
 _EPS = 1e-6
 
 
 def mlstm(module: Any, call: Call) -> LinearMixer:
-    """The mLSTM layers of transformers and of xLSTMLarge, with single and with fused weights."""
+    """Return the mixer of an mLSTM layer of transformers or xLSTMLarge, fused or not."""
     call.refuse_cache("state", position=1)
     hidden, config = entering(module, call, "x"), module.config
     backend = getattr(config, "mlstm_backend", config)
     if "siging" in str(backend.chunkwise_kernel):
         raise UnsupportedMixerError(
-            f"{type(module).__name__} with chunkwise_kernel={backend.chunkwise_kernel!r}: its "
-            "input gate is a sigmoid, which has no adapter. Use a kernel without 'siging'."
+            f"{type(module).__name__} with chunkwise_kernel={backend.chunkwise_kernel!r} has a "
+            "sigmoid as its input gate, which is not supported. Use a chunkwise_kernel without "
+            "'siging' in its name."
         )
     query, key, values, z, write, forget = _projections(module, hidden)
     write, forget = (_soft_cap(x, config.gate_soft_cap) for x in (write, forget))
@@ -83,7 +84,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
-    """The package's mLSTMLayer of xLSTMBlockStack and xLSTMLMModel."""
+    """Return the mixer of mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
     cell, heads = module.mlstm_cell, module.config.num_heads
     x, z = run(module.proj_up, entering(module, call, "x")).chunk(2, -1)
     by_skip = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
@@ -111,7 +112,7 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def _head_norm(norm: Any, x: Tensor) -> Tensor:
-    """Frozen factors of the package's MultiHeadLayerNorm on centered ``x`` (B, L, H, P)."""
+    """Return the frozen scale of a MultiHeadLayerNorm at ``x`` (B, L, H, P), without centering."""
     scale = torch.rsqrt(x.var(-1, keepdim=True, correction=0) + norm.eps).expand_as(x)
     weight = norm.weight_proxy
     return scale if weight is None else scale * frozen(weight, x).view(x.shape[2:])
@@ -120,14 +121,14 @@ def _head_norm(norm: Any, x: Tensor) -> Tensor:
 def _scanned(
     path: Path, query: Tensor, key: Tensor, write: Tensor, forget: Tensor, eps: float, start: float
 ) -> Path:
-    """Pass the normalized recurrence.
+    """Apply the normalized recurrence of mLSTM to the path.
 
     Args:
-        path: the values.
-        query, key: (B, L, H, N).
-        write, forget: the inputs of the input and the forget gate (B, L, H).
-        eps: added to the normalizer.
-        start: the stabilizer before the first token.
+        path: path of the values.
+        query, key: queries and keys (B, L, H, N).
+        write, forget: pre-activations of the input gate and the forget gate (B, L, H).
+        eps: number added to the normalizer.
+        start: stabilizer before the first token.
     """
     log_decay = F.logsigmoid(forget)
     before, after = _stabilizer(log_decay, write, start)
@@ -141,7 +142,7 @@ def _scanned(
 
 
 def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
-    """Query, key, value, output gate (B, L, H, .), input and forget gate (B, L, H) of a layer."""
+    """Return q, k, v and output gate (B, L, H, .), and input and forget gate (B, L, H)."""
     heads = module.config.num_heads
     if module.config.weight_mode == "fused":
         sizes = [module.qk_dim, module.qk_dim, module.v_dim, module.v_dim]
@@ -154,11 +155,12 @@ def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap tanh(x / cap), or ``x`` without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
-    """Return the stabilizer m before and after every token, (B, L, H); at first both are m[0]."""
+    """Return m[t-1] and m[t] for every token t, each (B, L, H), with m[0] in place of m[-1]."""
     after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):
@@ -168,7 +170,7 @@ def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor,
 
 
 def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
-    """The package's sLSTMLayer, by either backend."""
+    """Return the mixer of the package's sLSTMLayer, for both backends."""
     call.refuse_cache("conv_state", position=1)
     call.refuse_cache("slstm_state", position=2)
     hidden = convolved = entering(module, call, "x")
@@ -201,12 +203,12 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
 
 @torch.no_grad()
 def _run_cell(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the cell, token after token.
+    """Run the sLSTM cell token by token, to get its scales and feedback.
 
     Args:
-        entering: inputs of i, f, z and o without the feedback, (B, L, 4, H, P).
-        kernel: R, (H, P, 4, P).
-        ordinary: whether the cell is an ordinary LSTM's.
+        entering: pre-activations of i, f, z and o without the feedback (B, L, 4, H, P).
+        kernel: feedback matrices R (H, P, 4, P).
+        ordinary: whether the cell is an ordinary LSTM.
 
     Returns:
         The logarithm of the state's scale before and after each token, (B, L, H, P), and the
@@ -229,5 +231,5 @@ def _run_cell(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor,
                 log_n = torch.logaddexp(kept, i)
                 state = (kept - log_n).exp() * state + (i - log_n).exp() * torch.tanh(z)
                 output, scales[:, t] = torch.sigmoid(o) * state, -log_n
-    # before the first token there is no state: any scale will do
+    # before the first token the state is zero, so any scale is right
     return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, fed

@@ -13,12 +13,12 @@ with f = sigmoid(f_proj h), in PaTH sigmoid(g_proj h), and
 with w = SiLU(conv(w_proj h)) on the unit sphere and beta = 2 sigmoid(bt_proj h).
 
 Norms of q and k, the gate of ForgettingAttention, sigmoid(g_proj h), and the decays f of PaTH are
-options.  The window of ForgettingAttention counts in decoding alone.  The layers hand over to
-kernels, so the operators are recomputed.  Frozen: the probabilities and the gate.
+options.  ForgettingAttention uses its window only in decoding.  The layers compute probabilities in
+kernels, so the adapters recompute them.  Frozen: the probabilities and the gate.
 
-In PaTH a key on its way through P is like a state that is written once and erased along w.  So the
-scores are the matrices of a delta rule.  Where scores have decays, matrices are formed, which takes
-memory that grows with the square of the tokens.  PaTH takes a padding mask only to fill a cache.
+In PaTH the product P[i, j] k[j] is like a state that token j writes and later tokens erase along w,
+so the scores are the matrices of a delta rule.  The adapters form whole matrices, so memory grows
+with the square of the number of tokens.  PaTH uses a padding mask only to fill a cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .common import entering, projected, rotated
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
-    """fla's Attention, whose window counts real tokens, and its rotations all of them."""
+    """Return the mixer of fla's Attention; windows count real tokens, rotations all tokens."""
     hidden, mask = entering(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k, v = (as_heads(run(p, hidden), module.num_kv_heads) for p in (module.k_proj, module.v_proj))
@@ -60,7 +60,7 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_forgetting(module: Any, call: Call) -> LinearMixer:
-    """fla's ForgettingAttention."""
+    """Return the mixer of fla's ForgettingAttention."""
     hidden, mask = entering(module, call)
     heads, groups = module.num_heads, module.num_kv_groups
     q = _normed_channels(module, "q", hidden, heads) * module.head_dim**-0.5
@@ -76,7 +76,7 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_path(module: Any, call: Call) -> LinearMixer:
-    """fla's PaTHAttention."""
+    """Return the mixer of fla's PaTHAttention."""
     hidden, _ = entering(module, call)
     heads, groups = module.num_kv_heads, module.num_heads // module.num_kv_heads
     q = _normed(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))
@@ -94,12 +94,12 @@ def fla_path(module: Any, call: Call) -> LinearMixer:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    """Queries or keys (B, L, H, N) after the norm of each head, if there is one."""
+    """Return queries or keys (B, L, H, N) after the norm of each head, if there is one."""
     return x if isinstance(norm, nn.Identity) else rms_norm(x, norm.eps, norm.weight)
 
 
 def _normed_channels(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
-    """Queries or keys (B, L, H, N) of ForgettingAttention, whose norm has a weight per channel."""
+    """Return queries or keys (B, L, H, N) of ForgettingAttention, after the norm if it has one."""
     x = as_heads(run(getattr(module, f"{name}_proj"), hidden), heads)
     if not module.qk_norm:
         return x

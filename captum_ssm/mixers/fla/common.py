@@ -1,7 +1,7 @@
-"""The parts that layers of flash-linear-attention (fla) have in common.
+"""Functions that several adapters of flash-linear-attention (fla) share.
 
-Most of them drop padding before they compute and put zeros back in its place.  Here the tokens
-stay where they are: padded values are set to zero, and the state does not decay over them.
+Most layers of fla remove padded tokens before they compute, and return zeros for these tokens.  The
+adapters keep padded tokens: their values are set to zero, and the state does not decay over them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..path import Path
 
 
 def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the sequence entering a layer in its working dtype, and the mask of real tokens."""
+    """Return a layer's input (B, L, E) in the working dtype, and the mask of real tokens."""
     call.refuse_cache("past_key_values", position=2)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
@@ -33,13 +33,13 @@ def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
 def entering_unpadded(
     module: Any, call: Call, skips: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`entering`, for a layer that drops padded tokens: they are zeros.
+    """Return :func:`entering` with padded tokens set to zero, for a layer that removes them.
 
     Args:
         module: the layer.
-        call: its recorded call.
-        skips: name of the part that would skip padding between tokens. Default: None, its short
-            convolution if it has one.
+        call: the layer's recorded call.
+        skips: name of the layer's part that skips padding between tokens. Default: None, the short
+            convolution if the layer has one.
     """
     hidden, mask = entering(module, call)
     if mask is None:
@@ -49,8 +49,8 @@ def entering_unpadded(
     pieces = (mask[:, 1:] != mask[:, :-1]).sum(1)
     if skips is not None and bool((pieces > 1).any()):
         raise InputError(
-            f"The attention_mask given to {type(module).__name__} has padding between tokens of "
-            f"one sequence, over which its {skips} would skip. Pad at one side."
+            f"The attention_mask passed to {type(module).__name__} has padding between tokens of "
+            f"one sequence, which its {skips} would skip. Pad every sequence on one side only."
         )
     return zeroed(hidden, mask), mask
 
@@ -58,14 +58,15 @@ def entering_unpadded(
 def projected(
     module: Any, name: str, hidden: Tensor, silu: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """Run a projection (B, L, C), and its short convolution with activation if there is one.
+    """Return a projection (B, L, C) after its short convolution and activation, if there are any.
 
     Args:
-        module: the layer, for ``name_proj`` and ``name_conv1d``.
-        name: ``"q"``, ``"k"`` and so on.
-        hidden: its input.
-        silu: whether SiLU takes the place of a convolution that is missing. Default: False.
-        mask: True for real tokens (B, L); others do not enter the convolution. Default: None.
+        module: the layer; its ``{name}_proj`` and ``{name}_conv1d`` are used.
+        name: prefix of the parts' names, such as ``"q"``.
+        hidden: input of the layer (B, L, E).
+        silu: whether to apply SiLU if there is no convolution. Default: False.
+        mask: True for real tokens (B, L); the convolution's input is zero at other tokens.
+            Default: None, all tokens are real.
     """
     x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
     if conv is None:
@@ -75,7 +76,7 @@ def projected(
 
 
 def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of RetNet and of GLA, per head and per group of heads, (B, L, ., N)."""
+    """Return queries per head and keys per group of heads, (B, L, ., N), in RetNet and GLA."""
     q = as_heads(projected(module, "q", hidden), module.num_heads)
     k = as_heads(projected(module, "k", hidden), module.num_kv_heads)
     if module.feature_map_fn is None:
@@ -93,16 +94,17 @@ def value_path(
     repeat: int = 1,
     silu: bool = False,
 ) -> Path:
-    """Return the values on their way to the recurrence.
+    """Return the path of the values through projection, convolution and activation.
 
     Args:
-        module: the layer, for ``name_proj`` and ``name_conv1d``.
-        hidden: its input (B, L, E).
+        module: the layer; its ``{name}_proj`` and ``{name}_conv1d`` are used.
+        hidden: input of the layer (B, L, E).
         mask: True for real tokens (B, L), or None.
-        per_head: value channels of a head, P.
-        name: of the projection. Default: ``"v"``.
-        repeat: neighboring heads of the recurrence that share the values of one head. Default: 1.
-        silu: whether SiLU follows outside of a convolution, or without one. Default: False.
+        per_head: number of value channels of a head, P.
+        name: prefix of the parts' names. Default: ``"v"``.
+        repeat: number of neighboring heads that share the values of one head. Default: 1.
+        silu: whether to apply SiLU even without a convolution that has an activation. Default:
+            False.
     """
     x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
     path = Path(x, mask, x.shape[-1] // per_head).repeat(repeat).silence()
@@ -120,14 +122,14 @@ def closing(
     norm: Any,
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> LinearMixer:
-    """Return the mixer behind a recurrence; padded outputs are zero.
+    """Apply norm, gate, mask and output projection; return the mixer.
 
     Args:
         module: the layer.
-        hidden: its input (B, L, E).
-        path: the values behind the recurrence.
-        norm: the RMSNorm of each head, or None.
-        act: the activation of the gate, whose input is g_proj's output. Default: None, no gate.
+        hidden: input of the layer (B, L, E).
+        path: path of the values after the recurrence.
+        norm: module of the RMSNorm of each head, or None.
+        act: activation of the gate, whose input is the output of g_proj. Default: None, no gate.
     """
     if norm is not None:
         path.rms_norm(norm.weight, norm.eps)
@@ -137,21 +139,21 @@ def closing(
 
 
 def norm_and_act(module: Any) -> tuple[Any, Any]:
-    """Return the norm of RetNet or GLA and the activation of its gate, None without a gate."""
+    """Return the norm of RetNet or GLA, and the gate's activation (None without a gate)."""
     if module.fuse_norm_and_gate:
         return module.g_norm_swish_gate, F.silu
     return module.g_norm, module.gate_fn if getattr(module, "use_output_gate", True) else None
 
 
 def act_of(norm: Any) -> Callable[[Tensor], Tensor]:
-    """Return the activation of the gate that a norm applies."""
+    """Return the activation of the gate that a norm module applies: sigmoid or SiLU."""
     return torch.sigmoid if norm.activation == "sigmoid" else F.silu
 
 
 def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
-    """Rotary embedding of (B, L, H, N), whose first half pairs with its second half.
+    """Apply a rotary embedding to ``x`` (B, L, H, N), pairing channel n with channel n + N / 2.
 
-    Positions count real tokens. As in the model, angles are float32 whatever x is.
+    Positions count only real tokens.  As in the model, angles are float32 for every dtype of ``x``.
     """
     if mask is None:
         position = torch.arange(x.shape[1], device=x.device)[None]

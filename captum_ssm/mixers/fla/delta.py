@@ -4,22 +4,22 @@
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
     y = act(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
 
-Beta doubles where negative eigenvalues are allowed.  DeltaNet has no decay, other activations and
-norms of q and k as options, and the gate as one.  The others have one decay per head,
-exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as an option.
-KimiDeltaAttention has the same decay per key channel, or, with a lower bound b for its logarithm,
-exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).
+Beta is doubled if negative eigenvalues are allowed.  DeltaNet has no decay; its options are the
+activations and norms of q and k, and the gate.  The other layers have one decay per head,
+exp(-exp(A_log) softplus(a_proj h + dt_bias)), and optionally heads that share q and k.
+KimiDeltaAttention has the same decay per key channel, or, with a lower bound b of the decay's
+logarithm, exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).
 
-GatedDeltaProduct takes M steps at every token, each with a key and a value:
+GatedDeltaProduct takes M steps at every token, each with a separate key and value:
 
     S = decay[t] S,   then for each m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
 
-It has no decay as an option.  The values of every step are separate heads, which the output
-projection adds up.  Comba erases by p = sigmoid(decay) k, and asks with q - D p:
+Its decay is optional.  The values of every step are separate heads, which are summed before the
+output projection.  Comba has an erasing key p = sigmoid(decay) k, and queries q - D p:
 
     S[t] = decay[t] S[t-1] + beta[t] k[t] (v[t] - p[t] . S[t-1]),   s[t] = q[t] . S[t]
 
-so that it erases of the state before that decays.  Its kernels put p, too, on the unit sphere.
+So p reads the state before its decay.  Comba's kernels also normalize p to length one.
 
 Frozen: q, k, p, beta, the decays, SiLU(u) / u of the values, the norm's statistics and the gate.
 """
@@ -39,7 +39,7 @@ from .common import act_of, closing, entering_unpadded, projected, value_path
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:
-    """fla's DeltaNet."""
+    """Return the mixer of fla's DeltaNet."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (_delta_net_key(module, name, hidden) for name in "qk")
     beta = _beta(module, hidden) if module.use_beta else torch.ones_like(q[..., 0])
@@ -49,7 +49,7 @@ def fla_delta_net(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
-    """fla's GatedDeltaNet."""
+    """Return the mixer of fla's GatedDeltaNet."""
     hidden, mask = entering_unpadded(module, call)
     q, k = _shared_keys(module, hidden)
     beta, log_decay = _beta(module, hidden), _log_decay(module, hidden)
@@ -57,7 +57,7 @@ def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_kda(module: Any, call: Call) -> LinearMixer:
-    """fla's KimiDeltaAttention."""
+    """Return the mixer of fla's KimiDeltaAttention."""
     hidden, mask = entering_unpadded(module, call)
     a = as_heads(run(module.f_proj, hidden) + module.dt_bias.to(hidden), module.num_v_heads)
     rate = module.A_log.to(hidden).exp()[:, None]
@@ -70,7 +70,7 @@ def fla_kda(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_delta_product(module: Any, call: Call) -> LinearMixer:
-    """fla's GatedDeltaProduct."""
+    """Return the mixer of fla's GatedDeltaProduct."""
     hidden, mask = entering_unpadded(module, call)
     count, heads = module.num_householder, module.num_v_heads
     q, k = _shared_keys(module, hidden, count)
@@ -96,7 +96,7 @@ def fla_delta_product(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_comba(module: Any, call: Call) -> LinearMixer:
-    """fla's Comba."""
+    """Return the mixer of fla's Comba."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(projected(module, n, hidden, True), module.num_heads) for n in "qk")
     p = k
@@ -120,7 +120,7 @@ def _delta_rule(
     log_decay: Tensor | None,
     erase: Tensor | None = None,
 ) -> LinearMixer:
-    """Return the mixer from queries and keys (B, L, H, N), beta and log decay (B, L, H)."""
+    """Return the mixer from q and k (B, L, H, N), beta (B, L, H) and the logarithm of decays."""
     path = value_path(module, hidden, mask, module.head_v_dim, silu=True)
     log_decay = None if log_decay is None else zeroed(log_decay, mask)
     q = q * module.head_k_dim**-0.5
@@ -130,7 +130,7 @@ def _delta_rule(
 
 
 def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, ...]:
-    """q and k (B, L, H, N), which groups of heads share; ``count`` keys a token."""
+    """Return q and k (B, L, H, N), which groups of heads share; k has ``count`` keys per token."""
     heads, shared = module.num_heads, module.num_v_heads // module.num_heads
     pairs = (("q", heads), ("k", count * heads))
     found = (as_heads(projected(module, name, hidden, silu=True), size) for name, size in pairs)
@@ -138,17 +138,19 @@ def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, .
 
 
 def _beta(module: Any, hidden: Tensor) -> Tensor:
+    """Return the step sizes beta (B, L, H), doubled if negative eigenvalues are allowed."""
     beta = torch.sigmoid(run(module.b_proj, hidden))
     return 2 * beta if module.allow_neg_eigval else beta
 
 
 def _log_decay(module: Any, hidden: Tensor) -> Tensor:
+    """Return logarithms of the decays per head (B, L, H)."""
     rate: Tensor = module.A_log.to(hidden).exp()
     return -rate * F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
 
 
 def _delta_net_key(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """Queries or keys (B, L, H, N) of DeltaNet."""
+    """Return queries or keys (B, L, H, N) of DeltaNet, activated and normalized."""
     x = projected(module, name, hidden, silu=module.qk_activation == "silu")
     if module.qk_activation == "relu":
         x = F.relu(x)

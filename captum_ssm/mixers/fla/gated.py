@@ -6,8 +6,8 @@ HGRN and HGRN2: fla's HGRNAttention and HGRN2Attention.
     HGRN     s[t] = f[t] s[t-1] + (1 - f[t]) SiLU(i_proj h)[t]        y = SiLU(g) RMSNorm(s)
     HGRN2    gated linear attention with decay f and key 1 - f        y = RMSNorm(s)
 
-with the norms over all channels, and output = o_proj(y).  In HGRN2 q passes SiLU; f, i and q each
-pass a short convolution if the layer has them.  Frozen: f, q, the ratio SiLU(i) / i, the norm's
+The norms are over all channels, and output = o_proj(y).  HGRN2 applies SiLU to q; f, i and q have
+short convolutions if the layer has them.  Frozen: f, q, the ratio SiLU(i) / i, the norm's
 statistics and the gate.
 
 LightNet: fla's LightNetAttention.
@@ -17,9 +17,9 @@ LightNet: fla's LightNetAttention.
     alpha_h[i, j] = SiLU(q_h[i]) . (product of decays j+1..i) key_h[j] / sqrt(N),   j <= i
     y = SiLU(g) RMSNorm(alpha v)                          output = o_proj(y)
 
-so that each key channel reads a mean of values, weighted by exp(k).  q, k and v each pass
-a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, z,
-the decays, the norm's statistics and the gate.
+So each key channel computes a mean of the values, weighted by exp(k).  q, k and v have short
+convolutions if the layer has them; the norm is over all channels.  Frozen: q, the keys, z, the
+decays, the norm's statistics and the gate.
 
 Gated slot attention: fla's GatedSlotAttention.
 
@@ -28,9 +28,9 @@ Gated slot attention: fla's GatedSlotAttention.
     V[t] = diag(a[t]) V[t-1] + (1 - a[t]) v[t]^T          s[t] = p[t] . V[t]
     y = RMSNorm(SiLU(s))                                  output = o_proj(y)
 
-Queries and keys pass a feature map, values SiLU; before that each passes a short convolution with
-SiLU if the layer has them.  p being frozen, this is linear attention with a decay per slot: p
-queries, 1 - a are keys.  Frozen: p, a, the ratios SiLU(u) / u and the norm's statistics.
+The layer applies a feature map to queries and keys, SiLU to values, and before that short
+convolutions with SiLU if it has them.  With p frozen, this is linear attention with a decay per
+slot, queries p and keys 1 - a.  Frozen: p, a, the ratios SiLU(u) / u and the norm's statistics.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ from ..parts.common import as_heads, projection, run, zeroed
 from ..path import Path
 from .common import entering, entering_unpadded, projected, value_path
 
-#: The norms of HGRN2 and GSA, and of LightNet, run as functions that do not get the module's eps.
+#: eps of norms that HGRN2 and GSA, and LightNet, call as functions without the module's eps.
 _EPS, _LIGHTNET_EPS = 1e-5, 1e-6
-#: In place of k at padded tokens of LightNet and of the first z: its exponential is 0 beside any
-#: other.
+#: LightNet's k at padded tokens, and z before the first token: its exponential is negligible.
 _NOTHING = -1e4
-#: Tokens of a chunk of GSA: of so many all products of decays are held.
+#: Number of tokens of a chunk in GSA, for which all products of decays are in memory.
 _TOKENS = 16
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
-    """fla's HGRNAttention; padded tokens write nothing, but the state decays over them."""
+    """Return the mixer of HGRNAttention; padded values are zero, but decays are kept."""
     hidden, mask = entering(module, call)
     decay = _log_forget(module, projected(module, "f", hidden, mask=mask), call).exp()
     path = value_path(module, hidden, mask, 1, name="i", silu=True)
@@ -67,7 +66,7 @@ def fla_hgrn(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
-    """fla's HGRN2Attention."""
+    """Return the mixer of fla's HGRN2Attention."""
     hidden, mask = entering_unpadded(module, call)
     q = F.silu(projected(module, "q", hidden)) * module.head_f_dim**-0.5
     log_decay = _log_forget(module, projected(module, "f", hidden), call)
@@ -78,7 +77,7 @@ def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
 
 
 def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
-    """log of the forget gate; the model passes the lower bound to each layer but the first."""
+    """Return the logarithm of the forget gate, above a lower bound except in the first layer."""
     log_f = F.logsigmoid(f)
     bound = call.argument("lower_bound", 5)
     if bound is None or not module.layer_idx > 0:
@@ -88,7 +87,7 @@ def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
 
 
 def fla_lightnet(module: Any, call: Call) -> LinearMixer:
-    """fla's LightNetAttention."""
+    """Return the mixer of fla's LightNetAttention."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(projected(module, name, hidden), module.num_heads) for name in "qk")
     key, log_decay = _weighted(k, mask)
@@ -99,18 +98,18 @@ def fla_lightnet(module: Any, call: Call) -> LinearMixer:
 
 
 def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys, and logarithms of decays, both (B, L, H, N)."""
+    """Return LightNet's keys and logarithms of decays from k, all (B, L, H, N)."""
     if mask is not None:
         k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
     before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
     more = k - before
-    # before the first token there is no state that could fade
+    # before the first token there is no state, so its decay is 1
     return zeroed(torch.sigmoid(more), mask), zeroed(F.logsigmoid(-more), real.cumsum(1) > 1)
 
 
 def fla_gsa(module: Any, call: Call) -> LinearMixer:
-    """fla's GatedSlotAttention."""
+    """Return the mixer of fla's GatedSlotAttention."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = (
@@ -123,7 +122,7 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     k, log_decay, written = (
         x.repeat_interleave(groups, 2) for x in (k, zeroed(log_decay, mask), zeroed(written, mask))
     )
-    # by way of log_softmax, along which relevance can be sent
+    # computed with log_softmax, along which rules can propagate relevance
     slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
     path = value_path(module, hidden, mask, module.head_v_dim, repeat=groups).act()
     path.scan(VectorDecayHeads(slots, written, log_decay, module.head_v_dim)).act()
@@ -131,13 +130,13 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
-    """Return the matches of each slot, K[t] q[t] (B, L, H, M), chunk by chunk, differentiable.
+    """Return the slots' scores K[t] q[t] (B, L, H, M), differentiable, computed by chunks.
 
     Args:
-        q: (B, L, H, N).
-        k: (B, L, H, N).
-        log_decay: log a (B, L, H, M).
-        written: 1 - a (B, L, H, M).
+        q: queries (B, L, H, N).
+        k: keys (B, L, H, N).
+        log_decay: logarithms of the decays a (B, L, H, M).
+        written: the factors 1 - a (B, L, H, M).
     """
     tokens = q.shape[1]
     q, k, logs, s = (
@@ -160,5 +159,5 @@ def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor
 
 
 def _closed(module: Any, path: Path) -> LinearMixer:
-    """Return the mixer of a layer that reads o_proj by its weight, past an adapter around it."""
+    """Return the mixer of a layer that uses the raw weight of o_proj, without LoRA adapters."""
     return path.silence().to(projection(module.o_proj, called=False))

@@ -3,19 +3,19 @@
     alpha_h[i, j] = phi(q_h[i]) . (product of decays j+1..i) phi(k_h[j]) / sqrt(N),   j <= i
     y = act(g) RMSNorm_h(alpha v)                           output = o_proj(y)
 
-with N features phi.  Decays and norms are
+phi has N features.  Decays and norms are
 
 RetNet           rotated q and k, decay 1 - 2^(-5 - h)
 GLA              decay sigmoid(gk)^(1/16), one per key channel
-SimpleGLA        the same, one per head
-LinearAttention  no decay and no gate; it may divide the features by their sum, and the rows of
-                 alpha by theirs
+SimpleGLA        decay sigmoid(gk)^(1/16), one per head
+LinearAttention  no decay and no gate; it may divide features by their sum, and each row of alpha by
+                 the row's sum
 Based            no decay, norm or gate; products of features are 1 + x + x^2 / 2 for
-                 x = q . k / sqrt(N), and the rows of alpha are divided by their sums
+                 x = q . k / sqrt(N), and each row of alpha is divided by the row's sum
 
-Queries, keys and values each pass a short convolution with SiLU if the layer has them, and groups
-of heads may share keys and values.  Frozen: q, k, the decays, the sums of rows, the convolution's
-SiLU(u) / u, the norm's statistics and the gate.
+Queries, keys and values have short convolutions with SiLU if the layer has them, and groups of
+heads may share keys and values.  Frozen: q, k, the decays, the sums of rows, the ratio SiLU(u) / u
+after the convolution, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .common import (
     value_path,
 )
 
-#: Added by LinearAttention to the sum of features, and by its kernels to the sum of a row.
+#: eps that LinearAttention adds to the sum of features, and to the sum of a row.
 _FEATURES_EPS, _ROWS_EPS = 1e-4, 1e-10
-#: Added by Based's own kernel to the sum of a row.
+#: eps that Based's kernel adds to the sum of a row.
 _BASED_EPS = 1e-6
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
-    """fla's MultiScaleRetention."""
+    """Return the mixer of fla's MultiScaleRetention."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (rotated(module.rotary, mask, x) for x in queries_and_keys(module, hidden))
     head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
@@ -61,7 +61,7 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_gla(module: Any, call: Call) -> LinearMixer:
-    """fla's GatedLinearAttention."""
+    """Return the mixer of fla's GatedLinearAttention."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = queries_and_keys(module, hidden)
@@ -77,7 +77,7 @@ def fla_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
-    """fla's SimpleGatedLinearAttention; padded tokens write nothing, but read."""
+    """Return the mixer of SimpleGatedLinearAttention, which has outputs at padded tokens."""
     hidden, mask = entering(module, call)
     features = module.feature_map_fn or (lambda x: x)
     q, k = (features(projected(module, name, hidden, mask=mask)) for name in "qk")
@@ -93,7 +93,7 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
-    """fla's LinearAttention."""
+    """Return the mixer of fla's LinearAttention."""
     hidden, mask = entering_unpadded(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k = as_heads(run(module.k_proj, hidden), module.num_kv_heads)
@@ -111,10 +111,10 @@ def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_based(module: Any, call: Call) -> LinearMixer:
-    """fla's BasedLinearAttention, which knows neither padding nor caches."""
+    """Return the mixer of fla's BasedLinearAttention, which takes no mask and no cache."""
     if not module.causal:
         raise UnsupportedMixerError(
-            "BasedLinearAttention with causal=False has no adapter. Supported is causal=True."
+            "BasedLinearAttention with causal=False has no adapter. Create it with causal=True."
         )
     hidden, heads = entering_of(module, call), module.num_heads
     q, k = (as_heads(run(p, hidden), heads) for p in (module.q_proj, module.k_proj))
@@ -124,21 +124,23 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
 
 
 def _value_path(module: Any, hidden: Tensor, mask: Tensor | None) -> Path:
+    """Return :func:`value_path` with the layer's sizes."""
     return value_path(module, hidden, mask, module.head_v_dim, repeat=module.num_kv_groups)
 
 
 def _scalar_scan(module: Any, path: Path, q: Tensor, k: Tensor, log_decay: Tensor) -> Path:
+    """Apply linear attention with one decay per head, and keys shared by groups of heads."""
     q, k = q * module.head_k_dim**-0.5, k.repeat_interleave(module.num_kv_groups, 2)
     return path.scan(ScalarDecayHeads(q, k, log_decay, None, module.head_v_dim))
 
 
 def _features(feature_map: Any, x: Tensor) -> Tensor:
-    """Apply a feature map, a module or the function ELU plus 1."""
+    """Apply the feature map if it is a module, otherwise ELU(x) + 1."""
     return run(feature_map, x) if isinstance(feature_map, nn.Module) else F.elu(x) + 1
 
 
 def _taylor(x: Tensor) -> Tensor:
-    """Features (B, L, H, 1 + N + N^2) whose products are the series of exp(q . k / sqrt(N))."""
+    """Return features whose products are the second-order series of exp(q . k / sqrt(N))."""
     width = x.shape[-1]
     squares = (x[..., :, None] * x[..., None, :]).flatten(-2)
     ones = torch.ones_like(x[..., :1])
@@ -146,7 +148,7 @@ def _taylor(x: Tensor) -> Tensor:
 
 
 def _attend(path: Path, q: Tensor, k: Tensor, eps: float | None) -> Path:
-    """Attention without decay; its rows are divided by their sums plus eps unless that is None."""
+    """Apply linear attention without decay; if ``eps`` is set, divide rows by their sums + eps."""
     path.scan(ScalarDecayHeads(q, k, torch.zeros_like(q[..., 0]), None, path.shape.per_head))
     if eps is None:
         return path

@@ -1,18 +1,18 @@
-"""Mamba, Mamba-2, log-linear Mamba-2 and Mamba-3: fla's Mamba, Mamba2, LogLinearMamba2, Mamba3.
+"""Mamba, Mamba-2, log-linear Mamba-2 and Mamba-3 in fla.
 
 See :mod:`..mamba`, :mod:`..mamba2` and :mod:`..mamba3` for the equations; names and padding differ.
-Mamba and Mamba2 mask the input and output of their convolution, Mamba2 without kernels its whole
-input, and their states decay over padded tokens.  Mamba3 drops padded tokens.
+Mamba and Mamba2 mask the input and output of the convolution; Mamba2 without kernels masks its
+whole input.  The states of both decay over padded tokens.  Mamba3 removes padded tokens.
 
-In log-linear Mamba-2 the weight of token j for token i depends on their distance.  Let l be the
-place of the highest binary digit in which i and j differ, counted from 1, and 0 for i = j.  Then
+In log-linear Mamba-2 the weight of token j in token i also depends on a level l: the position,
+from 1, of the highest binary digit in which i and j differ, and 0 for i = j.  Then
 
     alpha_h[i, j] = lambda_h[i, l] (C[i] . B[j]) (product of the decays of tokens j+1..i) dt[j]
 
-with lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of
-the same 2^l tokens.  So the operator is a sum over levels.  Each term is Mamba-2's operator within
-windows of 2^l tokens, with lambda C as queries in the later half and B as keys in the earlier.
-Frozen: as there, and lambda.  Positions count padding as well, as in the layer.
+with lambda = softplus(L dl).  The pairs of level l have i in the later half and j in the earlier
+half of the same window of 2^l tokens.  So the operator is a sum over levels.  Each term is the
+operator of Mamba-2 within windows, with queries lambda C in later halves and keys B in earlier
+halves.  Frozen: as in Mamba-2, and lambda.  As in the layer, positions count padded tokens too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .common import entering, entering_unpadded
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
-    """fla's Mamba."""
+    """Return the mixer of fla's Mamba."""
     hidden, mask = entering(module, call)
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
@@ -45,21 +45,21 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
-    """fla's Mamba2."""
+    """Return the mixer of fla's Mamba2."""
     hidden, mask = entering(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)
         if module.n_groups not in (1, module.num_heads):
             raise UnsupportedMixerError(
-                f"fla's Mamba2 with n_groups={module.n_groups} without the kernels of mamba_ssm on "
-                "a GPU: it deals the groups of B and C out to other heads than its kernels do, "
-                "which has no adapter. Run it on a GPU with mamba_ssm."
+                f"fla's Mamba2 with n_groups={module.n_groups} has no adapter without the kernels "
+                "of mamba_ssm on a GPU, because it assigns the groups of B and C to different "
+                "heads than these kernels do. Run it on a GPU with mamba_ssm installed."
             )
     return _mamba2(module, run(module.in_proj, hidden), mask)
 
 
 def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
-    """fla's LogLinearMamba2."""
+    """Return the mixer of fla's LogLinearMamba2."""
     hidden, mask = entering(module, call)
     levels = module.num_heads * module.num_lambda_dims
     projected = run(module.in_proj, zeroed(hidden, mask))
@@ -69,7 +69,7 @@ def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba3(module: Any, call: Call) -> LinearMixer:
-    """fla's Mamba3 with ``is_mimo=False``."""
+    """Return the mixer of fla's Mamba3 with ``is_mimo=False``."""
     mamba3.refuse_mimo(module)
     hidden, mask = entering_unpadded(module, call, skips="trapezoidal rule")
     sizes = module.num_heads, module.n_groups, module.ssm_state_size
@@ -82,7 +82,7 @@ def _mamba2(
     mask: Tensor | None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> LinearMixer:
-    """Return the mixer from in_proj's output."""
+    """Return the mixer of Mamba2 or LogLinearMamba2 from the output of in_proj."""
     width = module.intermediate_size
     z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
     projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit
@@ -103,13 +103,13 @@ def _levels(
     per_head: int,
     rate: Tensor,
 ) -> Operator:
-    """The sum over levels; ``weights`` are lambda (B, L, H, levels), the others Mamba-2's."""
+    """Return the sum over levels, with lambda as ``weights`` and Mamba-2's coefficients."""
     tokens, heads = log_decay.shape[1:]
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
     at, terms = torch.arange(tokens, device=query.device), []
     for level in range((tokens - 1).bit_length() + 1):
         queries, keys = query * weights[..., level, None], key
-        if level > 0:  # the later half of each window reads the earlier
+        if level > 0:  # queries in the later half of each window, keys in the earlier half
             late = (at >> (level - 1) & 1).to(key)[:, None, None]
             queries, keys = late * queries, (1 - late) * key
         windows = _windows(tokens, 2**level, query.device)
@@ -121,6 +121,6 @@ def _levels(
 
 
 def _windows(tokens: int, size: int, device: torch.device) -> Windows:
-    """Cut tokens into windows of ``size`` neighbors, the last of which may be padded."""
+    """Split tokens into windows of ``size`` neighbors; the last window may be padded."""
     places = torch.arange(-(-tokens // size) * size, device=device)
     return Windows(torch.where(places < tokens, places, -1).view(-1, size))

@@ -5,12 +5,13 @@
     q*[t] = (A[t] + diag(lambda))^-1 q[t],         s[t] = q*[t] . S[t]
     y = RMSNorm_h(s), times SiLU(g) if there is a gate          output = o_proj(y)
 
-with one decay per head, sigmoid(a_proj h), and lambda = softplus(lambda_params) plus a bound.  A
-few steps of conjugate gradients solve for q*; each multiplies with A[t], which is linear attention
-with the keys for values.  Frozen: q*, k, beta, the decays, the norm's statistics and the gate.  Of
-q*, relevance goes back to q alone, not to the keys and decays that A is made of.
+There is one decay per head, sigmoid(a_proj h), and lambda = softplus(lambda_params) plus a bound.
+A few steps of conjugate gradients solve for q*; each step multiplies by A[t], which is linear
+attention with the keys as values.  Frozen: q*, k, beta, the decays, the norm's statistics and the
+gate.  Relevance of q* is propagated only to q, not to the keys and decays in A.
 
-The layer's kernels hold q and k in float16, so that on a GPU a float32 layer rounds by as much.
+On a GPU the layer's kernels store q and k in float16, so even a float32 layer has float16's
+rounding errors.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run, unit, zeroed
 from .common import closing, entering_unpadded, projected, value_path
 
-#: Added to denominators of the solver.
+#: Number added to the denominators of the solver.
 _EPS = 1e-5
 
 
 def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
-    """fla's MesaNet."""
+    """Return the mixer of fla's MesaNet."""
     hidden, mask = entering_unpadded(module, call, skips="short convolution")
     heads = module.num_heads
     q, k = (unit(as_heads(projected(module, name, hidden), heads)) for name in "qk")
@@ -47,19 +48,19 @@ def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
 
 
 def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
-    """q* after some steps of conjugate gradients, as a linear function of q (B, L, H, N).
+    """Return q* after some steps of conjugate gradients, as a linear function of q (B, L, H, N).
 
-    The sizes of the steps, which follow from q as well, are frozen.
+    The step sizes, which also depend on q, are frozen.
 
     Args:
-        q: (B, L, H, N).
-        keys: linear attention with the keys, of any queries.
+        q: queries (B, L, H, N).
+        keys: linear attention with the layer's keys; its queries are replaced.
         ridge: lambda (H, N).
-        iterations: how many steps.
+        iterations: number of steps.
     """
 
     def gram(x: Tensor) -> Tensor:
-        """A[t] x[t]; A is symmetric."""
+        """Return A[t] x[t] for every token; A is symmetric."""
         return keys.at({"query": x}).apply(keys.key)
 
     solution, residual = torch.zeros_like(q), q
@@ -78,4 +79,5 @@ def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -
 
 
 def _squared(x: Tensor) -> Tensor:
+    """Return the squared length of ``x`` (..., N), (..., 1), without a graph."""
     return x.detach().square().sum(-1, keepdim=True)

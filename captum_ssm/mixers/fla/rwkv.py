@@ -7,13 +7,14 @@ RWKV-6 is
     alpha_h[i, i] = r_h[i] . (bonus_h k_h[i])
     y = SiLU(g) GroupNorm(alpha v)                        output = o_proj(y)
 
-Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the v that enter
-alpha, so a token's value holds a part of the token before it.  The mixing acts on the channels of h
-before the projection, which no convolution per value channel equals.  The norm subtracts each
-head's mean, so it mixes the channels of a head; its bias counts as bias.
+Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the inputs v of
+alpha, so a token's value contains a part of the token before it.  The mixing with the previous
+token acts on the channels of h before the projection, so no convolution per value channel equals
+it.  The norm subtracts each head's mean, so it mixes the channels of a head; its bias is a constant
+term of the output.
 
-A layer of RWKV-7 returns the values of the first layer beside its output, and the model hands them
-on.  Padded tokens write nothing, but the state decays, and is erased, over them.
+The first layer of RWKV-7 also returns its values, and the model passes them to later layers.  The
+values of padded tokens are zero, but these tokens still decay and erase the state.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from ..rwkv import entering as mixed
 from ..rwkv import unit as unit_of_heads
 from .common import entering
 
-#: Where a layer of RWKV-7 takes and returns the values of the first one.
+#: Index of the first layer's values in the arguments and in the output of a layer of RWKV-7.
 _TAKEN, _RETURNED = 5, 3
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
-    """fla's RWKV6Attention; padded tokens write nothing, but the state decays over them."""
+    """Return the mixer of RWKV6Attention; padded values are zero, but decays are kept."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     delta = shifted(hidden)
@@ -55,18 +56,18 @@ def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
 
 
 def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
-    """mu, how much of the previous token each of r, w, k, v and g takes, each (B, L, E)."""
+    """Return mu, the weights of the previous token for r, w, k, v and g, each (B, L, E)."""
     lerp, activation, up = module.x_proj
     rank = module.proj_low_rank_dim
     x = activation(run(lerp.linear, hidden + delta * lerp.mu.to(hidden)))
-    # the layer reads the last map by its weight: one matrix per mu
+    # the layer uses the raw weight of the last map: one matrix per mu
     weights = up.weight.view(module.hidden_size, 5, rank).unbind(1)
     parts = zip(x.split(rank, -1), weights, module.x_bias.to(hidden), strict=True)
     return [linear(part, weight, bias) for part, weight, bias in parts]
 
 
 def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
-    """fla's RWKV7Attention."""
+    """Return the mixer of fla's RWKV7Attention."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     r, w, k, v, a, g = mixed(module, hidden)
@@ -87,7 +88,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:
-    """Return the keys to erase by, (B, L, H, N); a kernel with fused norms adds to their square."""
+    """Return erasing keys (B, L, H, N), normalized; a fused norm adds eps to the squared length."""
     x = keys * module.k_k.to(keys)
     return (
         unit(as_heads(x, module.num_heads))

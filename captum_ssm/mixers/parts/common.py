@@ -1,4 +1,4 @@
-"""Small pieces that several adapters share."""
+"""Functions that several adapters share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ...operators.kernels.truths import read_once
 from ..base import Call, in_batch
 from .heard import known_output
 
-#: Where the mixers of transformers 5 take their mask.
+#: Index of the mask among the positional arguments of mixers in transformers 5.
 _MASK = 2
 
 
 def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
-    """float64 for a float64 module or input, else float32, in which half precision is computed.
+    """Return float64 if the module or its input is in float64, otherwise float32.
 
     Args:
         module: the mixer.
-        x: its input.
+        x: the mixer's input.
 
     Returns:
-        The dtype that an adapter computes in.
+        The dtype in which an adapter computes, also for models in half precision.
 
     Example:
         >>> import torch
@@ -45,18 +45,18 @@ def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
 
 
 def run(submodule: nn.Module, x: Tensor) -> Tensor:
-    """``submodule(x)`` computed in x's dtype.
+    """Return ``submodule(x)``, computed in the dtype of ``x``.
 
-    The submodule itself is called where its dtype allows.  So adapters around it (LoRA), hooks that
-    move weights and steering hooks take part as in the model.  If the run has just called it with
-    ``x``, its output from then is returned.
+    If its dtype allows, the submodule itself is called, so LoRA adapters, hooks that move weights
+    and steering hooks have the same effect as in the model.  If the model has just called the
+    submodule with the same ``x``, the recorded output is returned.
 
     Args:
         submodule: a projection or a norm of the mixer.
-        x: its input, in the dtype of :func:`working_dtype`.
+        x: input of the submodule, in the dtype of :func:`working_dtype`.
 
     Returns:
-        Its output.
+        The submodule's output.
 
     Example:
         >>> import torch
@@ -73,13 +73,13 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
 
 
 def widened(module: nn.Module, like: Tensor) -> nn.Module:
-    """Copy a module with weights in half precision to one that computes in another dtype.
+    """Return a copy of a half-precision module that computes in the dtype of ``like``.
 
-    Weights that a GPU can multiply as they are, are shared, not copied.
+    Weights that a GPU can multiply in bfloat16 are shared, not copied.
 
     Args:
-        module: the module; one without such weights is returned itself.
-        like: a tensor of that dtype, where the module is.
+        module: the module; a module without half-precision weights is returned unchanged.
+        like: a tensor with the wanted dtype, on the device of the module.
     """
     half = (torch.float16, torch.bfloat16)
     if not any(p.dtype in half for p in module.parameters()):
@@ -89,7 +89,7 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
         for part in module.modules()
         if type(part) is nn.Linear and wide_products.serves(like, part.weight)
     ]
-    # deepcopy takes what is registered here for copied already: no copies of shared weights
+    # deepcopy treats objects in ``copies`` as copied, so it does not copy shared weights
     copies: dict[int, Any] = {id(part.weight): None for part in shared}
     twin = copy.deepcopy(module, copies).to(like.dtype)
     for part in shared:
@@ -99,16 +99,17 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
 
 
 def _product_of(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return the forward method of a linear layer with this weight and bias."""
     return lambda x: linear(x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """An affine map by raw weights, in x's dtype: for modules that read a weight past its module.
+    """Apply an affine map in the dtype of ``x``, for mixers that use a submodule's raw weight.
 
     Args:
         x: the input (..., E).
-        weight: (D, E).
-        bias: (D,). Default: None, no constant.
+        weight: the matrix (D, E).
+        bias: the constant (D,). Default: None, no constant.
 
     Returns:
         The output (..., D).
@@ -127,46 +128,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def projection(module: Any, called: bool = True) -> Callable[[Tensor], Tensor]:
-    """A projection as a function, by :func:`run`, or by its raw weight if it is not ``called``."""
+    """Return a projection as a function, by :func:`run`, or by the raw weight if not ``called``."""
     if called:
         return lambda x: run(module, x)
     return lambda x: linear(x, module.weight, module.bias)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """RMS normalization of the last dimension, in the shape of ``x``."""
+    """Apply an RMSNorm over the last dimension of ``x``; return the shape of ``x``."""
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x if weight is None else x * weight.to(x)
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Vectors ``x`` (..., N) at length one; eps is added to their squared lengths."""
+    """Normalize vectors ``x`` (..., N) to length one; eps is added to the squared lengths."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set numbers per token (B, L, ...) to zero at padded tokens."""
+    """Return ``x`` (B, L, ...) with zeros at padded tokens."""
     return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
 def activation_of(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the activation of a mixer; torch's own SiLU in place of a kernel."""
+    """Return the activation of a mixer, with torch's SiLU instead of a kernel's."""
     return F.silu if getattr(module, "activation", None) in ("silu", "swish") else module.act
 
 
 def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
-    """Return act(u) / u, the factor that freezes an activation; at u = 0 the derivative.
+    """Return act(u) / u, the factor that replaces a frozen activation; act'(0) at u = 0.
 
     Args:
-        act: the activation.
-        name: its name, for the closed form of SiLU.
-        u: its input.
+        act: the activation function.
+        name: name of the activation, such as ``"silu"``, for the closed form of SiLU.
+        u: input of the activation.
 
     Returns:
-        The factor, in the shape of ``u`` and outside of its graph.
+        The factor, in the shape of ``u``, without a graph.
 
     Raises:
-        UnsupportedMixerError: when the activation is not 0 at 0.
+        UnsupportedMixerError: if act(0) is not 0.
 
     Example:
         >>> import torch
@@ -183,13 +184,14 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
         (slope,) = torch.autograd.grad(at_zero, zero)
     if at_zero != 0:
         raise UnsupportedMixerError(
-            f"The activation {name!r} is not 0 at 0, so it has no frozen ratio act(u) / u."
+            f"The activation {name!r} is {float(at_zero):.3g} at 0, so the ratio act(u) / u does "
+            "not exist there. Use a model whose activation is 0 at 0, such as SiLU, GELU or ReLU."
         )
     return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
 
 
 def frozen(parameter: Tensor, like: Tensor) -> Tensor:
-    """A copy of a parameter in the dtype and on the device of ``like``, outside any graph."""
+    """Return a copy of a parameter with the dtype and device of ``like``, without a graph."""
     return parameter.detach().to(like, copy=True)
 
 
@@ -198,26 +200,28 @@ def refuse_packed(call: Call, **positions: int) -> None:
 
     Args:
         call: the recorded call.
-        positions: place of an argument if it is passed by position.
+        positions: index of each argument that may be passed by position.
     """
     for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
         if call.argument(name, positions.get(name)) is not None:
             raise InputError(
-                f"The mixer was called with {name}: several sequences packed into one, which its "
-                "adapter does not separate. Explain each sequence by itself."
+                f"The mixer was called with {name}, which packs several sequences into one; the "
+                "adapter does not separate them. Pass each sequence as a separate example."
             )
 
 
 def padding_mask(
     mask: Tensor | None, x: Tensor, kind: type | None = None, original: Tensor | None = None
 ) -> Tensor | None:
-    """Convert a 2-D 0/1 mask to a boolean (B, L), or to None if it hides nothing.
+    """Convert a 0/1 mask to a boolean (B, L), or to None if all tokens are real.
 
     Args:
-        mask: the mask.
+        mask: the mask, broadcastable to (B, L).
         x: the sequence (B, L, E).
-        kind: class of the module that derived the mask from ``original``. Default: None, none did.
-        original: the mask of the call, by whose memory results are cached. Default: None, ``mask``.
+        kind: class of the module that computed the mask from ``original``. Default: None, the mask
+            was passed in the call.
+        original: the mask of the call; results are cached by its memory address. Default: None,
+            ``mask``.
     """
     if mask is None:
         return None
@@ -227,12 +231,12 @@ def padding_mask(
 
 
 def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
-    """Return the sequence entering a mixer (B, L, E), in its working dtype.
+    """Return a mixer's input (B, L, E) in the dtype of :func:`working_dtype`.
 
     Args:
         module: the mixer.
-        call: its recorded call.
-        name: name of the first argument. Default: None, as :attr:`Call.hidden_states`.
+        call: the mixer's recorded call.
+        name: name of the first argument. Default: None, :attr:`Call.hidden_states`.
     """
     hidden = call.hidden_states if name is None else in_batch(call.argument(name, 0))
     return hidden.to(working_dtype(module, hidden))
@@ -241,13 +245,13 @@ def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
 def hf_entering(
     module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sequence entering a mixer of transformers, and the mask.
+    """Return the input (B, L, E) of a mixer of transformers, and the mask of real tokens.
 
     Args:
         module: the mixer.
-        call: its recorded call, without a cache.
+        call: the mixer's recorded call; a cache is refused.
         cache: name of the cache argument. Default: ``"cache_params"``.
-        silent: whether padded tokens are set to zero. Default: True.
+        silent: whether to set padded tokens to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)
     hidden = entering(module, call)
@@ -257,13 +261,13 @@ def hf_entering(
 
 
 def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of a call, and the mask that the module's own code applies.
+    """Return the mask of a call, and the mask that the module's code really applies.
 
-    Transformers 4 ignores the mask of a single example, and a mask of pairs.
+    For example, transformers 4 ignores the mask of a single example, and a mask of token pairs.
 
     Args:
         module: the mixer.
-        call: its recorded call.
+        call: the mixer's recorded call.
     """
     names = list(inspect.signature(type(module).forward).parameters)
     # a subclass may pass its arguments on without naming them
@@ -279,11 +283,11 @@ def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | 
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
-    """View (B, L, C) as heads (B, L, H, P).
+    """View a tensor (B, L, C) as heads (B, L, H, P).
 
     Args:
         x: the tensor.
-        heads: how many, H. Default: None, one for each channel.
+        heads: number of heads, H. Default: None, one head per channel.
 
     Returns:
         The view.
@@ -300,7 +304,7 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 
 def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
-    """Return the operator that sets padded tokens to zero, in a list; empty without a mask."""
+    """Return a list with the operator that sets padded tokens to zero; empty without a mask."""
     if mask is None:
         return []
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]
@@ -309,21 +313,21 @@ def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
 def causal_conv(
     conv: nn.Conv1d, values: Tensor, mask: Tensor | None, shape: Shape
 ) -> tuple[ShortConv, Tensor]:
-    """A depthwise causal ``nn.Conv1d`` as an operator, and its output (B, L, H, P).
+    """Return a depthwise causal ``nn.Conv1d`` as an operator, and its output (B, L, H, P).
 
-    A model whose input projection has a bias lets padding leak through the convolution.  The share
-    of padded tokens does not depend on the input, so it is counted as bias, and padded tokens
-    themselves get exactly nothing.
+    If the input projection has a bias, padded tokens are not zero, and the convolution mixes them
+    into real tokens.  This contribution does not depend on the input, so it is part of the constant
+    term, and padded tokens get exactly zero relevance.
 
     Args:
-        conv: the module, whose padding is cut off at the end. If it has fewer channels than the
-            values, neighboring heads share its filters.
-        values: its input (B, L, H, P), each channel with its filter.
-        mask: True for real tokens (B, L); None if all are.
-        shape: the sizes of ``values``.
+        conv: the convolution; its outputs after the last token are ignored. If it has fewer
+            channels than the values, neighboring heads share a filter.
+        values: input of the convolution (B, L, H, P).
+        mask: True for real tokens (B, L); None if all are real.
+        shape: sizes of ``values``.
 
     Returns:
-        The operator, with the module's bias, and the output, at which an activation is frozen.
+        The operator, with the module's bias, and the module's output.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""Outputs of the submodules of a mixer in its call, so that an adapter need not run them again.
+"""Recorded outputs of a mixer's submodules, so that an adapter need not run them again.
 
-Hooks at both ends of a submodule fill a :class:`Heard`, which :func:`known_output` reads.
+Hooks before and after a submodule fill a :class:`Heard`; :func:`known_output` returns the output.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ...operators.kernels.truths import are_noted
 
 
 class Heard:
-    """A submodule's call, as hooks at both its ends record it.
+    """The record of one call of a submodule, filled by hooks before and after the submodule.
 
     Args:
-        given: the module's input, before any other hook.
+        given: input of the module, before any other hook.
         verified: whether operators are checked against the mixer's output. Default: False.
 
     Attributes:
         given: the input.
-        output: the module's output, after all other hooks; None if it must not be used. On a GPU
-            kernels may write to tensors without a change of their version. There it is used only
-            where operators are verified, and not when a call is repeated because one was wrong.
-            Under autocast the module computes in another dtype than adapters. Default: None.
+        output: output of the module after all other hooks, or None if it must not be reused. On a
+            GPU, kernels can change a tensor without changing its version, so outputs are reused
+            only if operators are checked, and not when a call is repeated after a failed check.
+            Under autocast outputs are not reused, because the dtype differs. Default: None.
         is_its_own: whether no other hook changed the input or the output. Default: False.
     """
 
@@ -38,26 +38,26 @@ class Heard:
         self.given = given.detach()
         self.output: Tensor | None = None
         self.is_its_own = False
-        #: Versions of the input and the output, by which later writes to them are noticed.
+        #: Versions of the input and the output; a later write to either changes its version.
         self._versions = _version(given), 0
-        #: The input before other hooks, and the output before other hooks with its version; only
-        #: during the call.
+        #: During the call: the input before other hooks; the output before other hooks, with its
+        #: version.
         self._entered: Any = given
         self._left: tuple[Any, int] = None, 0
 
     def ran(self, entered: Any, left: Any) -> None:
-        """Record that the module has run; other hooks follow.
+        """Record that the module's forward method has returned, before other hooks run.
 
         Args:
-            entered: the module's input, after hooks before it.
-            left: the module's output, before hooks after it.
+            entered: input of the forward method, after all pre-hooks.
+            left: output of the forward method, before other forward hooks.
         """
         untouched = entered is self._entered and _version(self.given) == self._versions[0]
         reusable = untouched and self._is_reusable(left)
         self._left = (left, _version(left)) if reusable else (None, 0)
 
     def returned(self, output: Any) -> None:
-        """Record the end of the call, after all hooks."""
+        """Record the output of the call, after all hooks."""
         reusable = self._is_reusable(self.given) and self._is_reusable(output)
         if reusable and autocast_dtype(self.given.device) is None:
             self.output = output.detach()
@@ -67,32 +67,34 @@ class Heard:
 
     @property
     def unchanged(self) -> Tensor | None:
-        """The output; None if it, or the input, has been written to since."""
+        """The output, or None if the output or the input was written to after the call."""
         output = self.output
         if output is None or (_version(self.given), _version(output)) != self._versions:
             return None
         return output
 
     def _is_reusable(self, x: Any) -> bool:
-        """Return True if a tensor's later change would be noticed, or operators are verified."""
+        """Return True if a later write to ``x`` is detectable, or if operators are checked."""
         if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
             return False
         return x.device.type == "cpu" or (self._verified and are_noted(x))
 
 
 def _version(x: Tensor) -> int:
+    """Return the counter of in-place writes to a tensor; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
+#: Recorded calls of submodules, in the context of :func:`telling`.
 _heard: ContextVar[dict[nn.Module, Heard] | None] = ContextVar("heard", default=None)
 
 
 @contextmanager
 def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
-    """Let adapters use the outputs of submodules.
+    """Return a context in which adapters reuse recorded outputs of submodules.
 
     Args:
-        heard: the calls of submodules that ran once, until :func:`forget`.
+        heard: records of submodules that were called once; :func:`forget` clears them.
     """
     token = _heard.set(heard)
     try:
@@ -102,14 +104,14 @@ def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Release the outputs of submodules, which take much memory, when no adapter needs them."""
+    """Release the recorded outputs, which take much memory, after the adapter has run."""
     heard = _heard.get()
     if heard is not None:
         heard.clear()
 
 
 def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
-    """Return ``module(x)`` from the run, with a graph if ``x`` has one; None if unknown."""
+    """Return the recorded ``module(x)``, with a graph if ``x`` has one; None without a record."""
     heard = (_heard.get() or {}).get(module)
     output = None if heard is None else heard.unchanged
     if heard is None or output is None or type(x) is not Tensor:
@@ -129,14 +131,14 @@ def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _are_equal(x: Tensor, given: Tensor) -> bool:
-    """Return True if tensors of one shape are equal; on a GPU, if they share memory."""
+    """Return True if tensors with equal shapes are equal; on a GPU, only if they share memory."""
     if x.data_ptr() == given.data_ptr() and x.stride() == given.stride():
         return True
     return x.device.type == "cpu" and torch.equal(x, given)
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Return True if a module's graph is one product with its weight: no bias, and no hooks."""
+    """Return True if a module is a plain linear layer without a bias and backward hooks."""
     return (
         type(module) is nn.Linear
         and module._parameters["bias"] is None
@@ -147,7 +149,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 class _KnownProduct(torch.autograd.Function):
-    """The product of x and a transposed weight, whose result is known; only its backward runs."""
+    """Autograd function of x @ weight.T that returns a known result; only backward computes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: list[Tensor]) -> Tensor:

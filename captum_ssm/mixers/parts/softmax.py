@@ -1,4 +1,4 @@
-"""Softmax attention as an operator, given queries, keys and values."""
+"""Softmax attention as an operator, computed from queries, keys and values."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from ...operators import Chain, DenseHeads, Operator, Shape, ShortConv
 from ...operators.heads import SoftmaxHeads
 from ...operators.kernels.truths import read_once
 
-#: Added to a score, this or less makes the exponential underflow: the key is hidden.
+#: A mask term of at most this number makes a score's exponential underflow, which hides the key.
 _HIDDEN = -6e4
 
 
 def softmax_attention(
     query: Tensor, key: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Operator, Tensor | None]:
-    """Return the operator softmax(scaling q k^T + mask), and the mask of tokens that are read.
+    """Return the operator softmax(scaling q k^T + mask), and the mask of real tokens.
 
-    A token that may read nothing is padding and has a row of zeros.  The model's own output there
-    (for a mask of large negative numbers the mean of all tokens) counts as bias.
+    A query for which all keys are hidden is padding and gets a row of zeros.  The model's output
+    there (with large negative mask terms, the mean of all tokens) becomes a constant term.
 
     Args:
-        query: (B, H, L, N).
-        key: (B, H, L, N).
-        values: (B, L, H, P).
+        query: queries (B, H, L, N).
+        key: keys (B, H, L, N).
+        values: values (B, L, H, P).
         scaling: factor of the scores.
-        mask: broadcastable to (B, H, L, L), boolean with True for pairs that are read, or added to
-            the scores; None if all are read.
+        mask: mask broadcastable to (B, H, L, L): boolean, True for visible pairs of query and key,
+            or numbers to add to the scores; None if all pairs are visible.
 
     Returns:
-        The operator, and a boolean (B, L), or None if every token is read.
+        The operator, and a boolean (B, L) that is True for tokens visible to any query, or None if
+        all are.
 
     Example:
         >>> import torch
         >>> from captum_ssm.mixers import softmax_attention
-        >>> query = key = torch.zeros(1, 1, 2, 4)  # all scores are alike
+        >>> query = key = torch.zeros(1, 1, 2, 4)  # all scores are equal
         >>> causal = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril()
         >>> operator, _ = softmax_attention(query, key, torch.ones(1, 2, 1, 4), 0.5, causal)
         >>> operator.dense().tolist()
@@ -47,7 +48,7 @@ def softmax_attention(
     hidden = None if mask is None else _hidden(mask)
 
     def computed(query: Tensor, key: Tensor) -> Tensor:
-        # in place: to allocate a tensor of this size takes longer than to fill it
+        # in place, because allocating a tensor of this size takes longer than filling it
         scores = (query @ key.mT).mul_(scaling)
         if mask is None:
             return scores.softmax(-1)
@@ -70,7 +71,7 @@ def softmax_attention(
     matrices = computed(query, key)
     if hidden is None:
         return heads(matrices), None
-    blind = hidden.all(-1, keepdim=True)  # rows that read nothing
+    blind = hidden.all(-1, keepdim=True)  # rows whose keys are all hidden
     read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
     are_blind, all_read = read_once("pairs", lambda: _read(blind.any(), read.all()), of=mask)
     idle = matrices.masked_fill(~blind, 0) if are_blind else None
@@ -85,19 +86,19 @@ def softmax_attention(
 def seen_pairs(
     tokens: int, device: torch.device, *, causal: bool = True, window: int | None = None
 ) -> Tensor | None:
-    """Return the pairs of a query and a key that attention sees without a mask.
+    """Return the pairs of query and key that are visible with causality and a window.
 
-    All mixers of a call on a device share one tensor.  It is known without reading it that each
-    token sees itself.
+    All mixers of a call on a device share one tensor.  Every token is visible to itself, so the
+    tensor's properties need not be read from a GPU.
 
     Args:
-        tokens: how many there are, L.
-        device: of the result.
-        causal: whether queries see no later keys. Default: True.
-        window: queries see only keys nearer than this. Default: None, all.
+        tokens: number of tokens, L.
+        device: device of the result.
+        causal: whether later keys are hidden. Default: True.
+        window: only keys at a smaller distance than this are visible. Default: None, no window.
 
     Returns:
-        A boolean (1, 1, L, L), or None if every pair is seen.
+        A boolean (1, 1, L, L), or None if every pair is visible.
     """
     if (not causal or tokens == 1) and (window is None or window >= tokens):
         return None
@@ -114,16 +115,17 @@ def seen_pairs(
 
 
 def _hidden(mask: Tensor) -> Tensor:
+    """Return True for hidden pairs of a boolean or additive mask."""
     return ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
 
 
 def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> None:
-    """Read a mask's properties for :func:`softmax_attention` and a check, in one wait for a device.
+    """Read a mask's properties and one more check from a GPU together, and cache both.
 
     Args:
-        mask: see :func:`softmax_attention`.
+        mask: mask of :func:`softmax_attention`.
         about: key of the check; see :func:`read_once`.
-        truth: makes the check.
+        truth: function that returns the check, a boolean tensor.
     """
 
     def read() -> list[bool]:
@@ -136,6 +138,6 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
 
 
 def _read(*truths: Tensor) -> list[bool]:
-    """Read several checks, by one wait for a device."""
+    """Return boolean tensors as numbers, waiting for the device once."""
     found: list[bool] = torch.stack(truths).tolist()
     return found

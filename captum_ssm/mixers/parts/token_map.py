@@ -1,4 +1,4 @@
-"""Tokens that lie in a two-dimensional map, mixed in all of it or within windows."""
+"""Tokens of two-dimensional maps, for mixers that mix the whole map or windows of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...operators.reorder import Windows
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A convolution from the tokens of a map to those of a coarser one.
+    """A convolution from the tokens of a map to the tokens of a coarser map.
 
-    It mixes channels, which have no separate matrices; relevance uses its receptive field alone.
+    It mixes channels, so there is no matrix per channel; relevance only uses the receptive field.
 
     Attributes:
-        conv: the convolution, or whatever has its kernel size, stride, padding and dilation.
+        conv: the convolution, or any module with its kernel size, stride, padding and dilation.
         size: height and width of the finer map.
     """
 
@@ -34,11 +34,11 @@ class Reduction:
         return height, width
 
     def spread(self, row: Tensor) -> Tensor:
-        """Spread a row over the coarser tokens (B, L') to the finer ones (B, L).
+        """Distribute relevance of coarser tokens (B, L') to finer tokens (B, L).
 
-        The tokens that the convolution reads for a coarser one share its relevance equally, so that
-        none is lost.  It takes the place of the residual stream's identity where the convolution
-        replaces the stream.
+        Each coarser token's relevance is divided equally among the finer tokens in the
+        convolution's receptive field, so the total is conserved.  This map replaces the residual
+        stream's identity, because the convolution replaces the residual stream.
         """
         shares = row.reshape(-1, 1, *self.reduced) / self._tokens_read(row)
         size, ones = (len(row), 1, *self.size), self._ones(row)
@@ -46,25 +46,27 @@ class Reduction:
         return spread.flatten(1)
 
     def _tokens_read(self, like: Tensor) -> Tensor:
-        """Return how many tokens are read for each coarser one, (1, 1, h', w')."""
+        """Return how many finer tokens each coarser token depends on, (1, 1, h', w')."""
         return F.conv2d(like.new_ones(1, 1, *self.size), self._ones(like), **self._geometry())
 
     def _ones(self, like: Tensor) -> Tensor:
+        """Return a kernel of ones, (1, 1, k, k)."""
         return like.new_ones(1, 1, *self.conv.kernel_size)
 
     def _geometry(self) -> dict[str, Any]:
+        """Return stride, padding and dilation as arguments of torch's convolutions."""
         conv = self.conv
         return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    """Where a mixer's tokens, numbered row by row, lie in a map.
+    """The layout of a mixer's tokens in a two-dimensional map, numbered row by row.
 
     Attributes:
         size: height and width of the map.
-        windows: the windows that the mixer sees in place of the map; None if it sees the map.
-        reduction: the convolution to the next, coarser map; None for the last.
+        windows: the windows with which the mixer is called; None if it is called with the map.
+        reduction: convolution to the next, coarser map; None for the last map.
     """
 
     size: tuple[int, int]
@@ -72,18 +74,20 @@ class TokenMap:
     reduction: Reduction | None = None
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Convert the mixer's layout, (B W, T, E) in windows, to tokens (B, L, E)."""
+        """Convert the mixer's layout, such as windows (B W, T, E), to tokens (B, L, E)."""
         if self.windows is not None:
             return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
-        return x if x.dim() == 3 else x.flatten(1, 2)  # blocks may hold maps (B, height, width, E)
+        return (
+            x if x.dim() == 3 else x.flatten(1, 2)
+        )  # some blocks return maps (B, height, width, E)
 
     def as_returned(self, x: Tensor) -> Tensor:
-        """Convert tokens (B, L, E) to the mixer's layout, the adjoint of :meth:`in_order`."""
+        """Convert tokens (B, L, E) to the mixer's layout; the adjoint of :meth:`in_order`."""
         return x if self.windows is None else self.windows.cut(x.unsqueeze(-1)).squeeze(-1)
 
 
 def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:
-    """Cut a map into windows of ``side`` x ``side`` tokens, padded below and to the right."""
+    """Split a map into windows of ``side`` x ``side`` tokens, padded below and to the right."""
     height, width = size
     number = torch.arange(height * width, device=device).view(height, width)
     padded = F.pad(number, (0, -width % side, 0, -height % side), value=-1)
