@@ -238,9 +238,8 @@ def _end_to_end(module: Any, received: list[_AttentionCall], tokens: int) -> _At
     sizes = [each.query.shape[2] for each in received]
     if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in received):
         raise UnsupportedMixerError(
-            f"{type(module).__name__} calls its attention function {len(received)} times. Several "
-            "calls are supported only for one image each, without a mask. Pass one image at a "
-            "time, or register an adapter with register_mixer()."
+            f"{type(module).__name__} calls its attention function {len(received)} times, which is "
+            "supported only for one image each, without a mask. Pass one image at a time."
         )
     count = torch.tensor(sizes, device=received[0].query.device)
     step = torch.arange(max(sizes), device=count.device)
@@ -277,9 +276,8 @@ def _record(
     batch, heads, tokens, width = query.shape
     if key.shape[-2] != tokens:
         raise UnsupportedMixerError(
-            f"{type(module).__name__}: {tokens} queries attend to {key.shape[-2]} keys. Only "
-            "self-attention of a whole sequence is supported: pass the whole sequence in one call, "
-            "without a cache."
+            f"{type(module).__name__}: {tokens} queries attend to {key.shape[-2]} keys, which is "
+            "not supported. Pass the whole sequence in one call, without a cache."
         )
     causal = kwargs.get("is_causal")
     groups = heads // key.shape[1]
@@ -297,11 +295,8 @@ def _record(
 
 
 def _unknown(module: Any, name: str) -> UnsupportedMixerError:
-    """Return the error for an argument of attention functions that is not supported."""
-    return UnsupportedMixerError(
-        f"{type(module).__name__}: attention with {name} is not supported. Use a model without it, "
-        "or register an adapter with register_mixer()."
-    )
+    kind = type(module).__name__
+    return UnsupportedMixerError(f"{kind} with {name} is not supported. Use a model without it.")
 
 
 @contextmanager

@@ -49,8 +49,7 @@ class Call:
 
         Args:
             name: name of the argument.
-            position: index of the argument if it is passed by position. Default: None, it is
-                passed by keyword only.
+            position: index of the argument if it is passed by position. Default: None, by keyword.
         """
         if name in self.kwargs:
             return self.kwargs[name]
@@ -79,8 +78,7 @@ class Call:
 
         Args:
             name: name of the argument.
-            position: index of the argument if it is passed by position. Default: None, it is passed
-                by keyword only.
+            position: index of the argument if it is passed by position. Default: None, by keyword.
 
         Raises:
             CachedStateError: if there is a cache, because tokens of earlier calls are not recorded.
@@ -202,14 +200,12 @@ class LinearMixer:
 def refused_cache(name: str, cache: Any) -> CachedStateError:
     """Return the error for a call with a cache, given the argument's name and the cache."""
     return CachedStateError(
-        f"{name}={type(cache).__name__} was passed: the call continues from a cache, and tokens "
-        "of earlier calls cannot be attributed. Pass the whole sequence in one call, without a "
-        "cache."
+        f"{name}={type(cache).__name__} was passed: the call continues from a cache, so earlier "
+        "tokens cannot be attributed. Pass the whole sequence in one call, without a cache."
     )
 
 
-#: An adapter: a function of a module and one recorded :class:`Call` that returns a
-#: :class:`LinearMixer`.
+#: An adapter: a function from a module and a recorded :class:`Call` to a :class:`LinearMixer`.
 Linearize = Callable[[nn.Module, Call], LinearMixer]
 
 
@@ -231,7 +227,5 @@ def first_tensor(output: Any) -> Tensor:
     for value in values:
         if isinstance(value, Tensor):
             return value
-    raise TypeError(
-        f"The module's output of type {type(output).__name__} contains no tensor. Use a module "
-        "that returns a tensor, or a tuple, list or mapping with a tensor."
-    )
+    kind = type(output).__name__
+    raise TypeError(f"The output of type {kind} has no tensor. Use a module that returns one.")

@@ -125,12 +125,10 @@ def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
 
 
 def _mixed(module: Any, hidden: Tensor) -> Tensor:
-    """Return projected queries, keys and values, concatenated along channels."""
     return torch.cat([run(p, hidden) for p in (module.q_proj, module.k_proj, module.v_proj)], -1)
 
 
 def _log_decay(module: Any, a: Tensor) -> Tensor:
-    """Return log decays per head (B, L, H) from the projection a (B, L, H)."""
     rate: Tensor = module.A_log.to(a).exp()
     return -rate * F.softplus(a + module.dt_bias.to(a))
 

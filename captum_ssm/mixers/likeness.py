@@ -122,7 +122,6 @@ def nearest(name: str, parts: frozenset[str]) -> list[str]:
 
 
 def _last(path: str) -> str:
-    """Return the class name at the end of a dotted path."""
     return path.rsplit(".", 1)[-1]
 
 

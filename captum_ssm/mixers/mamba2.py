@@ -143,7 +143,6 @@ def _simple(
 
 
 def _hf_scanned(module: Any, projected: Tensor, mask: Tensor | None) -> tuple[Path, Tensor]:
-    """Return :func:`scanned` for a class of transformers."""
     dt_limit = module.time_step_limit or (module.time_step_min, math.inf)
     return scanned(module, projected, mask, module.n_groups, dt_limit)
 

@@ -98,14 +98,12 @@ def _direction(
 
 
 def _scan(path: Path, module: Any, names: str) -> Path:
-    """Apply the scan of one direction; ``names`` formats the names of the module's parts."""
     # mambapy, whose blocks have a configuration, uses the raw weight of dt_proj
     called = not hasattr(module, "config")
     return selective_scan(path, module, names, called_dt=called, norm=_normed)
 
 
 def _normed(module: Any, parts: Selected) -> Selected:
-    """Return t, B and C after the module's norms, if it has them."""
     norms = (module.dt_layernorm, module.B_layernorm, module.C_layernorm)
     pairs = zip(parts, norms, strict=True)
     return tuple(part if norm is None else run(norm, part) for part, norm in pairs)

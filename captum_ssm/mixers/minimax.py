@@ -47,7 +47,6 @@ def _padding_reads(module: Any) -> bool:
 
 
 def _branch_scale(block: Any) -> float:
-    """Return beta / alpha of the block, or 1 without a block."""
     if not hasattr(block, "attn_alpha_factor"):
         return 1.0
     return float(block.attn_beta_factor / block.attn_alpha_factor)

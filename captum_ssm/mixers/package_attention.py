@@ -93,7 +93,6 @@ def _refuse(module: Any, inputs: list[Tensor]) -> None:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have equal shapes and entries."""
     return one.shape == other.shape and torch.equal(one, other)
 
 

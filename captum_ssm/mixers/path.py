@@ -81,8 +81,7 @@ class Path:
 
         Args:
             factor: factor (B, L, C), or broadcastable to (B, L, H, P).
-            component: name of the mixer's part, such as ``"gate"``. Default: None, a structural
-                part.
+            component: name of the mixer's part. Default: None, a structural part.
             **options: further arguments of :class:`~captum_ssm.operators.Diagonal`.
         """
         factor = as_heads(factor, self.shape.heads) if factor.dim() == 3 else factor
@@ -133,10 +132,8 @@ class Path:
         """Mix tokens by softmax attention, and set :attr:`mask` to the tokens attended to.
 
         Args:
-            query: queries (B, L, H, N).
-            key: keys (B, L, H, N).
-            scaling: factor of the scores.
-            pairs: mask of pairs of tokens, as ``mask`` of :func:`softmax_attention`.
+            query, key: queries and keys (B, L, H, N).
+            scaling, pairs: factor and mask of the scores, as in :func:`softmax_attention`.
         """
         vectors = query.transpose(1, 2), key.transpose(1, 2)
         operator, self.mask = softmax_attention(*vectors, self.values, scaling, pairs)
@@ -167,8 +164,7 @@ class Path:
         Args:
             weight: weights of the channels of a head, or of all channels; None for no weights.
             eps: number added to the mean square.
-            groups: number of groups of channels that are normalized separately. Default: None, one
-                group per head.
+            groups: number of groups normalized separately. Default: None, one per head.
         """
         x = as_heads(self.now.flatten(2), groups or self.shape.heads)
         factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -185,8 +181,7 @@ class Path:
         """Apply a LayerNorm to each head; the scale is frozen, and the centering stays linear.
 
         Args:
-            weight: weights of all channels, or None.
-            bias: biases of all channels, or None; it is ignored without weights.
+            weight, bias: weights and biases of all channels, or None.
             eps: number added to the variance.
             across: whether to apply one norm over all heads. Default: False.
         """

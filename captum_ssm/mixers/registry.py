@@ -50,13 +50,11 @@ def register_mixer(
             the package need not be imported. Subclasses use the same adapter. Registering a class
             again replaces its adapter.
         linearize: function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
-            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, the adapter of
-            ``like``.
+            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, as for ``like``.
         like: a supported class, its full name, or the name of a family with one class. ``mixer``
             must have the same parts with the same names, and compute the same function. This is
             checked as for every adapter, by default in each run. Default: None.
-        family: name in :func:`supported_architectures`. Default: the family of ``like``, or the
-            class name.
+        family: name in :func:`supported_architectures`. Default: as ``like``, or the class name.
         joins: how the mixer's output is added to the residual stream. ``"residual"``: by itself.
             ``"parallel"``: together with the other mixers of the block. ``"feeds"``: only to the
             next mixer's input. Default: the value of ``like``, or ``"residual"``.
@@ -76,9 +74,8 @@ def register_mixer(
     path = mixer if isinstance(mixer, str) else class_path(mixer)
     if "." not in path or (like is None and not callable(linearize)):
         raise OptionError(
-            f"register_mixer got mixer={mixer!r} and linearize={linearize!r}. Pass a class or its "
-            "full name 'package.module.Class', and either a function as linearize or a supported "
-            "class as like=."
+            f"register_mixer got mixer={mixer!r}, linearize={linearize!r}. Pass a class or its "
+            "full name 'package.module.Class', and a function, or like= with a supported class."
         )
     package, name = path.split(".")[0], _name(path)
     if like is None:
@@ -138,8 +135,7 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     """Return the architecture and adapter of a module, or None if its class has none.
 
     Remote code of a model on the Hugging Face Hub is often a copy of a supported class.  A class
-    there with the same name and parts uses the same adapter; its operator is checked like any
-    other.
+    there with the same name and parts uses the same adapter, and its operator is checked as usual.
     """
     for cls in type(module).__mro__:
         path = class_path(cls)
@@ -166,7 +162,6 @@ _OF_THE_HUB = "transformers_modules."
 
 
 def _name(path: str) -> str:
-    """Return the class name at the end of a dotted path."""
     return path.rsplit(".", 1)[-1]
 
 

@@ -27,9 +27,8 @@ class Architecture:
         package: name of the distribution that contains the class, such as ``"transformers"``.
         class_path: fully qualified name of the mixer class.
         tested_version: version of the package in tests. Default: ``""``, for a user's class.
-        joins: how the mixer's output is added to the residual stream: ``"residual"``,
-            ``"parallel"`` or ``"feeds"``; see :func:`~captum_ssm.register_mixer`. Default:
-            ``"residual"``.
+        joins: how the mixer's output is added to the residual stream; see
+            :func:`~captum_ssm.register_mixer`. Default: ``"residual"``.
         lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
             ``"generated text"`` do not support its models, with the reason. Default: none.
         alone: whether tests cover only the mixer, without a model around it. Default: False.

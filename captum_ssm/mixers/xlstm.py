@@ -155,7 +155,6 @@ def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """Return cap tanh(x / cap), or ``x`` without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 

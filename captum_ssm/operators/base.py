@@ -356,8 +356,7 @@ class Operator:
 
         Args:
             positions: indices of the rows: Q for all examples, or a tensor (Q, B).
-            weight: factors that multiply the rows, broadcastable to (Q, B, 1, H, P). Default: None,
-                no factors.
+            weight: factors of the rows, broadcastable to (Q, B, 1, H, P). Default: None, all 1.
         """
         return generic.unit_rows(self, positions, weight)
 
@@ -366,8 +365,7 @@ class Operator:
 
         Args:
             reduce: as in :meth:`rows`. Default: ``"mean"``.
-            heads: indices of the heads to use; negative ones count from the end. Default: None, all
-                heads.
+            heads: the heads to use; negative numbers count from the end. Default: None, all heads.
 
         Returns:
             (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L) with ``"heads"``.
@@ -384,8 +382,7 @@ class Operator:
             left: row factors, broadcastable to (B, L, H, P).
             band: the inner factor: by lag, column factors broadcastable to (B, L, H, P).
             rows: neighboring rows, ascending; at least one. Only these are computed.
-            by_head: whether to sum the channels of each head separately. Default: False, one sum
-                over the channels of all heads.
+            by_head: whether to sum over each head separately. Default: False, over all heads.
 
         Returns:
             The strip: entries (B, R, W) or (B, H, R, W), with the ranges of rows and columns.

@@ -234,7 +234,6 @@ class Chain(Composite):
 
 
 def _flat(part: Operator) -> tuple[Operator, ...]:
-    """Return the parts of a Chain, or the operator itself if it is not a Chain."""
     return part.parts if isinstance(part, Chain) else (part,)
 
 

@@ -26,8 +26,7 @@ ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 #: Gradients of coefficients by part and name.
 Gradients = dict[Operator, dict[str, Tensor]]
-#: Returns the values' gradient from the outputs', and adds coefficients' gradients to its second
-#: argument.
+#: Returns the values' gradient, and adds the coefficients' gradients to the second argument.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 
@@ -96,9 +95,9 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         offset: factors (S, 1, 1, 1, 1) of the constants that biases inside the operator add.
 
     Returns:
-        The output (S, B, L, H, P), and a function of the output's gradient. The function returns
-        the values' gradient, and adds the gradients of live coefficients, summed over the stack, to
-        its second argument.
+        The output (S, B, L, H, P), and a function of its gradient. The function returns the values'
+        gradient, and adds live coefficients' gradients, summed over the stack, to its second
+        argument.
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))

@@ -118,10 +118,8 @@ def dense(
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
-            raise OptionError(
-                f"heads must lie in [{-count}, {count}), got {list(heads)}. Pass at least one "
-                "head, or None for all heads."
-            )
+            found = f"got {list(heads)}. Pass at least one head, or None for all heads."
+            raise OptionError(f"heads must lie in [{-count}, {count}), {found}")
         return operator.select([head % count for head in heads]).dense(reduce)
     _, tokens, count, per_head = operator.shape
     one = operator._ones(1, 1, 1, 1)

@@ -28,8 +28,7 @@ class LongConv(Operator):
     alpha[i, j] = kernel[i - j] for j <= i, the same for every input (S4, DSS, Hyena's filters;
     hidden-attention paper, appendix C).  It is applied by fast Fourier transforms.
 
-    For a convolution in both directions, add a second one between two reorderings that reverse the
-    tokens:
+    For a convolution in both directions, add a second one on reversed tokens:
     ``Sum(LongConv(ahead, shape), Chain(flip, LongConv(back, shape), flip))``.
 
     Args:
@@ -200,13 +199,8 @@ def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
     """Set ``out`` to zero where the convolution of ``x`` is exactly zero, channel by channel.
 
     Fourier transforms leave rounding errors at all tokens, but the entries of causal rows after the
-    query must be exactly zero.
-
-    Args:
-        out: the convolution (..., L, H, P).
-        x: the values (..., L, H, P).
-        before: how many tokens before a nonzero value the result may be nonzero.
-        after: how many tokens after a nonzero value the result may be nonzero.
+    query must be exactly zero.  ``out`` may be nonzero from ``before`` tokens before the first
+    nonzero value to ``after`` tokens after the last one.
     """
     tokens = x.shape[-3]
     there = (x != 0).to(torch.uint8)

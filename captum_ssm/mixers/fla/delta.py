@@ -138,13 +138,11 @@ def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, .
 
 
 def _beta(module: Any, hidden: Tensor) -> Tensor:
-    """Return the step sizes beta (B, L, H), doubled if negative eigenvalues are allowed."""
     beta = torch.sigmoid(run(module.b_proj, hidden))
     return 2 * beta if module.allow_neg_eigval else beta
 
 
 def _log_decay(module: Any, hidden: Tensor) -> Tensor:
-    """Return logarithms of the decays per head (B, L, H)."""
     rate: Tensor = module.A_log.to(hidden).exp()
     return -rate * F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
 

@@ -124,12 +124,10 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
 
 
 def _value_path(module: Any, hidden: Tensor, mask: Tensor | None) -> Path:
-    """Return :func:`value_path` with the layer's sizes."""
     return value_path(module, hidden, mask, module.head_v_dim, repeat=module.num_kv_groups)
 
 
 def _scalar_scan(module: Any, path: Path, q: Tensor, k: Tensor, log_decay: Tensor) -> Path:
-    """Apply linear attention with one decay per head, and keys shared by groups of heads."""
     q, k = q * module.head_k_dim**-0.5, k.repeat_interleave(module.num_kv_groups, 2)
     return path.scan(ScalarDecayHeads(q, k, log_decay, None, module.head_v_dim))
 

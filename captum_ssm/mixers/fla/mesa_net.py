@@ -79,5 +79,4 @@ def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -
 
 
 def _squared(x: Tensor) -> Tensor:
-    """Return the squared length of ``x`` (..., N), (..., 1), without a graph."""
     return x.detach().square().sum(-1, keepdim=True)

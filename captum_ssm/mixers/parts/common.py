@@ -99,7 +99,6 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
 
 
 def _product_of(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return the forward method of a linear layer with this weight and bias."""
     return lambda x: linear(x, weight, bias)
 
 
@@ -218,10 +217,8 @@ def padding_mask(
     Args:
         mask: the mask, broadcastable to (B, L).
         x: the sequence (B, L, E).
-        kind: class of the module that computed the mask from ``original``. Default: None, the mask
-            was passed in the call.
-        original: the mask of the call; results are cached by its memory address. Default: None,
-            ``mask``.
+        kind: class of the module that computed the mask from ``original``. Default: None.
+        original: the call's mask; results are cached by its memory. Default: None, ``mask``.
     """
     if mask is None:
         return None

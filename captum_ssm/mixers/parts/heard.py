@@ -81,7 +81,6 @@ class Heard:
 
 
 def _version(x: Tensor) -> int:
-    """Return the counter of in-place writes to a tensor; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 

@@ -32,8 +32,7 @@ def softmax_attention(
             or numbers to add to the scores; None if all pairs are visible.
 
     Returns:
-        The operator, and a boolean (B, L) that is True for tokens visible to any query, or None if
-        all are.
+        The operator, and a boolean (B, L), True for tokens visible to any query; None if all are.
 
     Example:
         >>> import torch
@@ -115,7 +114,6 @@ def seen_pairs(
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """Return True for hidden pairs of a boolean or additive mask."""
     return ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
 
 

@@ -50,11 +50,9 @@ class Reduction:
         return F.conv2d(like.new_ones(1, 1, *self.size), self._ones(like), **self._geometry())
 
     def _ones(self, like: Tensor) -> Tensor:
-        """Return a kernel of ones, (1, 1, k, k)."""
         return like.new_ones(1, 1, *self.conv.kernel_size)
 
     def _geometry(self) -> dict[str, Any]:
-        """Return stride, padding and dilation as arguments of torch's convolutions."""
         conv = self.conv
         return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
 
@@ -77,9 +75,7 @@ class TokenMap:
         """Convert the mixer's layout, such as windows (B W, T, E), to tokens (B, L, E)."""
         if self.windows is not None:
             return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
-        return (
-            x if x.dim() == 3 else x.flatten(1, 2)
-        )  # some blocks return maps (B, height, width, E)
+        return x if x.dim() == 3 else x.flatten(1, 2)  # some blocks return (B, height, width, E)
 
     def as_returned(self, x: Tensor) -> Tensor:
         """Convert tokens (B, L, E) to the mixer's layout; the adjoint of :meth:`in_order`."""

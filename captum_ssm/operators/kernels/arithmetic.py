@@ -222,11 +222,11 @@ class _LinearMap(torch.autograd.Function):
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
 
-    This is the normalizer of a softmax with decays, computed by a blocked scan (a prefix
-    computation on two levels; Blelloch, Prefix Sums and Their Applications, 1990).  The tokens are
-    split into about sqrt(L) runs.  All runs are summed in parallel, then each run adds the sum of
-    the runs before it.  Every step is a logaddexp, so no exponential overflows and small terms
-    of distant tokens stay accurate.  The naive version sums the exponentials.
+    This normalizer of a softmax with decays is computed by a blocked scan (a prefix computation on
+    two levels; Blelloch, Prefix Sums and Their Applications, 1990).  About sqrt(L) runs of tokens
+    are summed in parallel, then each run adds the sum of the runs before it.  Every step is a
+    logaddexp, so nothing overflows and small terms stay accurate.  The naive version sums the
+    exponentials.
 
     Args:
         scores: scores (B, L, H); -inf for a token that adds nothing.

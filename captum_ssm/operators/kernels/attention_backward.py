@@ -57,9 +57,8 @@ def gradients(
         log_decay: logarithms of the decays, at most 0, (B, L, H, N) or (B, L, H, 1).
         values: W value tensors, each (B, L, H, P).
         outer: gradients of each query's outputs, each (B, L, H, P).
-        bonus: factors (H, N) of a token's own key and value, for one query and one key. If given, a
-            query reads the state before its own token is added; see
-            :class:`~captum_ssm.operators.VectorDecayHeads`. Default: None.
+        bonus: factors (H, N) as in :class:`~captum_ssm.operators.VectorDecayHeads`, for one query
+            and one key; a query then reads the state before its own token is added. Default: None.
     """
     with torch.enable_grad():
         q, k, v = (torch.stack(tuple(x), 2).detach() for x in (queries, keys, values))
@@ -79,8 +78,7 @@ def attend(
         query: R queries per token (B, L, R, H, N).
         key: W keys per token (B, L, W, H, N).
         values: W values per token (B, L, W, H, P).
-        log_decay: as in :func:`gradients`.
-        bonus: as in :func:`gradients`.
+        log_decay, bonus: as in :func:`gradients`.
     """
     tokens, rows = query.shape[1:3]
     length = min(_TOKENS, 1 << (tokens - 1).bit_length())

@@ -282,7 +282,6 @@ def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
 
 
 def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
-    """Return the chunks that begin at token ``start`` or later."""
     return [chunk for chunk in chunks if chunk.tokens.start >= start]
 
 
@@ -300,5 +299,4 @@ def _times_carry(x: Tensor, carry: Tensor) -> None:
 
 
 def _product(after: Tensor, before: Tensor) -> Tensor:
-    """Return the product of two carries: diagonals (..., N, 1), or matrices (..., N, N)."""
     return after * before if after.shape[-1] == 1 else after @ before

@@ -218,10 +218,9 @@ def _scan(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Map BLOCK channels of one example, T tokens at a time.
+    """Map BLOCK channels of one example, T tokens at a time; a column is a channel and a state.
 
-    Each column is a pair of a channel and a state index.  The adjoint runs from the last token to
-    the first; its decay at token t is the decay of token t + 1.
+    The adjoint runs from the last token to the first; its decay at token t is that of token t + 1.
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch

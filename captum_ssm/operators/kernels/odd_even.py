@@ -148,7 +148,6 @@ class _Rung(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of pairs."""
         return self.tokens // 2
 
     def at(self, x: Tensor, index: int) -> Tensor:
@@ -185,7 +184,6 @@ class _Rung(NamedTuple):
         return [(each[i + 1], between[i], each[i]) for i in order]
 
     def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Return ``count`` entries from ``first`` on, skipping every second one."""
         last = first + 2 * (count - 1)
         start = x.shape[-2] - 1 - last if self.backwards else first
         return x[..., start : start + 2 * count : 2, :] if count > 0 else x[..., :0, :]

@@ -227,7 +227,6 @@ class _Steps:
         self.scalings: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
-        """Add all products, then apply all scalings."""
         for total, left, right in self.products:
             total.baddbmm_(left, right)
         for scaled, factor in self.scalings:
@@ -335,7 +334,6 @@ class _Pairs:
         return x[:, self.end + self.span :]
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Return the blocks of whole pairs, (B, pairs, 2, span, K)."""
         return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
 
 

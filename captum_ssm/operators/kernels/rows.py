@@ -85,14 +85,7 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
 
 
 def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
-    """Return rows of the product matrix . band.
-
-    Args:
-        entries: function of column factors that returns the matrix's strip times these factors.
-        band: column factors by lag.
-        rows: indices of the rows.
-        tokens: size of the matrix, L.
-    """
+    """Return rows of matrix . band; ``entries`` returns the matrix's strip for column factors."""
     if [*band] == [0]:
         return entries(band[0])
     return sum_strips(
@@ -129,10 +122,8 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
     index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
     if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
-        raise QueryError(
-            f"positions must lie in [{-tokens}, {tokens}), got {positions}. Pass at least one "
-            "position; negative positions count from the end."
-        )
+        accepted = f"positions must lie in [{-tokens}, {tokens})"
+        raise QueryError(f"{accepted}, got {positions}. Pass at least one position.")
     return (index % tokens).to(device)
 
 

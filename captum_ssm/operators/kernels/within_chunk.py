@@ -197,13 +197,7 @@ def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
 
 
 def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
-    """View the tiles of matrices (runs, T, R, T) that begin ``row`` rows below the diagonal.
-
-    Args:
-        out: R matrices for each run.
-        side: number of rows and of columns of a tile.
-        row: distance of a tile's first row from the diagonal.
-        step: number of tokens from one tile to the next.
+    """View tiles of matrices (runs, T, R, T), every ``step`` tokens, ``row`` below the diagonal.
 
     Returns:
         A view (runs, tiles, side, R, side).

@@ -45,7 +45,6 @@ class Coefficients(Operator):
 
     @property
     def per_head(self) -> int:
-        """Number of value channels per head, P."""
         return self.shape.per_head
 
     def tensors(self) -> dict[str, Tensor]:

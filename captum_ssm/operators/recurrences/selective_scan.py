@@ -367,5 +367,4 @@ def _blocks(
 
 
 def _lags(band: Band) -> range:
-    """Return all lags from the smallest to the largest lag of the band."""
     return range(min(band), max(band) + 1)
