@@ -184,7 +184,7 @@ def refusal(name: str, module: nn.Module, *, others: bool = False) -> Unsupporte
     place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
     ran, way_out = "", ""
     if others:
-        ran = ", and the model called it"
+        ran = ", and it ran"
         way_out = " To explain the run without it, name the mixers to use with layers=[...]."
     return UnsupportedMixerError(
         f"{place} mixes tokens and has no adapter{ran}. {proposal(module)}{what_is_served()}"

@@ -283,7 +283,7 @@ def test_cross_attention_is_refused() -> None:
     hidden, other = torch.randn(1, 4, 16), torch.randn(1, 6, 16)
     with torch.no_grad(), trace(module, operators=False) as t:
         module(hidden, encoder_hidden_states=other)
-    with pytest.raises(UnsupportedMixerError, match="4 queries read 6 keys"):
+    with pytest.raises(UnsupportedMixerError, match="4 queries attend to 6 keys"):
         _ = t.layers[0].operator
 
 
@@ -302,7 +302,7 @@ def test_gpt2s_own_eager_attention_is_refused() -> None:
     model.config._attn_implementation = "eager"
     layer, *_ = record(model, torch.randint(19, (1, 5)))
     vars(layer.mixer.module).pop("scaling", None)  # as in version 4
-    with pytest.raises(UnsupportedMixerError, match="GPT2Attention with eager attention"):
+    with pytest.raises(UnsupportedMixerError, match="GPT2Attention with attn_implementation"):
         _ = layer.linear
 
 

@@ -73,14 +73,14 @@ def test_what_like_may_name() -> None:
     assert supported_architectures()[-1].joins == "parallel"
     before = supported_architectures()
     for like in ("Mambo", "some.package.Mixer", nn.Linear):
-        with pytest.raises(OptionError, match=r"like=.* is neither a served class") as caught:
+        with pytest.raises(OptionError, match=r"like=.* is neither a supported class") as caught:
             register_mixer("some.Mamba", like=like)
         assert repr(like) in str(caught.value) and "supported_architectures()" in str(caught.value)
     # a family of several classes
     with pytest.raises(OptionError, match=r"'mamba_ssm\.modules\.mamba_simple\.Mamba'") as caught:
         register_mixer("some.Mamba", like="Mamba")
-    assert repr(MAMBA) in str(caught.value) and "'Mamba' is the family of " in str(caught.value)
-    with pytest.raises(OptionError, match="Leave one out"):
+    assert repr(MAMBA) in str(caught.value) and "'Mamba' is a family with " in str(caught.value)
+    with pytest.raises(OptionError, match="Pass only one"):
         register_mixer("some.Mamba", print, like=MAMBA)
     with pytest.raises(OptionError, match="or like="):
         register_mixer("some.Mamba")

@@ -140,7 +140,7 @@ def assert_refused(model: nn.Module, name: str, class_path: str) -> None:
     first, how, served = re.split(r"\.(?: |$)", str(caught.value))[:3]
     assert repr(name) in first and class_path in first and "no adapter" in first
     assert "docs/howto/adding_an_architecture.md" in how and "register_mixer()" in how
-    assert served.startswith("Supported are Mamba, Falcon Mamba, ")
+    assert served.startswith("Supported families are Mamba, Falcon Mamba, ")
     assert isinstance(caught.value, TypeError)
 
 

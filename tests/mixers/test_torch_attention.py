@@ -101,8 +101,8 @@ def test_what_is_refused() -> None:
     x, other = torch.randn(2, 2, TOKENS, WIDTH).double()
     last = randomise(nn.MultiheadAttention(WIDTH, HEADS).double())
     calls: list[tuple[Any, tuple[Tensor, ...], str]] = [
-        (attention(), (x, other, other), "queries that are not its keys"),
-        (attention(), (x[:, :1], x, x), "queries that are not its keys"),
+        (attention(), (x, other, other), "differs from its keys or values"),
+        (attention(), (x[:, :1], x, x), "differs from its keys or values"),
         (last, (x, x, x), "batch_first=False"),
         (attention(add_bias_kv=True), (x, x, x), "add_bias_kv"),
         (attention(add_zero_attn=True), (x, x, x), "add_zero_attn"),

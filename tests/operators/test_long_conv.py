@@ -54,8 +54,8 @@ def test_autocast_is_kept_out() -> None:
 @pytest.mark.parametrize(("kernel", "message"), [
     (torch.zeros(3, 2, 5, dtype=torch.complex64), "real kernel"),
     (torch.zeros(3, 5), r"\(3, 5\).*kernel\[:, None\]"),
-    (torch.zeros(2, 3, 5), r"H = 3 and P = 2 or 1"),
-    (torch.zeros(1, 1, 5), r"H = 3 and P = 2 or 1"),
+    (torch.zeros(2, 3, 5), r"H = 3, P = 2 or 1"),
+    (torch.zeros(1, 1, 5), r"H = 3, P = 2 or 1"),
     (torch.zeros(3, 2, 0), r"\(3, 2, 0\)"),
     (torch.zeros(3, 2, 5, 1), r"\(3, 2, 5, 1\)"),
 ])  # fmt: skip

@@ -43,5 +43,5 @@ def test_centering_over_all_heads() -> None:
     assert torch.equal(centering.transpose(x), centering.apply(x))
     share = centering.per_channel().dense(None)
     assert torch.allclose(share, 0.75 * torch.eye(3, dtype=torch.float64))
-    with pytest.raises(OptionError, match=r"heads=\[1\] of a norm over all heads"):
+    with pytest.raises(OptionError, match=r"heads=\[1\] cannot be selected from a norm"):
         centering.select([1])
