@@ -42,7 +42,7 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
 
 def hf_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of a self-attention class of transformers."""
+    """Linearize a self-attention class of transformers."""
     _refuse_cache(module, call)
     return _linearize(module, *_replay(module, call))
 
@@ -73,7 +73,7 @@ def _is_one(factor: Tensor, kind: Hashable) -> bool:
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of GPT2Attention; refuse its eager attention in transformers 4."""
+    """Linearize GPT2Attention; refuse its eager attention in transformers 4."""
     if not hasattr(module, "scaling") and module.config._attn_implementation == "eager":
         raise UnsupportedMixerError(
             "GPT2Attention with attn_implementation='eager' in transformers 4 has no adapter. Load "
@@ -83,7 +83,7 @@ def gpt2_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def vit_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of ViTAttention or DeiTAttention, in transformers 4 or 5."""
+    """Linearize ViTAttention or DeiTAttention, in transformers 4 or 5."""
     if not hasattr(module, "attention"):
         return hf_attention(module, call)
     if call.argument("head_mask", 1) is not None:  # in the position of the mask
@@ -93,19 +93,19 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of FalconH1Attention, whose block scales the output."""
+    """Linearize FalconH1Attention, whose block scales the output."""
     scale = float(module.config.attention_out_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def granite_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of GraniteMoeHybridAttention, whose block scales the output."""
+    """Linearize GraniteMoeHybridAttention, whose block scales the output."""
     scale = float(module.config.residual_multiplier)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Qwen4ExpTextAttention, which attends to tokens that an indexer picks."""
+    """Linearize Qwen4ExpTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     mask = call.argument("attention_mask", 2)
     with torch.no_grad():  # in the model's own precision, so that near ties are picked equally
@@ -138,14 +138,14 @@ def _real(mask: Tensor | None, call: Call) -> Tensor | None:
 
 
 def minimax_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of MiniMaxAttention, whose block scales the output and the residual."""
+    """Linearize MiniMaxAttention, whose block scales the output and the residual."""
     config = module.config
     scale = float(config.full_attn_beta_factor / config.full_attn_alpha_factor)
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
 def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Glm5NextTextAttention, which attends to tokens that an indexer picks."""
+    """Linearize Glm5NextTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     if module.indexer is not None:
         picked = _picked(module, call)
@@ -218,7 +218,7 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     twin.training = False  # no dropout, and no random numbers drawn for it
     like = call.hidden_states.new_empty(0, dtype=dtype)
     twin._modules = {name: _prepared(name, sub, like) for name, sub in module._modules.items()}
-    with full_precision(call.hidden_states.device), _torchs_recorded(twin):
+    with full_precision(call.hidden_states.device), _recorded_torch_attention(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     received = twin.__dict__.get("received")
@@ -232,7 +232,7 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
 
 
 def _end_to_end(module: Any, received: list[_AttentionCall], tokens: int) -> _AttentionCall:
-    """Combine calls of an attention function for one image each to one call with a batch."""
+    """Combine calls of the attention function, one for each image, into one call with a batch."""
     if len(received) == 1:
         return received[0]
     sizes = [each.query.shape[2] for each in received]
@@ -300,15 +300,15 @@ def _unknown(module: Any, name: str) -> UnsupportedMixerError:
 
 
 @contextmanager
-def _torchs_recorded(module: Any) -> Iterator[None]:
+def _recorded_torch_attention(module: Any) -> Iterator[None]:
     """Return a context in which :func:`_record` replaces torch's attention function."""
-    mode = _TorchsRecorded(module, hidden=not torch._C._is_torch_function_enabled())
+    mode = _RecordTorchAttention(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield
 
 
-class _TorchsRecorded(TorchFunctionMode):
-    """A mode that replaces torch's attention by :func:`_record`; ``hidden`` skips outer modes."""
+class _RecordTorchAttention(TorchFunctionMode):
+    """A torch function mode that calls :func:`_record` instead of torch's attention."""
 
     def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """Return a submodule for the shallow copy: the identity for output projections and dropout."""
+    """Return a submodule of the copied mixer; output projections and dropout become identities."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)

@@ -28,7 +28,7 @@ from .path import Path
 
 
 def qwen3_next(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
+    """Linearize Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     projected = run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
@@ -39,7 +39,7 @@ def qwen3_next(module: Any, call: Call) -> LinearMixer:
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Qwen3_5[Moe]GatedDeltaNet or Qwen4ExpTextGatedDeltaNet."""
+    """Linearize Qwen3_5[Moe]GatedDeltaNet or Qwen4ExpTextGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))
@@ -52,7 +52,7 @@ def qwen3_5(module: Any, call: Call) -> LinearMixer:
 
 
 def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of transformers' OlmoHybridGatedDeltaNet."""
+    """Linearize transformers' OlmoHybridGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
@@ -62,7 +62,7 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of KimiLinearDeltaAttention, or of the copies in Ling 3 and GLM-5.3."""
+    """Linearize KimiLinearDeltaAttention, or its copies in Ling 3 and GLM-5.3-Flash."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
@@ -74,7 +74,7 @@ def kimi_delta(module: Any, call: Call) -> LinearMixer:
 def _scanned(
     module: Any, mixed: Tensor, mask: Tensor | None, beta: Tensor, log_decay: Tensor, heads: int
 ) -> Path:
-    """Return the path through convolution, activation and delta rule.
+    """Return the :class:`.Path` after convolution, activation and delta rule.
 
     Args:
         module: the mixer; its conv1d, num_k_heads and activation are used.
@@ -101,7 +101,7 @@ def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
 
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
-    """Return log decays per head and key channel (B, L, H, N), above a bound if there is one."""
+    """Return log decays (B, L, H, N) per head and key channel; if there is a bound, above it."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)

@@ -28,7 +28,7 @@ from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of transformers' RecurrentGemmaRecurrentBlock."""
+    """Linearize transformers' RecurrentGemmaRecurrentBlock."""
     call.refuse_cache("past_key_values")
     hidden = entering(module, call, "input_states")
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
@@ -39,7 +39,7 @@ def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
 
 
 def sdpa_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of RecurrentGemmaSdpaAttention in transformers 4; refuse long inputs.
+    """Linearize RecurrentGemmaSdpaAttention in transformers 4; refuse long inputs.
 
     Beyond its window the module attends to all tokens without a cache, and to wrong tokens with a
     cache.
@@ -56,7 +56,7 @@ def sdpa_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay and the input's factor m i, each (B, L, D), from u (B, L, D)."""
+    """Return the decay a and the input factor m i, each (B, L, D), given u (B, L, D)."""
     i = _block_gate(u, rg_lru.input_gate_weight, rg_lru.input_gate_bias)
     r = _block_gate(u, rg_lru.recurrent_gate_weight, rg_lru.recurrent_gate_bias)
     log_decay = -8.0 * r * F.softplus(rg_lru.recurrent_param.to(u))

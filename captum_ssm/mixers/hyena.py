@@ -28,7 +28,7 @@ _SHORT = 16
 
 
 def hyena(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of HyenaOperator in captum_ssm.models.dna."""
+    """Linearize HyenaOperator in captum_ssm.models.dna."""
     path = Path(run(module.in_proj, entering(module, call))).conv(module.short_filter)
     width = path.shape.heads // (module.order + 1)
     x, *gates, _ = torch.split(path.now, width, 2)
@@ -42,7 +42,7 @@ def hyena(module: Any, call: Call) -> LinearMixer:
 
 
 def cascade(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of HyenaCascade in captum_ssm.models.dna."""
+    """Linearize HyenaCascade in captum_ssm.models.dna."""
     projected = torch.unflatten(entering(module, call), -1, (-1, 3))
     taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
     taps = torch.unflatten(taps, 0, (-1, 3))
@@ -59,7 +59,7 @@ def cascade(module: Any, call: Call) -> LinearMixer:
 
 
 def attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of StripedAttention in captum_ssm.models.dna."""
+    """Linearize StripedAttention in captum_ssm.models.dna."""
     hidden = entering(module, call)
     query, key, values = module.parts(run(module.Wqkv, hidden))
     pairs = seen_pairs(hidden.shape[1], hidden.device)

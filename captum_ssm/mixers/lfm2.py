@@ -17,7 +17,7 @@ from .path import Path
 
 
 def short_conv(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Lfm2ShortConv, Lfm2MoeShortConv or Lfm3ShortConv."""
+    """Linearize Lfm2ShortConv, Lfm2MoeShortConv or Lfm3ShortConv."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call, cache="past_key_values")
     write, read, x = run(module.in_proj, hidden).chunk(3, -1)

@@ -40,7 +40,7 @@ Selected = tuple[Tensor, ...]
 
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
+    """Linearize transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
     hidden, mask = hf_entering(module, call, silent=not _is_old(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path = hf_activated(module, x, mask)
@@ -49,7 +49,7 @@ def hf_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of ZambaMambaMixer, whose in_proj alternates channels of x and z."""
+    """Linearize ZambaMambaMixer, whose in_proj alternates channels of x and z."""
     hidden, mask = hf_entering(module, call, silent=not _is_old(module))
     x, z = torch.unflatten(run(module.in_proj, hidden), -1, (-1, 2)).unbind(-1)
     path = hf_activated(module, x, mask)
@@ -58,7 +58,7 @@ def hf_zamba(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mamba_ssm's Mamba, on the fused path or the slow path.
+    """Linearize mamba_ssm's Mamba, on the fused path or the slow path.
 
     The module uses the raw weight of in_proj, and on the fused path of every projection.
     """
@@ -76,16 +76,16 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
-    """Return the path of x (B, L, D) through convolution, activation and mask."""
+    """Return the :class:`.Path` of x (B, L, D) after convolution, activation and mask."""
     path = Path(zeroed(x, mask) if _is_old(module) else x, mask)
     return path.conv(module.conv1d).act(activation_of(module)).silence()
 
 
 def selective_scan(path: Path, module: Any, names: str = "{}", **options: Any) -> Path:
-    """Apply the scan and the skip; the scan's parameters depend on the path's present values.
+    """Apply the scan and the skip; the scan's parameters depend on the values ``path.now``.
 
     Args:
-        path: path of the values, after the activation.
+        path: the values after the activation, as a :class:`.Path`.
         module: the module with A_log, D, x_proj and dt_proj.
         names: format of these names, such as ``"{}_fwd"``. Default: ``"{}"``, unchanged.
         **options: options of :func:`selection`.
@@ -105,10 +105,10 @@ def selection(
     called_dt: bool = True,
     norm: Callable[[Any, Selected], Selected] | None = None,
 ) -> Selected:
-    """Return the parameters dt (B, L, D), B and C (B, L, N) of a scan of the present values.
+    """Return the parameters dt (B, L, D), B and C (B, L, N) of a scan of the values ``path.now``.
 
     Args:
-        path: path of the values, after the activation.
+        path: the values after the activation, as a :class:`.Path`.
         module: the module with x_proj and dt_proj.
         names: format of these names, such as ``"{}_fwd"``. Default: ``"{}"``, unchanged.
         called, called_dt: whether the module calls x_proj, and dt_proj. Otherwise it uses the raw

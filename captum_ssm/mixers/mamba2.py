@@ -46,7 +46,7 @@ from .path import Path
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of a Mamba-2 class of transformers without further options."""
+    """Linearize a Mamba-2 class of transformers without further options."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)
@@ -57,7 +57,7 @@ def hf_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Zamba2MambaMixer; refuse inputs with wrong outputs in transformers 4.
+    """Linearize Zamba2MambaMixer; refuse inputs with wrong outputs in transformers 4.
 
     The CPU code of transformers 4 confuses the states of chunks, and does not mask padding.
     """
@@ -73,13 +73,13 @@ def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def granite_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of GraniteMoeHybridMambaLayer, whose block scales the output."""
+    """Linearize GraniteMoeHybridMambaLayer, whose block scales the output."""
     scale = float(getattr(call.block, "residual_multiplier", 1.0))
     return replace(hf_mamba2(module, call), branch_scale=scale)
 
 
 def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of FalconH1Mixer, with its three scales and its optional norm."""
+    """Linearize FalconH1Mixer, with its three scales and its optional norm."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     projected = run(module.in_proj, hidden * module.ssm_in_multiplier)
@@ -92,7 +92,7 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mamba_ssm's Mamba2, on the fused path or the slow path."""
+    """Linearize mamba_ssm's Mamba2, on the fused path or the slow path."""
     call.refuse_cache("inference_params", position=4)
     refuse_packed(call, seq_idx=2, cu_seqlens=3)
     if call.argument("seqlen", 1) is not None:
@@ -112,13 +112,13 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mamba_ssm's Mamba2Simple."""
+    """Linearize mamba_ssm's Mamba2Simple."""
     sizes, learned = (module.ngroups, module.dt_limit), module.learnable_init_states
     return _simple(module, call, *sizes, learned, module.use_mem_eff_path)
 
 
 def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mambapy's Mamba2Block, which uses mamba_ssm's functions."""
+    """Linearize mambapy's Mamba2Block, which uses mamba_ssm's functions."""
     of = module.config
     sizes, learned = (of.n_groups, of.dt_limit), of.learnable_init_states
     return _simple(module, call, *sizes, learned, of.use_mem_eff_path)
@@ -132,7 +132,7 @@ def _simple(
     learned: bool,
     fused: bool,
 ) -> LinearMixer:
-    """Return the mixer of a class with learned initial states, and a norm with groups if fused."""
+    """Linearize Mamba2Simple or Mamba2Block; only the fused code's norm has groups."""
     refuse_packed(call, seq_idx=1)
     projected, initial = run(module.in_proj, entering(module, call)), None
     if learned:
@@ -157,7 +157,7 @@ def scanned(
     initial: Tensor | None = None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> tuple[Path, Tensor]:
-    """Return the path through convolution, activation, scan and skip, and the gate's input z.
+    """Return the :class:`.Path` after convolution, activation, scan and skip, and the gate input z.
 
     Args:
         module: the mixer; its conv1d, act, dt_bias, A_log and D are used.
@@ -190,7 +190,7 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
     """Apply the gate and an RMSNorm to the path.
 
     Args:
-        path: path of the values after the scan.
+        path: the values after the scan, as a :class:`.Path`.
         z: input of the gate (B, L, D).
         norm: module of the norm, or None.
         groups: number of groups of channels that are normalized separately.

@@ -36,7 +36,7 @@ from .path import Path
 
 
 def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mamba_ssm's Mamba3 with ``is_mimo=False``."""
+    """Linearize mamba_ssm's Mamba3 with ``is_mimo=False``."""
     refuse_mimo(module)
     call.refuse_cache("inference_params", position=3)
     refuse_packed(call, seq_idx=1, cu_seqlens=2)

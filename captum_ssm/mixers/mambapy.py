@@ -32,13 +32,13 @@ from .path import Path
 
 
 def mambapy_block(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mambapy's MambaBlock, which mambapy's Mamba and Jamba contain."""
+    """Linearize mambapy's MambaBlock, which mambapy's Mamba and Jamba contain."""
     x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
     return _direction(Path(x), module).gate(z).to(module.out_proj)
 
 
 def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mambapy's VMambaBlock, in one direction or both."""
+    """Linearize mambapy's VMambaBlock, in one direction or both."""
     x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
     path, ahead = Path(x), partial(_direction, module=module)
     if module.config.bidirectional:
@@ -50,7 +50,7 @@ def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
 
 
 def mambapy_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of AttentionSDPA in mambapy's Jamba."""
+    """Linearize AttentionSDPA in mambapy's Jamba."""
     call.refuse_cache("cache", position=1)
     hidden = entering(module, call)
     heads, shared = module.num_heads, module.num_key_value_heads
@@ -64,7 +64,7 @@ def mambapy_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def deeptab_block(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of deeptab's MambaBlock, in one direction or both."""
+    """Linearize deeptab's MambaBlock, in one direction or both."""
     if module.use_learnable_interaction:
         raise UnsupportedMixerError(
             "MambaBlock with use_learnable_interaction=True mixes channels between convolution and "

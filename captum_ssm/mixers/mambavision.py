@@ -35,7 +35,7 @@ from .path import Path
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mambavision's MambaVisionMixer."""
+    """Linearize mambavision's MambaVisionMixer."""
     path = Path(run(module.in_proj, entering(module, call)))
     path.then(_same_conv((module.conv1d_x, module.conv1d_z), path)).act(live=True)
     x, _ = path.now.squeeze(-1).chunk(2, -1)
@@ -45,7 +45,7 @@ def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
 
 
 def mambavision_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mambavision's Attention, a copy of timm's."""
+    """Linearize mambavision's Attention, a copy of timm's."""
     if module.fused_attn and module.attn_drop.p > 0:
         raise UnsupportedMixerError(
             f"{type(module).__name__} with attn_drop={module.attn_drop.p} drops random weights "
@@ -73,7 +73,7 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """Convert a mixer of windows to a mixer of the whole map, if a layer made the windows."""
+    """Convert a mixer of windows to a mixer of the whole map, if it was called on windows."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # called without a layer around it
         return linear

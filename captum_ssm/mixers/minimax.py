@@ -25,13 +25,13 @@ from .path import Path
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of transformers' MiniMaxLightningAttention."""
+    """Linearize transformers' MiniMaxLightningAttention."""
     call.refuse_cache("past_key_values", position=3)
     hidden = entering(module, call)
     mask = padding_mask(call.argument("attention_mask", 2), hidden)
     u = as_heads(run(module.qkv_proj, hidden), module.num_attention_heads)  # (B, L, H, 3 P)
     query, key, _ = Path(u).act(module.act_fn).now.chunk(3, -1)
-    query = query if _padding_reads(module) else zeroed(query, mask)
+    query = query if _keeps_padded_queries(module) else zeroed(query, mask)
     path = Path(u[..., 2 * module.head_dim :], mask).act(module.act_fn).silence()
     slope = module.slope_rate.to(u).view(1, 1, -1)
     decay = -slope.expand(path.shape[:3])
@@ -41,7 +41,7 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
     return path.to(module.out_proj, branch_scale=_branch_scale(call.block))
 
 
-def _padding_reads(module: Any) -> bool:
+def _keeps_padded_queries(module: Any) -> bool:
     """Return True if queries at padded tokens are not zeroed, as in transformers 4."""
     return "cache_position" in inspect.signature(type(module).forward).parameters
 

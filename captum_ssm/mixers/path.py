@@ -145,7 +145,7 @@ class Path:
         back: Callable[[Path], Path],
         share: float = 1.0,
     ) -> Path:
-        """Add the results of two directions.
+        """Replace the values by the sum of two directions of processing.
 
         Args:
             ahead: function that applies the steps from the first token to the last.
@@ -159,7 +159,7 @@ class Path:
         return self.then(Sum(Chain(part, *one.parts), Chain(turn, part, *other.parts, turn)))
 
     def rms_norm(self, weight: Tensor | None, eps: float, groups: int | None = None) -> Path:
-        """Apply an RMSNorm.
+        """Apply an RMSNorm, frozen as a scale.
 
         Args:
             weight: weights of the channels of a head, or of all channels; None for no weights.
@@ -202,7 +202,7 @@ class Path:
         return self.scale(act(z), "gate", at_rest=at_rest)
 
     def narrow(self, start: int, length: int, heads: int) -> Path:
-        """Return a path with some of the channels, viewed as heads.
+        """Return a new Path with some of the channels, viewed as heads.
 
         Args:
             start: first channel; negative numbers count from the end.
@@ -217,7 +217,7 @@ class Path:
         return path
 
     def repeat(self, times: int) -> Path:
-        """Return a path with ``times`` copies of every head, next to each other."""
+        """Return a new Path with ``times`` neighboring copies of every head."""
         if times == 1:
             return self
         path = Path(self.values.repeat_interleave(times, 2), self.mask)

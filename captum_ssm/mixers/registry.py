@@ -193,7 +193,7 @@ def refusal(name: str, module: nn.Module, *, others: bool = False) -> Unsupporte
 
 
 def proposal(module: nn.Module) -> str:
-    """Return a sentence for errors that proposes register_mixer(..., like=...), or ""."""
+    """Return a sentence that proposes register_mixer() for a copy of a known mixer, or ""."""
     for part in module.modules():
         known = nearest(type(part).__name__, parts_of(part))
         if known and adapter_for(part) is None:

@@ -74,12 +74,12 @@ def log_decay(x: Tensor) -> Tensor:
 
 
 def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
-    """Return v' from the layer's values, the first layer's values, and the sigmoid input of s."""
+    """Return v' = v + s (v_first - v), with s the sigmoid of ``share``."""
     return v + torch.sigmoid(share).detach() * (first.to(v) - v)
 
 
 def rwkv7(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of RWKV7TimeMix in captum_ssm.models.rwkv7."""
+    """Linearize RWKV7TimeMix in captum_ssm.models.rwkv7."""
     r, w, k, v, a, g = entering(module, entering_of(module, call))
     keys, values = run(module.key, k), run(module.value, v)
     if not module.is_first:
@@ -99,7 +99,7 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
 def _low_rank(
     module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply the low-rank map ``name`` to x: two products, and a bias after the second."""
+    """Apply the low-rank map called ``name`` to x: two matrices, then a bias."""
     first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
     inner = linear(x, first.T)
     return linear(inner if act is None else act(inner), second.T, bias.flatten())
@@ -116,7 +116,7 @@ def time_mixing(
     a: Tensor,
     erase: Tensor,
 ) -> Path:
-    """Return the path of the values through the scan and the norm.
+    """Return the :class:`.Path` of the values after the scan and the norm.
 
     Args:
         module: the layer, with kappa and rho as ``k_a`` and ``r_k``.
@@ -147,7 +147,7 @@ def unit(x: Tensor, heads: int) -> Tensor:
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of transformers' RwkvSelfAttention."""
+    """Linearize transformers' RwkvSelfAttention."""
     call.refuse_cache("state", position=1)
     hidden = entering_of(module, call, "hidden")
     before = F.pad(hidden, (0, 0, 1, -1))

@@ -36,12 +36,12 @@ _ANOTHER_FUNCTION = 0.25
 
 
 def vim_mixer(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of VimMixer in captum_ssm.models.vim."""
+    """Linearize VimMixer in captum_ssm.models.vim."""
     return _linearize(module, run(module.in_proj, entering(module, call)), called=True)
 
 
 def published_fork(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of Mamba in the fork of mamba_ssm that Vision Mamba publishes."""
+    """Linearize Mamba in the fork of mamba_ssm that Vision Mamba publishes."""
     call.refuse_cache("inference_params", position=1)
     projected = projection(module.in_proj, called=False)(entering(module, call))
     mixer = _linearize(module, projected, called=not module.use_fast_path)
@@ -91,7 +91,7 @@ def direction(path: Path, module: Any, suffix: str = "", called: bool = True) ->
     """Apply one direction of a Mamba, without the gate.
 
     Args:
-        path: path of the values, with tokens in the order of this direction.
+        path: the values as a :class:`.Path`, with tokens in the order of this direction.
         module: a Mamba, or the module of one direction.
         suffix: suffix of the parameters' names, such as ``"_b"``. Default: ``""``.
         called: whether the module calls its projections; otherwise it uses the raw weights.
@@ -105,14 +105,14 @@ def direction(path: Path, module: Any, suffix: str = "", called: bool = True) ->
 
 
 def bi_mamba(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of BiMamba in captum_ssm.models.dna."""
+    """Linearize BiMamba in captum_ssm.models.dna."""
     x, z = run(module.mamba_fwd.in_proj, entering(module, call)).chunk(2, -1)
     ahead, back = (partial(direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
     return Path(x).both_ways(ahead, back).gate(z).to(partial(_out, module))
 
 
 def both_strands(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of StrandsMixer in captum_ssm.models.dna."""
+    """Linearize StrandsMixer in captum_ssm.models.dna."""
     mixer = module.submodule
     one, other = entering(module, call).chunk(2, -1)
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
@@ -144,7 +144,7 @@ def _joined(one: Path, other: Path) -> Path:
 
 
 def _beside(path: Path, one: Any, other: Any) -> Operator:
-    """Join the same step of two paths to one operator on the heads of both."""
+    """Join one step of each of two paths to one operator on the heads of both."""
     if isinstance(one, Sum):
         return Sum(*(_beside(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
     if isinstance(one, Diagonal):

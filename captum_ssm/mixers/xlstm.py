@@ -65,7 +65,7 @@ _EPS = 1e-6
 
 
 def mlstm(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of an mLSTM layer of transformers or xLSTMLarge, fused or not."""
+    """Linearize an mLSTM layer of transformers or xLSTMLarge, fused or not."""
     call.refuse_cache("state", position=1)
     hidden, config = entering(module, call, "x"), module.config
     backend = getattr(config, "mlstm_backend", config)
@@ -84,7 +84,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
+    """Linearize mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
     cell, heads = module.mlstm_cell, module.config.num_heads
     x, z = run(module.proj_up, entering(module, call, "x")).chunk(2, -1)
     by_skip = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
@@ -124,7 +124,7 @@ def _scanned(
     """Apply the normalized recurrence of mLSTM to the path.
 
     Args:
-        path: path of the values.
+        path: the values, as a :class:`.Path`.
         query, key: queries and keys (B, L, H, N).
         write, forget: pre-activations of the input gate and the forget gate (B, L, H).
         eps: number added to the normalizer.
@@ -142,7 +142,7 @@ def _scanned(
 
 
 def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
-    """Return q, k, v and output gate (B, L, H, .), and input and forget gate (B, L, H)."""
+    """Return q, k, v, and the pre-activations of output, input and forget gate, by head."""
     heads = module.config.num_heads
     if module.config.weight_mode == "fused":
         sizes = [module.qk_dim, module.qk_dim, module.v_dim, module.v_dim]
@@ -169,7 +169,7 @@ def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor,
 
 
 def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of the package's sLSTMLayer, for both backends."""
+    """Linearize the package's sLSTMLayer, for both backends."""
     call.refuse_cache("conv_state", position=1)
     call.refuse_cache("slstm_state", position=2)
     hidden = convolved = entering(module, call, "x")

@@ -266,7 +266,7 @@ class Operator:
         return self if self.component is None or self.component in components else None
 
     def per_channel(self) -> Operator:
-        """Drop all mixing between channels: each output channel keeps its own input's share.
+        """Remove mixing between channels: an output channel depends only on the same input channel.
 
         Implicit attention matrices are matrices of single channels, so they are computed from this.
         """
@@ -376,7 +376,7 @@ class Operator:
         return generic.dense(self, reduce, heads)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Return rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
+        """Return rows i of the sum over channels c of left[i, c] (alpha_c band_c)[i, j].
 
         Args:
             left: row factors, broadcastable to (B, L, H, P).

@@ -243,7 +243,7 @@ def _mixes_heads(part: Operator) -> bool:
 
 
 def _channels_differ_around(parts: Sequence[Operator]) -> bool:
-    """Return True if parts before and after a matrix per head treat its channels differently."""
+    """Return True if a head's channels are treated differently before and after a head's matrix."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
     core = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())

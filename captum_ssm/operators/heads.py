@@ -139,7 +139,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """Multiply the rows of all heads with ``x`` in one product, several times as fast."""
+        """Multiply all heads' matrices by ``x`` in one product, which is several times as fast."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
@@ -392,9 +392,9 @@ class HeadCentering(Operator):
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-    """Return two factors (B, L, H) whose product is left times right, summed over head channels.
+    """Return factors (B, L, H) that replace ``left`` and ``right`` in sums over a head's channels.
 
-    Returns None if both arguments differ between channels, because then no such factors exist.
+    Returns None if both arguments differ between channels: then no such factors exist.
     """
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:

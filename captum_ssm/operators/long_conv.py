@@ -80,7 +80,7 @@ class LongConv(Operator):
             return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
     def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Sum over all channels, lag by lag if both factors differ between tokens, else faster."""
+        """Return the strip of the sum over all channels, for one lag of the band."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
         if right.shape[1] == 1:
@@ -191,7 +191,7 @@ def _check(kernel: Tensor, shape: Shape) -> None:
 
 
 def _once(x: Tensor) -> Tensor:
-    """Return factors that ``expand`` repeated over tokens as (B, 1, H, P), others unchanged."""
+    """Return factors (B, 1, H, P) if ``expand`` repeated them over tokens, else unchanged."""
     return x[:, :1] if x.stride(1) == 0 else x
 
 

@@ -41,7 +41,7 @@ def check_reduce(reduce: Reduce) -> None:
 
 
 def reduce_channels(values: Tensor, reduce: Reduce) -> Tensor:
-    """Reduce (..., L, H, P) to (..., L), or to (..., C, L) for None and (..., H, L) for "heads"."""
+    """Reduce (..., L, H, P) to (..., L); None returns (..., C, L), and "heads" (..., H, L)."""
     check_reduce(reduce)
     if reduce is None:
         return values.flatten(-2).transpose(-1, -2)

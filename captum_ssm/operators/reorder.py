@@ -56,7 +56,7 @@ class Permute(Operator):
 
     @functools.cached_property
     def on_host(self) -> Tensor:
-        """The order on the CPU; a GPU has to be waited for only if ``order`` was passed on one."""
+        """``order`` on the CPU; this waits for a GPU only if ``order`` was passed on a GPU."""
         return self._order.cpu()
 
     def inverted(self) -> Permute:
@@ -274,7 +274,7 @@ class Windowed(Operator):
         return self.within.tensors()
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Return some rows, from the whole matrices of all windows, which are small together."""
+        """Return some rows, read from the matrices of all windows, which need little memory."""
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 

@@ -39,7 +39,7 @@ from .common import entering, projected, rotated
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's Attention; windows count real tokens, rotations all tokens."""
+    """Linearize fla's Attention; windows count real tokens, rotations all tokens."""
     hidden, mask = entering(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k, v = (as_heads(run(p, hidden), module.num_kv_heads) for p in (module.k_proj, module.v_proj))
@@ -60,7 +60,7 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_forgetting(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's ForgettingAttention."""
+    """Linearize fla's ForgettingAttention."""
     hidden, mask = entering(module, call)
     heads, groups = module.num_heads, module.num_kv_groups
     q = _normed_channels(module, "q", hidden, heads) * module.head_dim**-0.5
@@ -76,7 +76,7 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_path(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's PaTHAttention."""
+    """Linearize fla's PaTHAttention."""
     hidden, _ = entering(module, call)
     heads, groups = module.num_kv_heads, module.num_heads // module.num_kv_heads
     q = _normed(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))

@@ -76,7 +76,7 @@ def projected(
 
 
 def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries per head and keys per group of heads, (B, L, ., N), in RetNet and GLA."""
+    """Return queries (B, L, H, N) and keys of groups of heads (B, L, G, N) of RetNet or GLA."""
     q = as_heads(projected(module, "q", hidden), module.num_heads)
     k = as_heads(projected(module, "k", hidden), module.num_kv_heads)
     if module.feature_map_fn is None:
@@ -94,7 +94,7 @@ def value_path(
     repeat: int = 1,
     silu: bool = False,
 ) -> Path:
-    """Return the path of the values through projection, convolution and activation.
+    """Return the :class:`.Path` of the values after projection, convolution and activation.
 
     Args:
         module: the layer; its ``{name}_proj`` and ``{name}_conv1d`` are used.
@@ -127,7 +127,7 @@ def closing(
     Args:
         module: the layer.
         hidden: input of the layer (B, L, E).
-        path: path of the values after the recurrence.
+        path: the values after the recurrence, as a :class:`.Path`.
         norm: module of the RMSNorm of each head, or None.
         act: activation of the gate, whose input is the output of g_proj. Default: None, no gate.
     """

@@ -50,7 +50,7 @@ _BASED_EPS = 1e-6
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's MultiScaleRetention."""
+    """Linearize fla's MultiScaleRetention."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (rotated(module.rotary, mask, x) for x in queries_and_keys(module, hidden))
     head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
@@ -61,7 +61,7 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_gla(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's GatedLinearAttention."""
+    """Linearize fla's GatedLinearAttention."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = queries_and_keys(module, hidden)
@@ -77,7 +77,7 @@ def fla_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of SimpleGatedLinearAttention, which has outputs at padded tokens."""
+    """Linearize SimpleGatedLinearAttention, which has outputs at padded tokens."""
     hidden, mask = entering(module, call)
     features = module.feature_map_fn or (lambda x: x)
     q, k = (features(projected(module, name, hidden, mask=mask)) for name in "qk")
@@ -93,7 +93,7 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's LinearAttention."""
+    """Linearize fla's LinearAttention."""
     hidden, mask = entering_unpadded(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k = as_heads(run(module.k_proj, hidden), module.num_kv_heads)
@@ -111,7 +111,7 @@ def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_based(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's BasedLinearAttention, which takes no mask and no cache."""
+    """Linearize fla's BasedLinearAttention, which takes no mask and no cache."""
     if not module.causal:
         raise UnsupportedMixerError(
             "BasedLinearAttention with causal=False has no adapter. Create it with causal=True."

@@ -36,7 +36,7 @@ from .common import entering, entering_unpadded
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's Mamba."""
+    """Linearize fla's Mamba."""
     hidden, mask = entering(module, call)
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
@@ -45,7 +45,7 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's Mamba2."""
+    """Linearize fla's Mamba2."""
     hidden, mask = entering(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)
@@ -59,7 +59,7 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's LogLinearMamba2."""
+    """Linearize fla's LogLinearMamba2."""
     hidden, mask = entering(module, call)
     levels = module.num_heads * module.num_lambda_dims
     projected = run(module.in_proj, zeroed(hidden, mask))
@@ -69,7 +69,7 @@ def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba3(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's Mamba3 with ``is_mimo=False``."""
+    """Linearize fla's Mamba3 with ``is_mimo=False``."""
     mamba3.refuse_mimo(module)
     hidden, mask = entering_unpadded(module, call, skips="trapezoidal rule")
     sizes = module.num_heads, module.n_groups, module.ssm_state_size
@@ -82,7 +82,7 @@ def _mamba2(
     mask: Tensor | None,
     recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> LinearMixer:
-    """Return the mixer of Mamba2 or LogLinearMamba2 from the output of in_proj."""
+    """Linearize Mamba2 or LogLinearMamba2 from the output of in_proj."""
     width = module.intermediate_size
     z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
     projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit
@@ -103,7 +103,7 @@ def _levels(
     per_head: int,
     rate: Tensor,
 ) -> Operator:
-    """Return the sum over levels, with lambda as ``weights`` and Mamba-2's coefficients."""
+    """Return the operator of log-linear Mamba-2; ``weights`` are lambda (B, L, H, levels)."""
     tokens, heads = log_decay.shape[1:]
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
     at, terms = torch.arange(tokens, device=query.device), []

@@ -33,7 +33,7 @@ _EPS = 1e-5
 
 
 def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's MesaNet."""
+    """Linearize fla's MesaNet."""
     hidden, mask = entering_unpadded(module, call, skips="short convolution")
     heads = module.num_heads
     q, k = (unit(as_heads(projected(module, name, hidden), heads)) for name in "qk")

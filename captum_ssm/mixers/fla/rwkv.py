@@ -39,7 +39,7 @@ _TAKEN, _RETURNED = 5, 3
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of RWKV6Attention; padded values are zero, but decays are kept."""
+    """Linearize RWKV6Attention; padded values are zero, but decays are kept."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     delta = shifted(hidden)
@@ -67,7 +67,7 @@ def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
 
 
 def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
-    """Return the mixer of fla's RWKV7Attention."""
+    """Linearize fla's RWKV7Attention."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     r, w, k, v, a, g = mixed(module, hidden)

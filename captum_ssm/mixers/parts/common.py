@@ -127,14 +127,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def projection(module: Any, called: bool = True) -> Callable[[Tensor], Tensor]:
-    """Return a projection as a function, by :func:`run`, or by the raw weight if not ``called``."""
+    """Return a function that applies a projection, by its raw weight if ``called`` is False."""
     if called:
         return lambda x: run(module, x)
     return lambda x: linear(x, module.weight, module.bias)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Apply an RMSNorm over the last dimension of ``x``; return the shape of ``x``."""
+    """Return ``x`` divided by its root mean square over the last dimension, times ``weight``."""
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x if weight is None else x * weight.to(x)
 
@@ -258,7 +258,7 @@ def hf_entering(
 
 
 def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of a call, and the mask that the module's code really applies.
+    """Return the mask passed in the call, and the mask that the module's code applies.
 
     For example, transformers 4 ignores the mask of a single example, and a mask of token pairs.
 

@@ -46,7 +46,7 @@ class Heard:
         self._left: tuple[Any, int] = None, 0
 
     def ran(self, entered: Any, left: Any) -> None:
-        """Record that the module's forward method has returned, before other hooks run.
+        """Record the forward method's input and output, before other forward hooks run.
 
         Args:
             entered: input of the forward method, after all pre-hooks.

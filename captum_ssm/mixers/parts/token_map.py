@@ -59,7 +59,7 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    """The layout of a mixer's tokens in a two-dimensional map, numbered row by row.
+    """The layout of a mixer's tokens in a two-dimensional map; tokens are numbered row by row.
 
     Attributes:
         size: height and width of the map.

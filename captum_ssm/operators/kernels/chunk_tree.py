@@ -286,7 +286,7 @@ def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
 
 
 def _less(tokens: slice, by: int) -> slice:
-    """Return the slice moved down by ``by``, so that token ``by`` has index 0."""
+    """Subtract ``by`` from both ends of a slice."""
     return slice(tokens.start - by, tokens.stop - by)
 
 

@@ -106,7 +106,7 @@ def gradients(
 
 
 def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """Return the states before every 16 tokens (programs, S B, runs of 16 tokens, columns).
+    """Return the state before every 16th token (programs, S B, runs of 16 tokens, columns).
 
     Args:
         dt, a: coefficients of the scan; see the module's docstring.

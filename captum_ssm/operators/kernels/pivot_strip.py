@@ -98,7 +98,7 @@ def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) ->
 
 
 def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return the columns that tokens of the strip still write to, computed by the tree."""
+    """Return, by the tree, the columns that are not complete before the strip's first row."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
     # from the first of these columns, or an earlier token that writes to one of them
@@ -152,7 +152,7 @@ def _add_early_columns(
 
 
 def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
-    """Return True if a token's state, and all earlier ones, have decayed to 0 at the pivot."""
+    """Return True if decays since ``token`` make its state negligible at the pivot."""
     return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 

@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """Return after how many tokens all channels are forgotten, given decays over each span."""
+    """Return the number of tokens after which all states are below rounding."""
     most = float(totals.amax())
     if most >= 1:
         return math.inf

@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """Return the size of nearly equal parts of at most ``most`` tokens; fewest parts possible."""
+    """Return the size of parts, at most ``most`` tokens each, as few and as equal as possible."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 

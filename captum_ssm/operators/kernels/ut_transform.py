@@ -114,7 +114,7 @@ class Corrected(NamedTuple):
         known = v if self.own is None else matmul(self.own.erased, v)
         known_of, w_of = map(_by_chunk, (known, w))
         solved, e_before, f_after, before, until, total = self._by_chunk()
-        written_of = _by_chunk(self._written_by_themselves(v))
+        written_of = _by_chunk(self._own_writes(v))
         for c in range(v.shape[2]):
             states_before.append(state)
             missing = known_of[c] - _faded(matmul(e_before[c], state), before, c)
@@ -155,7 +155,7 @@ class Corrected(NamedTuple):
         out.add_(matmul(self.own.read.mT, u)).add_(matmul(self.own.erased.mT, w))
         return out, state
 
-    def _written_by_themselves(self, v: Tensor) -> Tensor | None:
+    def _own_writes(self, v: Tensor) -> Tensor | None:
         """Return each chunk's sum of k v with decays until its end, or None if k is f."""
         if self.own is None:
             return None
