@@ -73,7 +73,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
     """
     number: Any = ratio
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= ratio < 1:
-        raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got ratio={ratio!r}.")
+        raise OptionError(f"ratio={ratio!r} is not in 0 <= ratio < 1. Pass a number such as 0.4.")
 
     def mean_of_largest(values: Tensor) -> Tensor:
         dropped = int(ratio * values.shape[-1] + 1e-9)  # 0.29 * 100 is 28.999...

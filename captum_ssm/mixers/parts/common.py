@@ -183,8 +183,8 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
         (slope,) = torch.autograd.grad(at_zero, zero)
     if at_zero != 0:
         raise UnsupportedMixerError(
-            f"The activation {name!r} is {float(at_zero):.3g} at 0, so the ratio act(u) / u does "
-            "not exist there. Use a model whose activation is 0 at 0, such as SiLU, GELU or ReLU."
+            f"The activation {name!r} is {float(at_zero.detach()):.3g} at 0, so act(u) / u "
+            "does not exist there. Use a model whose activation is 0 at 0, such as SiLU or GELU."
         )
     return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
 
