@@ -219,7 +219,7 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     like = call.hidden_states.new_empty(0, dtype=dtype)
     twin._modules = {name: _prepared(name, sub, like) for name, sub in module._modules.items()}
     with full_precision(call.hidden_states.device), _recorded_torch_attention(twin):
-        # by the class: neither the module's hooks nor a wrapper around its own forward run
+        # called on the class, so that neither hooks nor a wrapper of forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     received = twin.__dict__.get("received")
     if not received:

@@ -92,7 +92,7 @@ def selective_scan(path: Path, module: Any, names: str = "{}", **options: Any) -
     """
     a_log, skip = (getattr(module, names.format(name)) for name in ("A_log", "D"))
     dt, b, c = selection(path, module, names, **options)
-    # tensors of long inputs take much memory, and the gate needs as much again
+    # for long inputs the values take much memory, and the gate needs the same amount
     return path.scan(SelectiveScan(dt, -torch.exp(a_log.to(dt)), b, c), skip=skip).release()
 
 

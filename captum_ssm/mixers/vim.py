@@ -116,7 +116,7 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
     mixer = module.submodule
     one, other = entering(module, call).chunk(2, -1)
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
-    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # in its own order
+    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # strand b from its first token
     fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
     ahead = _joined(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
     back = _joined(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))

@@ -159,7 +159,7 @@ class Diagonal(Operator):
         strip = strip.covering(rows, range(first.start, last.stop))
         weight = (left * self.weight).expand(self.shape)
         for lag, factor in band.items():
-            # row i holds the factor of token i at column i - lag
+            # the factor of token i is at row i and column i - lag
             held = clipped(clipped(rows, -lag, tokens), lag, tokens)
             here = slice(held.start, held.stop)
             products = weight[:, here] * factor.expand(self.shape)[:, here]  # (B, R, H, P)

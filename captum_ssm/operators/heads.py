@@ -308,7 +308,7 @@ class ScoredHeads(DenseHeads):
         identity = eye[:, None].expand(*self.shape[:3], -1)
         _, found = self.reads.backward(identity, of_scores.transpose(1, 2).contiguous())
         if self.forget is not None:
-            # score (i, j) holds gone[i] - gone[j], the sums of forget up to these tokens
+            # score (i, j) contains gone[i] - gone[j]; gone is the cumulative sum of forget
             of_gone = (of_scores.sum(-1) - of_scores.sum(-2)).transpose(1, 2)  # (B, L, H)
             found = {**found, "forget": of_gone.flip(1).cumsum(1).flip(1)}
         return self.transpose(gradient), found

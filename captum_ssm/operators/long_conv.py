@@ -160,7 +160,7 @@ class LongConv(Operator):
         batch, _, heads, per_head = self.shape
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)
-        # written to again and again: to allocate products of each lag anew takes longer
+        # reused memory, because allocating the products of each lag takes longer
         space = left.new_empty(batch * len(rows) * heads * per_head)
         for lag, weight in enumerate(weights[: rows.stop]):
             first = max(rows.start, lag)

@@ -147,7 +147,7 @@ class Windows:
         tokens: number of tokens, L.
 
     Args:
-        places: as the attribute; every token occurs once.
+        places: index of the token at each position, as above; every token occurs once.
     """
 
     def __init__(self, places: Tensor) -> None:

@@ -220,7 +220,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
-    """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
+    """Return log(sum over j <= t of exp(scores[j] + (t - j) log_decay)) for every token t.
 
     This normalizer of a softmax with decays is computed by a blocked scan (a prefix computation on
     two levels; Blelloch, Prefix Sums and Their Applications, 1990).  About sqrt(L) runs of tokens

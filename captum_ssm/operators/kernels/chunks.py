@@ -167,7 +167,7 @@ def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> 
     """Map values (..., B, T, H, P) of the tokens ``part``, a few chunks at a time."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
-    with torch.inference_mode():  # calls are many, and cost less where no graph may follow
+    with torch.inference_mode():  # many calls, each faster without a graph
         for piece in reversed(pieces) if transposed else pieces:
             here = slice(piece.start - part.start, piece.stop - part.start)
             steps(v[..., here, :, :], piece, out[..., here, :, :])

@@ -65,8 +65,8 @@ def semiseparable_strip(
 ) -> Strip:
     """Return some rows of the sum over all blocks of channels of M times a banded matrix.
 
-    The tree takes all tokens up to the last of the rows; for strips that begin far from the first
-    token :mod:`.pivot_strip` costs less.
+    The tree covers all tokens up to the last row; :mod:`.pivot_strip` costs less for strips that
+    begin far from the first token.
 
     Args:
         blocks: yields for each block of channels the decays and column factors of the tokens up to
@@ -168,7 +168,7 @@ class _Tree:
     """The steps of all levels, prepared once for factors in the same memory.
 
     Attributes:
-        steps: the steps of each level.
+        steps: one :class:`_Steps` for each level.
     """
 
     def __init__(self, levels: Sequence[_Level], factors: Factors) -> None:

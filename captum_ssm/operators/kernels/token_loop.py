@@ -65,7 +65,7 @@ class ScanSteps:
         self.carried = torch.zeros_like(self.states[0])
         self._scratch = Scratch(self.dt)
 
-    @torch.inference_mode()  # calls are many, and cost less where no graph may follow
+    @torch.inference_mode()  # many calls, each faster without a graph
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
         """Map vectors ``x`` (S, B, T, H) of the tokens ``part``; write the outputs to ``out``."""
         for some in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
@@ -108,7 +108,7 @@ class ScanSteps:
             torch.mul(values, keys, out=self.states[:count])
             for decay, begun in steps:
                 state = begun.addcmul_(decay, state)
-        self.carried.copy_(state)  # the next tokens' states take its memory
+        self.carried.copy_(state)  # the next tokens' states overwrite its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
         """Write to ``decays`` the decay between each token and the token computed before it.

@@ -118,7 +118,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             if by_head:
                 return self._by_head(left, band, rows)
-            # the pivot has to precede all tokens that the band reads from these rows
+            # the pivot has to come before all tokens that the band reaches back to
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
