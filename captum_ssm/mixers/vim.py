@@ -9,9 +9,9 @@ v1         alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b dif
 v2         alpha = SiLU(z) (f + P f_b P) / 2, where f_b has separate weights
 Caduceus   alpha = SiLU(z) (f + P f_b P)
 
-Caduceus reads strand b as its reverse complement R b (tokens and channels flipped).  On two strands
-a and b the output is [m(a), R m(R b)]: a mixer of twice the heads.  f of a and f_b of b read from
-the first token to the last, f_b of a and f of b from the last to the first.
+Caduceus processes strand b as its reverse complement R b (tokens and channels reversed).  For two
+strands a and b the output is [m(a), R m(R b)], a mixer with twice the heads.  f of a and f_b of b
+run from the first token to the last; f_b of a and f of b run from the last to the first.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
     mixer = module.submodule
     one, other = entering(module, call).chunk(2, -1)
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
-    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # strand b from its first token
+    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # x and z of R b
     fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
     ahead = _joined(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
     back = _joined(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))
