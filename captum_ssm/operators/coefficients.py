@@ -22,9 +22,8 @@ from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
-#: New coefficients by part and name.
+#: New coefficients, or gradients of coefficients, by part and name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
-#: Gradients of coefficients by part and name.
 Gradients = dict[Operator, dict[str, Tensor]]
 #: Returns the values' gradient, and adds the coefficients' gradients to the second argument.
 Back = Callable[[Tensor, Gradients], Tensor]
