@@ -94,6 +94,7 @@ class Network(Watcher):
         content_only: for each call of a mixer without factors that could share relevance with the
             content, the mixer's name. Default: empty.
         continues: whether the run continues from a cache. Default: False.
+        has_past: whether this cache holds anything but zeros. Default: False.
 
     Example:
         >>> import torch
@@ -119,6 +120,7 @@ class Network(Watcher):
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
     continues: bool = False
+    has_past: bool = False
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     _entered: dict[int, Tensor] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
@@ -248,7 +250,11 @@ class Network(Watcher):
                 "sequence without a cache."
             )
         self.continues = True
-        return copied(cache, self.mode.cached)
+        return copied(cache, self._cached)
+
+    def _cached(self, x: Tensor) -> Tensor:
+        self.has_past = self.has_past or bool(x.any())  # states of an empty cache are 0
+        return self.mode.cached(x)
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None

@@ -70,10 +70,11 @@ def test_the_signatures_start_as_captums(method: Any, captums: Any) -> None:
 def test_a_layer_that_nothing_bends_behind(method: Any, at_input: bool, watched: Any) -> None:
     model = watched(classifier("mean"))
     ids, target = token_ids(), torch.tensor([4, 1])
-    found = method(model, model.head).attribute(ids, target, None, at_input)
+    options = {"rule": "frozen"} if method is LayerLatimFlow else {}
+    found = method(model, model.head, **options).attribute(ids, target, None, at_input)
     wanted = LayerGradientXActivation(model, model.head).attribute(ids, target, None, at_input)
     torch.testing.assert_close(found, wanted.detach())
-    (several,) = method(model, [model.head]).attribute(ids, target, None, at_input)
+    (several,) = method(model, [model.head], **options).attribute(ids, target, None, at_input)
     assert torch.equal(several, found)
 
 
@@ -81,7 +82,8 @@ def test_a_layer_that_nothing_bends_behind(method: Any, at_input: bool, watched:
 def test_a_neuron_that_nothing_bends_before(method: Any, watched: Any) -> None:
     model, pictures = watched(vision("middle")), images(2)
     for neuron in ((2, 1, 3), (slice(0, 4), 1, 3), lambda x: x[:, 2].sum((1, 2))):
-        found = method(model, model.patch).attribute(pictures, neuron)
+        options = {"rule": "frozen"} if method is NeuronLatimFlow else {}
+        found = method(model, model.patch, **options).attribute(pictures, neuron)
         gradient = NeuronGradient(model, model.patch).attribute(pictures, neuron)
         torch.testing.assert_close(found, (gradient * pictures).detach())
 

@@ -10,6 +10,7 @@ import torch
 from helpers.activations import blocks_of, own
 from helpers.frozen_networks import NETWORKS
 from helpers.marks import slow_but
+from helpers.rules import frozen_flow, frozen_layer, frozen_neuron
 from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from zoo.adapters import ADAPTERS
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow
+from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
 from captum_ssm.errors import (
     LayerError,
     OptionError,
@@ -75,15 +76,15 @@ def test_at_the_embedding_it_is_that_of_the_input(method: Any) -> None:
 
 def test_what_passes_a_mixer_by_is_the_stream_before_it() -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
-    found = LayerLatimFlow(model, f"{BLOCK}.mixer").decompose(ids, TARGET)
+    found = frozen_layer(model, f"{BLOCK}.mixer").decompose(ids, TARGET)
     assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
     without = {name: bias for name, bias in found.biases.items() if f"{BLOCK}.mixer" in name}
     assert not without and found.virtual.abs().min() > 0
     assert found.past is not None and found.past.shape == (2, 11, WIDTH)
     assert close(found.past.flatten(1).sum(1), found.virtual, 1e-4)
-    in_parts = LayerLatimFlow(model, f"{BLOCK}.mixer").decompose(ids, TARGET, internal_batch_size=1)
+    in_parts = frozen_layer(model, f"{BLOCK}.mixer").decompose(ids, TARGET, internal_batch_size=1)
     assert in_parts.past is not None and close(in_parts.past, found.past)
-    explain = LayerLatimFlow(model, f"{BLOCK}.mixer")
+    explain = frozen_layer(model, f"{BLOCK}.mixer")
     relevance, delta = explain.attribute(ids, TARGET, return_convergence_delta=True)
     assert close(delta, found.virtual, 1e-4)
     again = explain.compute_convergence_delta(2 * relevance, ids, TARGET)
@@ -120,10 +121,10 @@ def test_forms_of_inputs(method: Any) -> None:
 def test_a_list_of_layers() -> None:
     model, ids = mamba_lm(), token_ids()
     names = ["backbone.layers.2.mixer.heads", model.backbone.layers[0], "backbone.embeddings"]
-    explain = LayerLatimFlow(model, names)
+    explain = frozen_layer(model, names)
     found, deltas = explain.attribute(ids, TARGET, return_convergence_delta=True)
     for name, relevance, delta in zip(names, found, deltas, strict=True):
-        wanted = LayerLatimFlow(model, name).decompose(ids, TARGET)
+        wanted = frozen_layer(model, name).decompose(ids, TARGET)
         assert close(relevance, wanted.inputs) and close(delta, wanted.virtual + wanted.delta, 1e-4)
     with pytest.raises(LayerError, match="list"):
         explain.decompose(ids, TARGET)
@@ -157,29 +158,29 @@ class ModelApart(nn.Module):
 @pytest.mark.slow
 def test_several_tensors() -> None:
     model, ids = ModelApart(mamba_lm(), torch.float64).eval(), token_ids()
-    explain = LayerLatimFlow(model, "blocks.1")
+    explain = frozen_layer(model, "blocks.1")
     found, delta = explain.attribute(ids, TARGET, return_convergence_delta=True)
     mixed, stream = found
     assert mixed.shape == stream.shape == (2, 11, WIDTH)
     after, before = (
-        LayerLatimFlow(model, "blocks.2").attribute(ids, TARGET, None, True),
-        LayerLatimFlow(model, "blocks.1.mixer").attribute(ids, TARGET),
+        frozen_layer(model, "blocks.2").attribute(ids, TARGET, None, True),
+        frozen_layer(model, "blocks.1.mixer").attribute(ids, TARGET),
     )
     assert close(mixed + stream, after) and close(mixed, before)
     assert delta.abs().max() <= 1e-5 * mixed.abs().sum()
     assert explain.compute_convergence_delta(found, ids, TARGET).abs().max() <= 1e-4
-    neuron = NeuronLatimFlow(model, "blocks.1")
+    neuron = frozen_neuron(model, "blocks.1")
     found = neuron.attribute(ids, lambda both: both[0][:, 7, 2])
-    assert close(found, NeuronLatimFlow(model, "blocks.1.mixer").attribute(ids, (7, 2)), 1e-4)
+    assert close(found, frozen_neuron(model, "blocks.1.mixer").attribute(ids, (7, 2)), 1e-4)
     with pytest.raises(TargetError, match=r"several tensors\. Pass a function that"):
         neuron.attribute(ids, (7, 2))
 
 
 def test_outputs_of_transformers() -> None:
     model, ids = mamba_lm(), token_ids()
-    found = LayerLatimFlow(model, "backbone").attribute(ids, TARGET)
-    assert close(found, LayerLatimFlow(model, "backbone.norm_f").attribute(ids, TARGET))
-    whole = LayerLatimFlow(model, "").attribute(ids, TARGET)
+    found = frozen_layer(model, "backbone").attribute(ids, TARGET)
+    assert close(found, frozen_layer(model, "backbone.norm_f").attribute(ids, TARGET))
+    whole = frozen_layer(model, "").attribute(ids, TARGET)
     assert whole.shape == (2, 11, 19)
     assert close(whole[:, -1, 3], model(ids).logits[:, -1, 3]) and whole.count_nonzero() == 2
 
@@ -196,7 +197,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     if side == "right":
         mask = mask.flip(1)
     forward = lambda x, m: case.model(x, attention_mask=m, use_cache=False)  # noqa: E731
-    explain = LayerLatimFlow(forward, block, case.model)
+    explain = frozen_layer(forward, block, case.model)
     target = (8 if side == "left" else 5, 3)
     found = explain.attribute(case.inputs, target, mask)
     alone = explain.attribute(case.inputs[:1, real], (5, 3), mask[:1, real])
@@ -213,7 +214,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
 @never_rounded()
 def test_baselines_are_the_layers_own(layer: str, rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True).double(), token_ids()
-    explain = LayerLatimFlow(model, layer)
+    explain = frozen_layer(model, layer)
     from_zero = explain.decompose(ids, TARGET, rule=rule, baselines=0)
     start = torch.randn_like(from_zero.inputs)
     value = own_heads(model, ids) if layer.endswith("heads") else own(model, ids, layer)
@@ -239,11 +240,11 @@ def own_heads(model: Any, ids: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_what_is_no_baseline_of_a_layer() -> None:
-    explain, ids = LayerLatimFlow(mamba_lm(), BLOCK), token_ids()
+    explain, ids = frozen_layer(mamba_lm(), BLOCK), token_ids()
     for wrong in ("zero", True, float("nan"), torch.zeros(2, 5), torch.zeros(2, 11).long(), [1, 2]):
         with pytest.raises(OptionError, match="baselines="):
             explain.attribute(ids, TARGET, baselines=wrong)
-    of_head = LayerLatimFlow(classifier("mean"), "head")  # whose input has no tokens
+    of_head = frozen_layer(classifier("mean"), "head")  # whose input has no tokens
     for options in ({"baselines": "mean"}, {"rule": "centered"}):
         with pytest.raises(OptionError, match=r"baselines='mean'.*'head' of shape \(2, 5\)"):
             of_head.attribute(ids, 1, **options)  # type: ignore[arg-type]
@@ -257,7 +258,7 @@ def test_without_constants(method: Any) -> None:
     found = method(model, BLOCK).decompose(ids, TARGET, zero_bias=True)
     assert not found.biases and not found.virtual.any()
     assert close(found.inputs.flatten(1).sum(1), found.output)
-    whole = LatimFlow(model).decompose(
+    whole = frozen_flow(model).decompose(
         ids, TARGET, zero_bias=True, features=True, rule=method.default_rule
     )
     assert close(
@@ -271,14 +272,14 @@ def test_without_constants(method: Any) -> None:
 @pytest.mark.slow
 def test_a_compiled_model() -> None:
     model, ids = mamba_lm(), token_ids()
-    wanted = LayerLatimFlow(model, BLOCK).attribute(ids, TARGET)
+    wanted = frozen_layer(model, BLOCK).attribute(ids, TARGET)
     compiled = torch.compile(model, backend="eager")
     for layer in (BLOCK, compiled.backbone.layers[1]):
-        assert close(LayerLatimFlow(compiled, layer).attribute(ids, TARGET), wanted)
+        assert close(frozen_layer(compiled, layer).attribute(ids, TARGET), wanted)
     block = model.backbone.layers[1]
     model.backbone.layers[1] = torch.compile(block, backend="eager")
     for layer in (BLOCK, model.backbone.layers[1], block):
-        assert close(LayerLatimFlow(model, layer).attribute(ids, TARGET), wanted)
+        assert close(frozen_layer(model, layer).attribute(ids, TARGET), wanted)
     model.backbone.layers[1] = block
     block.compile(backend="eager")
-    assert close(LayerLatimFlow(model, BLOCK).attribute(ids, TARGET), wanted)
+    assert close(frozen_layer(model, BLOCK).attribute(ids, TARGET), wanted)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.marks import slow_but
+from helpers.rules import frozen_flow
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo import architectures, networks
@@ -69,7 +70,7 @@ def test_each_stream_sums_to_the_output(
     with linearised(case.model, case.inputs) as network:
         case.model(case.inputs)
     mixers = [step.name for step in network.steps]
-    found = LatimFlow(case.model, recompute=again).decompose(case.inputs, (-1, 3))
+    found = frozen_flow(case.model, recompute=again).decompose(case.inputs, (-1, 3))
     blocks = [".".join(name.split(".")[: 3 if name.count(".") > 2 else 2]) for name in mixers]
     left = dict(found.biases)
     for place, (block, stream) in enumerate(zip(blocks, found.streams, strict=True)):
@@ -103,7 +104,7 @@ def test_answers() -> None:
     model, vocabulary = load_bundled()
     prompt = "anna owns the lamp . bob owns the kite . ? anna owns"
     found = [
-        SSMLLMAttribution(LatimFlow(model, recompute=again), vocabulary).attribute(
+        SSMLLMAttribution(frozen_flow(model, recompute=again), vocabulary).attribute(
             prompt, " the lamp", spans="all"
         )
         for again in (False, True)
@@ -115,10 +116,10 @@ def test_a_hook_of_the_users_changes_an_output_once() -> None:
     model = transformers_model("mamba")
     ids = torch.randint(15, (1, 7))
     hook = model.backbone.layers[0].register_forward_hook(lambda m, args, out: 2 * out)
-    found = [LatimFlow(model, recompute=again).attribute(ids, (-1, 3)) for again in (False, True)]
+    found = [frozen_flow(model, recompute=again).attribute(ids, (-1, 3)) for again in (False, True)]
     hook.remove()
     assert relative_error(found[1], found[0]) <= 1e-6
-    assert relative_error(LatimFlow(model).attribute(ids, (-1, 3)), found[0]) > 1e-3
+    assert relative_error(frozen_flow(model).attribute(ids, (-1, 3)), found[0]) > 1e-3
 
 
 class Block(nn.Module):
@@ -165,7 +166,7 @@ def test_an_output_that_two_later_blocks_read() -> None:
         return found.sum(-1)
 
     model.forward = forward  # type: ignore[method-assign]
-    found = [LatimFlow(model, recompute=again).attribute(IDS, -1) for again in (False, True)]
+    found = [frozen_flow(model, recompute=again).attribute(IDS, -1) for again in (False, True)]
     assert relative_error(found[1], found[0]) <= 1e-6
 
 
@@ -175,9 +176,9 @@ def test_an_output_that_two_later_blocks_read() -> None:
 ])  # fmt: skip
 def test_blocks_that_cannot_run_again(after: Any, complaint: str) -> None:
     model = Model(after)
-    assert LatimFlow(model).attribute(IDS, -1).shape == IDS.shape
+    assert frozen_flow(model).attribute(IDS, -1).shape == IDS.shape
     with pytest.raises(NotLinearError, match=f"Module 'layers.*{complaint}"):
-        LatimFlow(model, recompute=True).attribute(IDS, -1)
+        frozen_flow(model, recompute=True).attribute(IDS, -1)
 
 
 def test_models_without_a_list_of_blocks() -> None:
@@ -185,9 +186,9 @@ def test_models_without_a_list_of_blocks() -> None:
     model.layers = nn.Sequential(*model.layers)
     model.forward = lambda ids: model.layers(model.embed(ids)).sum(-1)  # type: ignore[method-assign]
     with pytest.raises(OptionError, match=r"no nn\.ModuleList of Model"):
-        LatimFlow(model, recompute=True).attribute(IDS, -1)
+        frozen_flow(model, recompute=True).attribute(IDS, -1)
     with pytest.raises(OptionError, match="recompute"):
-        LatimFlow(model, recompute=3)  # type: ignore[arg-type]
+        frozen_flow(model, recompute=3)  # type: ignore[arg-type]
 
 
 def test_mixers_run_without_rules_and_again_with_them() -> None:
@@ -197,6 +198,6 @@ def test_mixers_run_without_rules_and_again_with_them() -> None:
         mixer.module.register_forward_pre_hook(
             lambda module, args, name=mixer.name: called.append((name, torch.is_grad_enabled()))
         )
-    LatimFlow(model, recompute=True).attribute(torch.randint(15, (1, 7)), (-1, 3), verify=False)
+    frozen_flow(model, recompute=True).attribute(torch.randint(15, (1, 7)), (-1, 3), verify=False)
     names = [mixer.name for mixer in find_mixers(model)]
     assert called == [(name, False) for name in names] + [(name, True) for name in names[::-1]]

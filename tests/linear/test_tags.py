@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.rules import frozen_flow
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
 
-from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError
 from tests.oracles import relative_error
 
@@ -99,7 +99,7 @@ MOVES: dict[str, Change] = {
 def test_relevance_lies_on_the_ids_that_are_moved(name: str) -> None:
     model, ids, moved = mamba(), draw(), MOVES[name]
     places = moved(FAR + torch.arange(9).expand(2, -1).clone()) - FAR
-    each = LatimFlow(model).attribute(moved(ids.clone()), target=TARGET)
+    each = frozen_flow(model).attribute(moved(ids.clone()), target=TARGET)
     expected = torch.zeros(2, 10, dtype=each.dtype)
     expected.scatter_add_(1, places.long().where(places >= 0, 9), each)
     runs: list[Tensor] = []
@@ -109,7 +109,7 @@ def test_relevance_lies_on_the_ids_that_are_moved(name: str) -> None:
         logits: Tensor = model(moved(x)).logits
         return logits
 
-    flow = LatimFlow(forward, model)
+    flow = frozen_flow(forward, model)
     found = flow.attribute(ids, target=TARGET, verify=False)
     assert relative_error(found, expected[:, :9]) <= 1e-9
     assert len(runs) == 1
@@ -118,22 +118,22 @@ def test_relevance_lies_on_the_ids_that_are_moved(name: str) -> None:
 @pytest.mark.parametrize("ids", [[1, 2, 3, 2, 1], [4, 4, 4, 4, 4]])
 def test_equal_ids_have_places_of_their_own(ids: list[int]) -> None:
     model, given = mamba(), torch.tensor([ids])
-    expected = LatimFlow(model).attribute(given, target=TARGET).flip(1)
-    found = LatimFlow(lambda x: model(x.flip(1)).logits, model).attribute(given, target=TARGET)
+    expected = frozen_flow(model).attribute(given, target=TARGET).flip(1)
+    found = frozen_flow(lambda x: model(x.flip(1)).logits, model).attribute(given, target=TARGET)
     assert relative_error(found, expected) <= 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_ids_of_few_bits(dtype: torch.dtype) -> None:
     model, ids = mamba(), draw()
-    flow = LatimFlow(lambda x: model(x.flip(1).long()).logits, model)
+    flow = frozen_flow(lambda x: model(x.flip(1).long()).logits, model)
     expected = flow.attribute(ids, target=TARGET)
     assert relative_error(flow.attribute(ids.to(dtype), target=TARGET), expected) <= 1e-9
 
 
 def test_examples_that_share_memory() -> None:
     model, ids = mamba(), draw(1)
-    flow = LatimFlow(lambda x: model(x.flip(1)).logits, model)
+    flow = frozen_flow(lambda x: model(x.flip(1)).logits, model)
     expected = flow.attribute(ids.repeat(3, 1), target=TARGET)
     assert relative_error(flow.attribute(ids.expand(3, -1), target=TARGET), expected) <= 1e-9
 
@@ -147,7 +147,7 @@ def test_ids_that_are_written_to_are_none_of_those_given() -> None:
         logits: Tensor = model(x).logits
         return logits
 
-    found = LatimFlow(forward, model).attribute(ids, target=TARGET, verify=False)
+    found = frozen_flow(forward, model).attribute(ids, target=TARGET, verify=False)
     assert not found[:, 0].any() and found[:, 1:].all()
     assert torch.equal(ids, before)
 
@@ -160,21 +160,21 @@ def test_ids_that_tests_of_values_replace(other: int) -> None:
         lambda x: torch.where(x == pad, other, x),
         lambda x: x.masked_fill(x == pad, other),
     ):
-        expected = LatimFlow(model).attribute(changed(ids), target=TARGET) * (ids != pad)
+        expected = frozen_flow(model).attribute(changed(ids), target=TARGET) * (ids != pad)
         forward = lambda x, changed=changed: model(changed(x)).logits  # noqa: E731
-        found = LatimFlow(forward, model).attribute(ids, target=TARGET)
+        found = frozen_flow(forward, model).attribute(ids, target=TARGET)
         assert relative_error(found, expected) <= 1e-9
 
 
 def test_ids_that_come_out_equal_are_known_by_their_values() -> None:
     model, ids = mamba(), draw()
-    expected = LatimFlow(model).attribute(ids, target=TARGET)
+    expected = frozen_flow(model).attribute(ids, target=TARGET)
     for changed in (
         lambda x: x.clamp(max=18),
         lambda x: x % 19,
         lambda x: torch.tensor(x.tolist()),
     ):
-        flow = LatimFlow(lambda x, changed=changed: model(changed(x)).logits, model)
+        flow = frozen_flow(lambda x, changed=changed: model(changed(x)).logits, model)
         assert relative_error(flow.attribute(ids, target=TARGET), expected) <= 1e-9
 
 
@@ -212,12 +212,12 @@ def test_ids_that_are_computed_are_refused(name: str, batch: int) -> None:
     if batch == 1 and name in ("between examples", "one row"):
         return
     model, changed = mamba(), COMPUTED[name]
-    flow = LatimFlow(lambda x: model(changed(x)).logits, model)
+    flow = frozen_flow(lambda x: model(changed(x)).logits, model)
     said = r"show which token is which|does not show which token"
     with pytest.raises(InputError, match=said):
         flow.attribute(draw(batch), target=TARGET)
     if name in BESIDE:
-        flow = LatimFlow(lambda x: model(torch.cat([x, changed(x)], 1)).logits, model)
+        flow = frozen_flow(lambda x: model(torch.cat([x, changed(x)], 1)).logits, model)
         with pytest.raises(InputError, match=said):
             flow.attribute(draw(batch), target=TARGET)
 
@@ -262,19 +262,19 @@ def test_other_look_ups_add_constants(positions: Change, behind: bool) -> None:
         embedding = model.backbone.embeddings
         first = embedding.first(ids).detach()
         rest = embedding.second(positions(ids)).detach()
-        whole = LatimFlow(lambda e: model(inputs_embeds=e).logits, model=model)
+        whole = frozen_flow(lambda e: model(inputs_embeds=e).logits, model=model)
         gradient = whole.attribute(first + rest, target=TARGET) / (first + rest)
-        found = LatimFlow(model).decompose(ids, target=TARGET)
+        found = frozen_flow(model).decompose(ids, target=TARGET)
         assert relative_error(found.tokens, (gradient * first).sum(-1)) <= 1e-9
         assert found.sizes == ()
-        assert not LatimFlow(model).attribute(ids, target=TARGET, baselines=ids).any()
+        assert not frozen_flow(model).attribute(ids, target=TARGET, baselines=ids).any()
 
 
 @EITHER_WAY
 def test_given_and_equal_ids_in_two_tables_are_refused(behind: bool) -> None:
     model = summed(lambda own, x: own.second(x.clamp(max=18)), behind)
     with pytest.raises(InputError, match="Pass embeddings"):
-        LatimFlow(model).attribute(draw(), target=TARGET)
+        frozen_flow(model).attribute(draw(), target=TARGET)
 
 
 class Around(nn.Module):
@@ -297,12 +297,12 @@ def test_ids_that_are_equal_by_chance_to_what_is_looked_up_before() -> None:
     model, ids = mamba(), torch.arange(8)[None]
     first = model.backbone.embeddings
     model.backbone.embeddings = Around(first, 1)
-    found = LatimFlow(model).decompose(ids, target=TARGET)
+    found = frozen_flow(model).decompose(ids, target=TARGET)
     assert found.sizes == () and found.biases["backbone.embeddings"].any()
     model.backbone.embeddings = Around(first, 2)
     with pytest.raises(InputError, match="Pass embeddings"):
-        LatimFlow(model).attribute(ids, target=TARGET)
-    assert LatimFlow(model).attribute(ids.flip(1), target=TARGET).all()
+        frozen_flow(model).attribute(ids, target=TARGET)
+    assert frozen_flow(model).attribute(ids.flip(1), target=TARGET).all()
 
 
 @EITHER_WAY
@@ -322,4 +322,4 @@ def test_other_look_ups_of_the_ids_are_refused(more: Any, behind: bool) -> None:
     model = summed(more, behind)
     for forward in (model, lambda x: model(F.pad(x.flip(1), (1, 0), value=4)).logits):
         with pytest.raises(InputError, match="Pass embeddings"):
-            LatimFlow(forward, model).attribute(draw(), target=TARGET)
+            frozen_flow(forward, model).attribute(draw(), target=TARGET)

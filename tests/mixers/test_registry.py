@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import check, record
+from helpers.rules import frozen_flow
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
@@ -158,7 +159,7 @@ def test_a_run_of_an_unknown_mixer_is_refused() -> None:
     model.backbone.layers[1].mixer = OtherMixer(5)
     ids = torch.randint(19, (1, 4))
     runs: list[Callable[[], Any]] = [
-        lambda: LatimFlow(model).attribute(ids, (-1, 3)),
+        lambda: frozen_flow(model).attribute(ids, (-1, 3)),
         lambda: ImplicitAttentionRollout(model).attribute(ids),
         lambda: list(StateMemory(model).of(ids)),
         lambda: EdgeEffects(model).attribute(ids, (-1, 3)),
@@ -225,7 +226,7 @@ def test_no_unknown_mixer_is_overlooked_that_is_called_past_its_hooks() -> None:
             shift.gate.weight.zero_()  # so that the model is linear
     start = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(start)[:, -1, 2].sum(), start)
-    assert torch.allclose(LatimFlow(model).attribute(x, (-1, 2)), gradient * x)
+    assert torch.allclose(frozen_flow(model).attribute(x, (-1, 2)), gradient * x)
 
 
 def test_parts_of_a_served_mixer_are_not_strangers() -> None:

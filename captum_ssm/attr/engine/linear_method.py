@@ -275,7 +275,7 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 
     The mean of few tokens behind a cache, perhaps of one, is no baseline.
     """
-    if baselines is None and rules.rule not in ("frozen", "half") and not network.continues:
+    if baselines is None and rules.rule not in ("frozen", "half") and not network.has_past:
         baselines = "mean"
     return baselines_of(network, baselines)
 
