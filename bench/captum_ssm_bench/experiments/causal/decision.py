@@ -1,7 +1,7 @@
 """What ``bench/REGISTERED.md`` decides from the records of ``fresh``: the default rule, and claims.
 
 ``python -m captum_ssm_bench.experiments.causal.decision RESULTS`` prints the decision, and writes
-``fresh-models.csv`` and ``fresh-models-against.csv`` there, which ``keep_tables.py`` keeps.
+tables there, which ``keep_tables.py`` keeps.
 A model is one sample: its number is the mean over its examples; intervals are drawn over models.
 
 Shapes: M models.
@@ -33,6 +33,7 @@ _SHARE = 0.9
 #: "Not below" needs a lower bound of at least this.
 _NOT_BELOW = -0.02
 _FLOW = "LatimFlow"
+_BALANCED = Cell(_FLOW, "balanced, own mean")
 
 #: By column, each row's number of every model, (M,); models in one order.
 Numbers = Mapping[str, Mapping[Cell, Tensor]]
@@ -110,10 +111,11 @@ def offered(numbers: Numbers, default: Cell) -> Mapping[str, Interval]:
 
 
 def write(numbers: Numbers, folder: Path) -> None:
-    """Write two tables as ``evaluate`` does: each row's means, and its gains over the baseline."""
+    """Write tables as ``evaluate`` does: each row's means, and its gains over two of them."""
     _write(numbers, folder / "fresh-models.csv")
-    gains = {c: {r: x - rows[BASELINE] for r, x in rows.items()} for c, rows in numbers.items()}
-    _write(gains, folder / "fresh-models-against.csv")
+    for name, other in (("fresh-models-against", BASELINE), ("fresh-rules", _BALANCED)):
+        gains = {c: {r: x - rows[other] for r, x in rows.items()} for c, rows in numbers.items()}
+        _write(gains, folder / f"{name}.csv")
 
 
 def _write(numbers: Numbers, path: Path) -> None:
