@@ -1,7 +1,7 @@
 """Comparison of the explained number with a plain run of forward_func.
 
-An explained run keeps no cache, attends eagerly, and checks mixers against their operators. The
-model computes the same, but a custom forward_func may depend on these settings.
+An explained run keeps no cache, uses eager attention, and checks each mixer against its operator.
+The model's output does not change, but a custom forward_func may depend on these settings.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...operators.kernels.truths import at_most
 from ..call.targets import Against, contrasted
 from .run import Request, Run
 
-#: How many times the errors granted to all operators together a number may be off, and how far it
-#: may be off at most, each in proportion to the largest output.
+#: The accepted error of a number, relative to the largest output: ``_TIMES`` times the sum of the
+#: tolerances of all operators, and never more than ``_MOST``.
 _TIMES, _MOST = 16, 0.25
 
 
@@ -30,15 +30,15 @@ class Alone:
     """A plain run of forward_func, without hooks.
 
     Attributes:
-        request: what is run.
-        limit: the largest error of a number that is accepted, per largest output.
+        request: the arguments of the run.
+        limit: the largest accepted error of a number, relative to the largest output.
     """
 
     request: Request
     limit: float
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
-        """Raise unless explained numbers (B,) equal forward_func's."""
+        """Raise unless each explained number (B,) equals the number that forward_func returns."""
         output = self.request.output_alone
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
@@ -51,20 +51,20 @@ class Alone:
                 raise ReconstructionError(
                     f"The explained run computes {float(number[example]):.4g} for target={given!r} "
                     f"of example {example}, but forward_func returns {float(real[example]):.4g} "
-                    "when it runs by itself. Explained runs use no cache and record gradients. "
-                    "Does forward_func read the inputs in chunks, or depend on gradient mode? Pass "
-                    "the whole sequence in one call of the model. verify=False explains the run "
-                    "as it is."
+                    "in a plain run. Explained runs use no cache and record gradients. Does "
+                    "forward_func split the inputs into chunks, or depend on gradient mode? Pass "
+                    "the whole sequence to the model in one call, or verify=False to skip this "
+                    "comparison."
                 )
 
 
 def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
-    """Return the plain run to compare with; None if forward_func is the model, run once.
+    """Return the plain run to compare with, or None if forward_func only calls the model once.
 
     Args:
-        request: the run's request.
-        calls: how often each mixer ran.
-        granted: the largest error that was accepted of an operator.
+        request: the arguments of the run.
+        calls: the number of calls of each mixer.
+        granted: the largest tolerance with which an operator was checked.
     """
     if request.is_model and max(calls.values()) == 1:
         return None
@@ -74,12 +74,12 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
 def require_alone(
     run: Run, verify: bool | float, explained: Sequence[tuple[Against, Tensor]]
 ) -> None:
-    """Raise unless the numbers that a traced run explains equal forward_func's.
+    """Raise unless the explained numbers of a traced run equal those of a plain run.
 
     Args:
-        run: the run.
-        verify: as ``attribute`` takes it; False compares nothing.
-        explained: the questions, and the numbers of the run (B,).
+        run: the traced run.
+        verify: the ``verify`` option of ``attribute``. False skips the comparison.
+        explained: pairs of a target with its contrast, and the explained number (B,).
     """
     if verify is False:
         return

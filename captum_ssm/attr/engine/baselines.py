@@ -1,4 +1,4 @@
-"""Baselines, the inputs that relevance is in comparison with, in the forms that users pass."""
+"""Baselines: the reference inputs that are subtracted from the inputs, in all accepted forms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from ...errors import OptionError
 from ...linear import Network
 from ..call import checks
+from ..call.target_errors import shown
 
 #: The baseline of one input: None, a number, ``"mean"``, embeddings or ids.
 Baseline = None | float | Literal["mean"] | Tensor
-#: One baseline, or a tuple of one for each of several inputs.
+#: One baseline, or a tuple with one baseline for each of several inputs.
 Baselines = Baseline | tuple[Baseline, ...]
 
 
 def out_of_tuple(baselines: Baselines) -> Baselines:
-    """Take a single baseline out of a tuple, if it is in one."""
+    """Return the baseline in a tuple of one; return all other values unchanged."""
     if isinstance(baselines, tuple) and len(baselines) == 1:
         return baselines[0]
     return baselines
@@ -33,14 +34,14 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
     if not isinstance(baselines, tuple) or len(baselines) != inputs:
         got = f"holds {len(baselines)}" if isinstance(baselines, tuple) else f"is {baselines!r}"
         raise OptionError(
-            f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of one for each, "
-            "with None if it is the default."
+            f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of {inputs} "
+            "baselines, with None for each default."
         )
     return baselines
 
 
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
-    """Return the baseline of each further input in the input's shape; None for 0."""
+    """Return the baseline of each input after the first, in that input's shape; None for 0."""
     return [
         None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
         for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
@@ -48,7 +49,7 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """Return one baseline for each root of the network, in its shape; an empty list for 0."""
+    """Return one baseline per root (tensor where the linear network begins); empty for 0."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []
@@ -61,8 +62,8 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
         return network.mode.looked_up(baselines)
     if len(roots) > 1:
         raise OptionError(
-            f"The model looks up the token ids in {len(roots)} tables, such as an adapter's, "
-            "so no single tensor or number can replace their embeddings. Pass "
+            f"baselines must be 'mean' or token ids, because the model looks up the token ids in "
+            f"{len(roots)} embedding tables (such as an adapter's). Got {shown(baselines)}. Pass "
             "baselines='mean', or token ids."
         )
     what, words, ids = "a layer", "None, 'mean'", ""
@@ -72,9 +73,10 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
 
 
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
-    """Return a number or a tensor as a baseline in the shape of ``start``.
+    """Expand a number or a tensor to a baseline in the shape of the input ``start``.
 
-    ``what`` names the input, ``words`` and ``ids`` further accepted forms, for an error.
+    The error message uses ``what`` to name the input, and ``words`` and ``ids`` to name other
+    accepted forms.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         baseline = torch.as_tensor(found).to(start).expand_as(start)
@@ -88,15 +90,15 @@ def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = ""
 
 
 def _mean(network: Network, root: Tensor) -> Tensor:
-    """Return the mean over each example's real tokens, or an image's pixels, in root's shape."""
+    """Return the mean over each example's unpadded tokens or pixels, in the shape of ``root``."""
     site, mask = network.begins, network.mask
     in_heads = site is not None and site.at == "heads"
     if root.dim() != 3 and not in_heads:
         if site is not None:
             raise OptionError(
-                f"baselines='mean', which some rules take where none are given, is over tokens, "
-                f"and layer {site.name!r} of shape {tuple(root.shape)} is not (B, L, E). Pass a "
-                "number, or a tensor of that shape."
+                "baselines='mean', the default of some rules, is a mean over tokens and needs a "
+                f"layer of shape (B, L, E), but layer {site.name!r} has shape "
+                f"{tuple(root.shape)}. Pass a number, or a tensor of that shape."
             )
         dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
         return root.mean(dims, keepdim=True).expand_as(root)

@@ -1,7 +1,7 @@
-"""The cache of softmax attention as a memory: it holds a token's value as long as it is read.
+"""The cache of softmax attention as a memory, with the same methods as the state of a recurrence.
 
-A recurrence sums its tokens; attention keeps every token in a separate place.  Nothing fades, and
-nothing is erased but tokens that a window has passed.
+A recurrence adds tokens to one state; the cache keeps each token's value separately.  Values do not
+decay.  A value is removed only when no later token attends to it, as after a sliding window.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from ...operators.heads import DenseHeads
 
-#: Rows that are checked together.
+#: The number of matrix rows checked at a time.
 _ROWS = 256
 
 
 class Cache(NamedTuple):
-    """Causal attention and its values.
+    """The values of causal attention that are still in use after each token.
 
-    After a token it holds the tokens that this one or a later one reads: all tokens so far but
-    padding, and those that a window has passed.
+    After token t the cache holds the earlier tokens to which token t or a later token attends. It
+    holds no padding, and no tokens that have left a sliding window.
 
     Attributes:
-        value: of each token (B, L, H, P).
-        matrices: how much each token reads of each, by head (B, H, L, L).
-        weight: output projection of each head (H, P, E), behind which sizes are measured; None to
-            measure the values themselves.
+        value: the value of each token (B, L, H, P).
+        matrices: attention weights of each head (B, H, query, source), each of size L.
+        weight: output projection of each head (H, P, E), applied to values before a norm is taken;
+            None for the norms of the values themselves.
     """
 
     value: Tensor
@@ -37,22 +37,22 @@ class Cache(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token, for each value channel."""
+        """The number of stored values per token and value channel, 1."""
         return 1
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """Return the values held after each of T tokens, zeros for others, (B, T, H, L, P)."""
+        """Return the cached values after each of T tokens (B, T, H, L, P); 0 if not cached."""
         value = self.value.transpose(1, 2)
         return torch.stack([self._held(token)[..., None] * value for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
-        """How large each token's value is, by head (B, H, L); 0 where it is not held."""
+        """Return the norm of each token's value after ``token`` (B, H, L); 0 if not cached."""
         return self._held(token) * self._sizes()
 
     def erased(self, source: int, token: int) -> Tensor:
-        """How much of a source each token up to ``token`` erased, by head (B, H, L).
+        """Return how much of the source's value each token up to ``token`` erased (B, H, L).
 
-        All of it goes at the first token from which on no token reads it.
+        The whole value is removed at one token: the first after the last that attends to it.
         """
         end = 1 + self._last_reader(source)  # (B, H)
         at = torch.arange(self.value.shape[1], device=end.device)
@@ -60,16 +60,16 @@ class Cache(NamedTuple):
         return gone * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """How much of a source would be held, had each token not erased it, by head (B, H, L)."""
+        """Return the norm of the source's value if each token had not erased it (B, H, L)."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
-        """Infinity (B, H, 1): nothing fades."""
+        """Return infinity (B, H, 1), because cached values do not decay."""
         batch, _, heads, _ = self.value.shape
         return self.value.new_full((batch, heads, 1), torch.inf)
 
     def _sizes(self) -> Tensor:
-        """Return the norm of each token's value, by head (B, H, L)."""
+        """Return the norm of each token's value per head (B, H, L), behind ``weight`` if given."""
         if self.weight is None:
             sizes: Tensor = self.value.norm(dim=-1)
             return sizes.transpose(1, 2)
@@ -77,19 +77,19 @@ class Cache(NamedTuple):
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 
     def _held(self, token: int) -> Tensor:
-        """1 for the tokens up to ``token`` that it or a later one reads, else 0, (B, H, L)."""
+        """Return 1 for tokens cached after ``token``, which are attended to later, else 0."""
         read = self.matrices[:, :, token:].amax(-2) > 0
         read[..., token + 1 :] = False
         return read.to(self.value)
 
     def _last_reader(self, source: int) -> Tensor:
-        """Return the last token that reads a source, (B, H); -1 where none does."""
+        """Return the last token that attends to ``source`` (B, H), or -1 if no token does."""
         at = torch.arange(self.value.shape[1], device=self.value.device)
         readers: Tensor = torch.where(self.matrices[..., source] > 0, at, -1)
         return readers.amax(-1)
 
 
 def is_causal(attention: DenseHeads) -> bool:
-    """Return True if no token reads a later one, so that there is a cache."""
+    """Return True if no token attends to a later one, as a cache requires."""
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
     return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))

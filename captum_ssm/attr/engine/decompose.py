@@ -19,46 +19,46 @@ from ...operators.kernels.truths import holds
 from ..call.layout import of_given
 from .result import NamedTokens, Names
 
-#: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
+#: Largest accepted |delta| relative to the sum of |relevance|, for the least precise dtype used.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, eq=False)
 class Decomposition(NamedTokens):
-    """Contributions of all parts of a network's input to one number of its output.
+    """Contributions of inputs and constants to one number of the model's output.
 
     ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is the
     rounding error.
 
     Attributes:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
-            floating input. If ids are looked up in several tables, such as an adapter's, E counts
-            the features of all.
-        streams: relevance of each token of the residual stream entering each mixer's block, (B, L)
-            each, or by feature, (B, L, E). Each sums to the output with the constants that enter
-            behind it.
-        mixers: relevance of each token of each mixer's output, in the same shape.
-        biases: contributions of biases and other constants, (B,), by the module that adds them;
-            of a cache that the call continues from, under ``"cache"``.
+            floating input. If ids are looked up in several embedding tables, such as an adapter's,
+            E is the number of features in all tables.
+        streams: one tensor per mixer, the relevance of each token in the residual stream that
+            enters the mixer's block, (B, L), or (B, L, E) by feature. Together with the constants
+            added after that point, each tensor sums to the output.
+        mixers: one tensor of the same shape per mixer, the relevance of each token in the mixer's
+            output.
+        biases: contributions of biases and other constants (B,), by the name of the module that
+            adds them. The key ``"cache"`` has the contribution of a cache passed to the call.
         output: the explained number (B,).
-        virtual: contribution of tokens that the model adds itself, (B,), such as a class token;
-            streams and mixers include it. For an explained layer, the contribution of all paths
-            around it.
+        virtual: contribution (B,) of tokens that the model inserts, such as a class token;
+            ``streams`` and ``mixers`` include it. If a layer is explained, the contribution of all
+            paths that bypass this layer.
         roles: relevance of each token (B, L) as content, key, query, gate or step. Roles sum to
             :attr:`tokens`. Each path from output to input counts for its first factor other than
-            content, or for content if it has none. Default: None, not found.
-        content_only: names of the mixers that gave all relevance to content though the rule divides
-            it, since their adapters offer no other factor. Empty with ``rule="frozen"`` and
-            ``"half"``.
+            content, or for content if it has none. Default: None, not computed.
+        content_only: names of mixers whose relevance all went to content although ``rule`` divides
+            it among factors, because their adapters define no other factor. Empty with
+            ``rule="frozen"`` and ``"half"``.
         sizes: sizes of the tensors concatenated in the last dimension of ``inputs``, for an
             explained layer or ids looked up in several tables. Default: empty.
-        past: for an explained layer, relevance of every feature of the embeddings (B, L, E) along
-            paths around it, which sum to ``virtual``. Default: None.
-        others: relevance of every element of each further input, such as the images of a text, in
-            its shape. Default: empty.
-        by_others: contribution of all further inputs to the output of each example (B,); None if
-            there are none.
-        names: names of the tokens of each example, which its page shows. Default: None, positions.
+        past: if a layer is explained, relevance of every feature of the embeddings (B, L, E) along
+            paths that bypass this layer; it sums to ``virtual``. Default: None.
+        others: one tensor per input after the first, such as the images of a text: the relevance
+            of every element. Default: empty.
+        by_others: contribution (B,) of all inputs after the first; None if there are none.
+        names: names of the tokens of each example, shown in the HTML page. Default: None, positions.
     """
 
     inputs: Tensor
@@ -87,12 +87,12 @@ class Decomposition(NamedTokens):
 
     @property
     def cached(self) -> Tensor:
-        """Contribution of the cache that the call continues from (B,), a part of :attr:`bias`."""
+        """Contribution of a cache that was passed to the call (B,), included in :attr:`bias`."""
         return self.biases.get("cache", torch.zeros_like(self.output))
 
     @property
     def delta(self) -> Tensor:
-        """output - inputs - virtual - others - biases (B,): 0, but for rounding."""
+        """output - inputs - virtual - others - biases (B,), 0 up to rounding."""
         delta = self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
         return delta if self.by_others is None else delta - self.by_others
 
@@ -117,11 +117,11 @@ class Decomposition(NamedTokens):
 
 
 class OutputParts(Protocol):
-    """The parts of an output, as far as :func:`sums_up` checks them."""
+    """The attributes of a decomposition that :func:`sums_up` reads."""
 
     @property
     def biases(self) -> Mapping[str, Tensor]:
-        """Contributions of constants (B,), by the module that adds them."""
+        """Contributions of constants (B,), by the name of the module that adds them."""
 
     @property
     def output(self) -> Tensor:
@@ -129,7 +129,7 @@ class OutputParts(Protocol):
 
     @property
     def delta(self) -> Tensor:
-        """The output less all parts (B,)."""
+        """The output minus the sum of all contributions (B,)."""
 
 
 def decompose(
@@ -144,19 +144,19 @@ def decompose(
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
 
-    Each role takes one more pass. Elements of further inputs belong to no known example of a batch:
-    with them each example takes its own pass.
+    Each role takes one more pass. With several inputs there is one pass per example, because the
+    inputs after the first need not have a batch dimension.
 
     Args:
         network: the network, after its forward run.
-        output: the number to explain per example (B,), of the network's graph.
+        output: the number to explain per example (B,), with its autograd graph.
         constant: a summand of the output that no module added (B,). Default: None.
-        baselines: the baseline of each root. Default: empty, 0.
-        of_others: likewise for each further input. Default: empty, as for none.
-        by_role: whether relevance is found by role. Default: False.
+        baselines: the baseline of each root, a tensor where the network begins. Default: empty, 0.
+        of_others: the baseline of each input after the first. Default: empty, if there are none.
+        by_role: whether relevance is computed by role. Default: False.
         features: whether relevance of streams and mixers is kept by feature. Default: False.
-        apart: whether constants are assigned to examples by a pass for each example. Default:
-            False, by their place in the batch.
+        apart: whether one pass per example finds the constants of each example. Default: False,
+            constants are assigned to examples by their index in the batch.
     """
     mode, others = network.mode, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
@@ -185,7 +185,7 @@ def decompose(
         biases["baselines"] = sum_tensors((g * b).flatten(1).sum(1) for g, b in pairs).to(output)
     change = changes(network, baselines)
     read = [g * x for g, x in zip(at_roots, change, strict=True)]
-    inputs = _on_given(read, network)
+    inputs = _on_input_tokens(read, network)
     past = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
     virtual = sum_tensors(x.flatten(1).sum(1) for x in read) - inputs.flatten(1).sum(1)
     virtual = virtual.to(output.detach())
@@ -200,7 +200,7 @@ def decompose(
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
         sizes=_sizes(network),
-        past=_behind_each_other(past) if past else None,
+        past=_concatenated(past) if past else None,
     )
     if others:
         found = _with_others(found, others, of_others, by_example)
@@ -212,23 +212,23 @@ def decompose(
 def _of_step(
     step: Step, gradients: Sequence[Tensor | None], features: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the relevance of a mixer's stream, None without one, and of its output.
+    """Return the relevance of a mixer's residual stream (None without one) and of its output.
 
-    Each is (B, L), or (B, L, E) by feature. ``gradients`` holds those at the tensors entering the
-    block and at the output.
+    Shapes are (B, L), or (B, L, E) by feature. ``gradients`` has one gradient per tensor entering
+    the block, and the gradient at the mixer's output last.
     """
 
     def relevance(x: Tensor, gradient: Tensor | None) -> Tensor:
         product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
-        found = _in_a_row(product, step.output)
+        found = _as_sequence(product, step.output)
         return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
     *entering, mixer = map(relevance, (*step.entering, step.output), gradients)
     return sum_tensors(entering) if entering else None, mixer
 
 
-def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
-    """Lay a map (B, h, w, E) out as a mixer's tokens (B, L, E), if it has as many."""
+def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
+    """Reshape a map (B, h, w, E) to the tokens (B, L, E) of ``like``, if the sizes agree."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 
@@ -236,7 +236,7 @@ def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
 def _example_by_example(
     mode: Linearising, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Take one backward pass per example; return gradients at ``starts``, and constants."""
+    """Run one backward pass per example; return each one's gradients at ``starts``, and biases."""
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
@@ -253,11 +253,13 @@ def _with_others(
     baselines: Sequence[Tensor | None],
     by_example: Sequence[Sequence[Tensor]],
 ) -> Decomposition:
-    """Add the relevance of further inputs to a decomposition.
+    """Add the relevance of the inputs after the first to a decomposition.
 
     Args:
-        baselines: the baseline of each further input; None for 0.
-        by_example: for each example the gradients at the further inputs.
+        found: the decomposition without them.
+        others: the inputs after the first.
+        baselines: the baseline of each; None for 0.
+        by_example: for each example, the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
     starts = [
@@ -285,7 +287,7 @@ def _with_others(
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Subtract each root's baseline from it; empty baselines are 0."""
+    """Return each root minus its baseline; an empty ``baselines`` stands for 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values
@@ -293,27 +295,27 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return the ``sizes`` of a :class:`Decomposition`; empty for one root."""
+    """Return :attr:`Decomposition.sizes`, the feature counts of several roots; empty for one."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
     return tuple(x[0, 0].numel() for x in roots) if len(roots) > 1 else ()
 
 
-def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the features of the same tokens, if there are several tensors of them."""
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors (B, L, ...) over the same tokens along their features."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([x.reshape(*x.shape[:2], -1) for x in parts], -1)
 
 
-def _on_given(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Move relevance of the roots to the tokens that the model was given, (B, L, ...)."""
+def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
+    """Move relevance from the roots to the tokens of the model's input, (B, L, ...)."""
     mode = network.mode
     if network.begins is not None:
-        return _behind_each_other(parts)
+        return _concatenated(parts)
     places = [mode.given, *(x.given for x in mode.again)]
-    return _behind_each_other(
+    return _concatenated(
         [
             x if given is None else of_given(x, given, mode.tokens)
             for x, given in zip(parts, places, strict=True)
@@ -324,15 +326,15 @@ def _on_given(parts: Sequence[Tensor], network: Network) -> Tensor:
 def _by_role(
     network: Network, output: Tensor, change: Sequence[Tensor], tokens: Tensor
 ) -> dict[Role, Tensor]:
-    """Return the relevance of tokens (B, L) along the paths of each role; it sums to ``tokens``.
+    """Return the relevance of tokens (B, L) for each role; the sum over roles is ``tokens``.
 
-    ``change`` is each root less its baseline.
+    ``change`` is each root minus its baseline.
     """
     labels = network.mode.labels
     found = {role: torch.zeros_like(tokens) for role in ROLES}
 
     def along(role: Role) -> Tensor:
-        """Return the relevance of tokens (B, L) along the paths of one role."""
+        """Return the relevance of tokens (B, L) along the paths that count for one role."""
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
             gradients = network.mode.gradients(output, network.roots, seed)
@@ -340,7 +342,7 @@ def _by_role(
             torch.zeros_like(x) if gradient is None else gradient * x
             for gradient, x in zip(gradients, change, strict=True)
         ]
-        of_tokens = _on_given(relevance, network)
+        of_tokens = _on_input_tokens(relevance, network)
         return of_tokens if of_tokens.dim() == 2 else of_tokens.flatten(2).sum(-1)
 
     found["content"] = tokens if network.mode.rule == "frozen" else along("content")
@@ -359,17 +361,17 @@ def account(
     constant: Tensor | None,
     wanted: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Take one backward pass, in which all constants of the graph are met.
+    """Run one backward pass, which also collects the contributions of constants.
 
     Args:
-        mode: the rules of the run, and the constants of its graph.
+        mode: the linearization rules of the run, and the constants in its graph.
         output: the number to explain per example (B,).
         constant: a summand of the output that no module added (B,), or None.
-        wanted: tensors of the graph.
+        wanted: the tensors whose gradients are returned.
 
     Returns:
-        The gradients at ``wanted``, zeros where none arrives; and the contribution of constants
-        (B,), by the module that adds them.
+        The gradients at ``wanted``, zeros if none arrives; and the contributions of constants
+        (B,), by the name of the module that adds them.
     """
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
@@ -390,9 +392,10 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all dimensions but examples, (B,), if these, or their tokens or windows, come first.
+    """Sum over all dimensions except the batch, (B,); the first may hold examples times tokens.
 
-    Other sums, such as over tokens routed to an expert, are wrong by example; :func:`exact` checks.
+    If the first dimension has no such size, as for tokens routed to an expert, the total is divided
+    equally among examples. :func:`exact` detects the resulting errors.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -402,11 +405,12 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
 def exact(found: Decomposition, apart: bool = False) -> bool:
     """Return True if inputs and biases sum to the output for every example.
 
-    In a batch a tenth of the tolerance is accepted, as constants may be given to the wrong example.
+    In a batch the limit is a tenth of the tolerance, because constants may be assigned to the wrong
+    example.
 
     Args:
         found: the decomposition.
-        apart: whether examples were explained one by one. Default: False.
+        apart: whether examples had separate backward passes. Default: False.
     """
     share = 1 if apart or len(found.output) == 1 else 0.1
     return sums_up(found, found.inputs, share, past=found.past)
@@ -420,15 +424,15 @@ def sums_up(
     together: bool = False,
     past: Tensor | None = None,
 ) -> bool:
-    """Return True if parts sum to the output for every example.
+    """Return True if contributions sum to the output for every example.
 
     Args:
-        found: the parts.
-        inputs: parts of the input (B, ...).
+        found: the decomposition.
+        inputs: contributions of the input (B, ...).
         share: factor on the tolerance. Default: 1.0.
-        together: whether to check the sum over examples alone, as constants may be given to the
-            wrong example. Default: False.
-        past: parts along paths around the explained layer, (B, ...). Default: None.
+        together: whether to check only the sum over examples, because constants may be assigned to
+            the wrong example. Default: False.
+        past: contributions along paths that bypass the explained layer, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     if found.biases:
@@ -449,7 +453,7 @@ def sums_up(
 
 
 def stacked(parts: Sequence[Decomposition]) -> Decomposition:
-    """Join the decompositions of parts of a batch."""
+    """Concatenate decompositions of parts of a batch along the batch dimension."""
     if len(parts) == 1:
         return parts[0]
     names = list(dict.fromkeys(name for part in parts for name in part.biases))
@@ -481,23 +485,24 @@ def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:
 def not_reached() -> GradientModeError:
     """Return the error for an output that does not depend linearly on the input."""
     return GradientModeError(
-        "The model's output does not depend linearly on its input. Does it end in a softmax or "
-        "another function that is frozen, or run under no_grad or detach? Explain the logits; "
-        "contrast='all' gives log-probabilities, contrast='others' log-odds."
+        "The model's output does not depend linearly on its input. Does forward_func end in a "
+        "softmax or another function that is frozen, or run under no_grad or detach? Return the "
+        "logits from forward_func; contrast='all' then explains log-probabilities, and "
+        "contrast='others' log-odds."
     )
 
 
-#: Where the package's own functions are.
+#: The prefix of this package's module names.
 _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def not_linear(output: Tensor) -> NotLinearError:
-    """Return the error for a graph that is not linear; it names functions that may be the cause."""
+    """Return the error for a graph that is not linear; the message names possible causes."""
     kind = torch.finfo(output.dtype)
     if bool((output.detach().abs() < kind.tiny / kind.eps).any()):
         return NotLinearError(
-            f"The model's output is so small that products of {output.dtype} underflow. Explain "
-            "model.double(), or larger numbers."
+            f"The model's output is so small that products in {output.dtype} underflow. Pass "
+            "model.double(), or choose a target with a larger output."
         )
     found: set[str] = set()
     seen: set[Any] = set()
@@ -514,11 +519,11 @@ def not_linear(output: Tensor) -> NotLinearError:
                 found.add(function.__name__)
     custom, blame = sorted(found), ""
     if custom:
-        blame = f" It runs functions of its own ({', '.join(custom)}), which cannot be seen into."
+        blame = f" It runs custom autograd functions ({', '.join(custom)}), which are not analyzed."
     elif len(output) > 1:
         blame = " Do examples of the batch mix, as in x - x.mean(0)? Then explain them one by one."
     return NotLinearError(
-        f"The model's output is not the sum of what its inputs and biases contribute.{blame} Run "
-        "it with torch's own functions in place of fused kernels, without torch.utils.checkpoint, "
-        "or report the model."
+        "The contributions of the model's inputs and biases do not sum to the model's output."
+        f"{blame} Replace fused kernels by torch functions, switch off torch.utils.checkpoint, or "
+        "report the model."
     )

@@ -1,7 +1,7 @@
-"""Factors of a mixer's implicit attention: matrices per state; queries, keys and histories.
+"""Factors of a mixer's implicit attention: one matrix per state, or queries, keys and histories.
 
-The computation is in :mod:`~captum_ssm.attr.engine.states` and
-:mod:`~captum_ssm.attr.engine.selection`; here the user's choices meet a layer.
+This module checks the user's options. The computation is in
+:mod:`~captum_ssm.attr.engine.states` and :mod:`~captum_ssm.attr.engine.selection`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ def each_state(
     components: str | Collection[str],
     verify: bool | float,
 ) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
-    """Check the user's options; return them, and a function of a run and layer: (B, C, N, L, L).
+    """Check the options of ``states()``, and return them with the function that computes it.
 
     Args:
-        channels: the channels wanted, C of them; negative ones count from the end.
-        components: components with the scan and without the skip.
-        verify: as the user gave it.
+        channels: C channel indices; negative ones count from the end.
+        components: the ``components`` option, which must include the scan and not the skip.
+        verify: the ``verify`` option.
+
+    Returns:
+        The checked options; and a function that returns the matrices (B, C, N, L, L) of all N
+        states, given a run and one of its layers.
     """
     names = checks.parse_components(components)
     if "scan" not in names or "skip" in names:
         raise OptionError(
-            f"components={components!r} are not a sum over states: name the scan, whose states "
-            "they are, and leave out the skip, which passes by them. Use 's6', 'unified', or a set "
-            "such as {'scan', 'gate'}; matrices() takes any components."
+            f"components={components!r} cannot be split by state: components must include the "
+            "scan, which has the states, and not the skip, which bypasses them. Pass 's6', "
+            "'unified', or a set such as {'scan', 'gate'}; matrices() takes any components."
         )
     wanted = _checked(channels)
     chosen = options(names, None, None, 0, "paper", verify, keep_channels=True)
@@ -56,11 +60,15 @@ def each_state(
 def each_factor(
     channels: Sequence[int], simplified: bool, verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Factors]]:
-    """Check the user's options; return them, and a function of a run and layer: its factors.
+    """Check the options of ``factors()``, and return them with the function that computes it.
 
     Args:
-        channels, verify: as in :func:`each_state`.
-        simplified: whether relu takes the place of softplus.
+        channels, verify: see :func:`each_state`.
+        simplified: whether relu replaces softplus.
+
+    Returns:
+        The checked options; and a function that returns the factors, given a run and one of its
+        layers.
     """
     wanted = _checked(channels)
     checks.flags(simplified=simplified)
@@ -72,10 +80,9 @@ def each_factor(
         factors = selection_factors(_terms(layer, operator), counted, simplified)
         if factors is None:
             raise OptionError(
-                f"Layer {layer.name!r} ({layer.architecture}) has no query, key and history "
-                "factors, which selective scans with a step size dt have, as in Mamba and Mamba-2; "
-                f"its {_kinds(operator)} has none. Use states(), or leave the layer out of "
-                "factors() with layers=[...]."
+                f"factors() needs a selective scan with a step size dt, as in Mamba and Mamba-2, "
+                f"but layer {layer.name!r} ({layer.architecture}) has {_kinds(operator)}. Use "
+                "states(), or pass layers=[...] without this layer."
             )
         return factors.to(run.request.inputs.device)
 
@@ -83,27 +90,28 @@ def each_factor(
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:
-    """Return an operator's sum over states as terms; raise if it is none."""
+    """Return the terms of an operator, one per recurrence; raise if it has no separate states."""
     terms = terms_of(operator)
     if terms is None:
         raise OptionError(
-            f"Layer {layer.name!r} ({layer.architecture}) has no states to sum over: only "
-            "recurrences with a diagonal decay do (SelectiveScan, ScalarDecayHeads, "
-            f"VectorDecayHeads), and its matrices come from {_kinds(operator)}. Leave the "
-            "layer out with layers=[...]; matrices(reduce=None) has one matrix per channel of any "
+            f"Layer {layer.name!r} ({layer.architecture}) has no separate states. A layer must be "
+            "a recurrence with a diagonal decay (SelectiveScan, ScalarDecayHeads, "
+            f"VectorDecayHeads), but this one is {_kinds(operator)}. Pass layers=[...] without "
+            "this layer, or use matrices(reduce=None), which returns one matrix per channel of any "
             "layer."
         )
     return terms
 
 
 def _kinds(operator: Operator) -> str:
-    """Name the classes of the operators that mix tokens."""
+    """Return the class names of the operators that mix tokens, for an error."""
     parts = (part for product in products_of(operator) for part in product)
     kinds = {type(part).__name__ for part in parts if not isinstance(part, Diagonal)}
     return " and ".join(sorted(kinds)) or "no recurrence"
 
 
 def _checked(channels: Sequence[int]) -> tuple[int, ...]:
+    """Return the option ``channels`` as a tuple of at least one integer."""
     wanted = checks.integers("channels", channels, "channels")
     if not wanted:
         raise OptionError(
@@ -114,13 +122,13 @@ def _checked(channels: Sequence[int]) -> tuple[int, ...]:
 
 
 def _counted(channels: Sequence[int], layer: Layer, operator: Operator) -> list[int]:
-    """Return the channels counted from 0; raise for one that the layer does not have."""
+    """Return nonnegative channel indices; raise if the layer lacks one of the channels."""
     count = operator.shape.heads * operator.shape.per_head
     outside = [channel for channel in channels if not -count <= channel < count]
     if outside:
         raise OptionError(
-            f"channels={list(channels)} names {outside}, but layer {layer.name!r} "
-            f"({layer.architecture}) has channels 0 to {count - 1}; negative ones count from the "
-            "end."
+            f"channels={list(channels)} contains {outside}, but layer {layer.name!r} "
+            f"({layer.architecture}) has channels 0 to {count - 1}. Pass numbers in this range, or "
+            "negative ones, which count from the end."
         )
     return [channel % count for channel in channels]

@@ -1,4 +1,4 @@
-"""Folds: one row of relevance carried through the layers, last to first."""
+"""Multiply a row of relevance by the matrices of all layers, from the last layer to the first."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Options:
     """The options that every implicit-attention method has.
 
     Attributes:
-        components: component names that the matrices include.
-        reduce: how channels are combined.
-        heads: the heads (for Mamba-1: channels) used, or None for all.
-        start_layer: layers before this one are left out.
+        components: names of the components that the matrices include.
+        reduce: the reduction that combines channels into one matrix.
+        heads: indices of the heads (for Mamba-1: channels) used, or None for all.
+        start_layer: index of the first layer used; layers before it are left out.
         recipe: ``"paper"`` or ``"published_code"``.
-        verify: check every operator against its module's output; a number is the tolerance.
+        verify: whether to check every operator against its module's output; a number is the
+            tolerance.
     """
 
     components: frozenset[str]
@@ -41,7 +42,7 @@ class Options:
     verify: bool | float
 
     def operator(self, layer: Layer) -> Operator:
-        """Return the layer's operator, verified, with the chosen components and heads alone."""
+        """Verify the layer's operator; restrict it to the chosen components and heads."""
         verify_layer(layer, self.verify)
         operator = layer.linear.restrict(self.components).operator.per_channel()
         if self.heads is None:
@@ -49,8 +50,8 @@ class Options:
         outside = [h for h in self.heads if not -operator.shape.heads <= h < operator.shape.heads]
         if outside or not self.heads:
             raise OptionError(
-                f"heads={list(self.heads)} must name heads (for Mamba-1: channels) between 0 and "
-                f"{operator.shape.heads - 1}."
+                f"heads={list(self.heads)} does not fit layer {layer.name!r}. Pass heads (for "
+                f"Mamba-1: channels) between 0 and {operator.shape.heads - 1}, or None for all."
             )
         from_0 = [head % operator.shape.heads for head in self.heads]
         checks.no_repeats(f"heads={list(self.heads)}", from_0)
@@ -60,21 +61,23 @@ class Options:
         """Return the layers from start_layer on."""
         if not 0 <= self.start_layer < len(layers):
             raise OptionError(
-                f"start_layer={self.start_layer} leaves no layer: the model has {len(layers)}, "
-                f"numbered 0 to {len(layers) - 1}."
+                f"start_layer={self.start_layer} leaves no layer: the model has {len(layers)} "
+                f"mixers. Pass a number between 0 and {len(layers) - 1}."
             )
         return layers[self.start_layer :]
 
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """The matrix M (B, L, L) of a layer, I + M its share in a fold; it need not be formed.
+    """The matrix M (B, L, L) of a layer as functions, so that M need not exist in memory.
+
+    A layer with a residual stream multiplies a row of relevance by I + M.
 
     Attributes:
-        rmatvec: row (B, L) to row times matrix.
-        matvec: column (B, L) to matrix times column.
-        normalized: row (B, L) to row times the matrix with the identity added and every row
-            divided by its sum. Default: None, by both maps in turn.
+        rmatvec: function from a row (B, L) to the row times M.
+        matvec: function from a column (B, L) to M times the column.
+        normalized: function from a row (B, L) to the row times I + M, with every row of I + M
+            divided by its sum. Default: None, computed from the other two functions.
     """
 
     rmatvec: Callable[[Tensor], Tensor]
@@ -82,13 +85,13 @@ class LayerMatrix:
     normalized: Callable[[Tensor], Tensor] | None = None
 
     def carried(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
-        """Return row (B, L) times I + matrix.
+        """Return row (B, L) times I + M.
 
         Args:
-            row: the row.
-            normalize_rows: whether each row of I + matrix is divided by its sum.
-            has_stream: whether the layer has a residual stream, which the identity is for; else
-                the identity is left out. Default: True.
+            row: the row of relevance.
+            normalize_rows: whether each row of I + M is divided by its sum.
+            has_stream: whether the layer has a residual stream; if not, the identity I is left
+                out. Default: True.
         """
         if normalize_rows and self.normalized is not None and has_stream:
             return self.normalized(row)
@@ -97,12 +100,12 @@ class LayerMatrix:
         return row + self.rmatvec(row) if has_stream else self.rmatvec(row)
 
 
-#: One layer's part of a fold: the layer and its operator to the matrix added to the identity.
+#: A method's function from a layer and its operator to the layer's matrix M.
 MatrixMaker = Callable[[Layer, Operator], LayerMatrix]
 
 
 def formed(matrix: Tensor) -> LayerMatrix:
-    """Wrap a matrix (B, L, L) that exists."""
+    """Return a matrix (B, L, L) in memory as a :class:`LayerMatrix`."""
     return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
         lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
@@ -110,7 +113,7 @@ def formed(matrix: Tensor) -> LayerMatrix:
 
 
 def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
-    """Return a factor times a matrix."""
+    """Return the matrix multiplied by ``factor``."""
     if factor == 1:
         return mixing
     return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
@@ -123,12 +126,12 @@ def fold(
     options: Options,
     normalize_rows: bool = False,
 ) -> Tensor:
-    """Carry ``row`` (B, L) through I + M of the layers, from the last to ``start_layer``.
+    """Multiply ``row`` (B, L) by I + M of each layer, from the last layer to ``start_layer``.
 
-    Layers are linearized one at a time; an error names the layer where the row stops being finite.
-    Several mixers of one block form a stage, see :func:`stages`; :func:`carry` converts between
+    One layer is linearized at a time; an error names the layer after which the row is not finite.
+    Several mixers of one block are one stage, see :func:`stages`; :func:`carry` converts between
     token counts. The result is a row over the tokens of the first layer, even if ``start_layer``
-    leaves that out.
+    leaves this layer out.
     """
     at = layers[-1]
     with torch.no_grad():
@@ -139,15 +142,15 @@ def fold(
             row = mixing.carried(row, normalize_rows, at.has_stream)
             if not are_noted(row):
                 check_row(row, at)
-        # a row that is not finite makes all later ones not finite: the last one tells
+        # a row that is not finite makes all later rows not finite, so the last check is enough
         return carry(check_row(row, at), at, layers[0])
 
 
 def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
-    """Carry a row over the tokens of one layer (B, L) to the tokens of a layer before it.
+    """Convert a row over the tokens of one layer (B, L) to the tokens of an earlier layer.
 
-    Where a network makes its map of tokens coarser, the tokens from which a coarser one was made
-    share its relevance; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
+    If the network merged tokens of a 2-D map between the layers, each merged token's relevance is
+    divided among its sources; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
     """
     if later is earlier or later.tokens == earlier.tokens:
         return row
@@ -155,19 +158,19 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
     reduction = None if finer is None else finer.reduction
     if reduction is None or coarser is None or reduction.reduced != coarser.size:
         raise InputError(
-            f"Layer {earlier.name!r} mixes {earlier.tokens} tokens and layer {later.name!r} "
-            f"{later.tokens}, and nothing says which of the former make which of the latter. Use "
-            "layers of one token count alone, with layers=[...]."
+            f"Layer {earlier.name!r} mixes {earlier.tokens} tokens, but layer {later.name!r} mixes "
+            f"{later.tokens}, and the map between these tokens is not known. Pass layers=[...] "
+            "with only layers of one token count."
         )
     return reduction.spread(row)
 
 
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Group layers that act on the residual stream together, in the order in which they ran.
+    """Group layers whose outputs enter the residual stream together, in the order of the run.
 
-    Most stages are one layer.  Layers that read the same stream share a stage; if that was not
-    seen, layers of one block do that join ``"parallel"``.  A layer that ``"feeds"`` opens the
-    stage of the layer after it.
+    Most groups (stages) have one layer.  Parallel mixers that read the same stream form one stage;
+    if the stream was not recorded, layers of one block with ``joins="parallel"`` do.  A layer with
+    ``joins="feeds"`` passes its output to the next layer, and shares that layer's stage.
     """
     out: list[list[Layer]] = []
     for layer in layers:
@@ -185,7 +188,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Join the matrices of a stage to one: M (I + F), the sum of parallel branches, fed by F."""
+    """Return one matrix for a stage: M (I + F), for a feeding layer F, plus parallel branches."""
     *earlier, (_, mixing) = stage
     if not earlier:
         return mixing
@@ -208,7 +211,7 @@ def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
 
 
 def verify_layer(layer: Layer, verify: bool | float) -> None:
-    """Check the layer's operator against its module's output, if asked for."""
+    """Check the layer's operator against its module's output, unless ``verify`` is False."""
     if verify is not False:
         layer.verify(None if verify is True else verify)
 
@@ -217,19 +220,21 @@ def check_row(row: Tensor, layer: Layer) -> Tensor:
     """Return the row; if it is not finite, raise an error that names the layer."""
     if not all_finite(row):
         raise NonFiniteError(
-            f"Layer {layer.name!r}: the relevance row is no longer finite. With normalize_rows, a "
-            "row of I + alpha may sum to zero; else the products of the layers overflow."
+            f"Layer {layer.name!r}: the relevance row is no longer finite. The products of the "
+            "layers overflow, or with normalize_rows=True a row of I + alpha sums to zero. Pass "
+            "normalize_rows=False, a larger start_layer, or the model in a wider dtype."
         )
     return row
 
 
 def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
-    """Return the layers, or stages, that a user's indices name."""
+    """Return the items (layers or stages) at the given indices; None returns all."""
     if indices is None:
         return list(items)
     for index in indices:
         if not -len(items) <= index < len(items):
             raise OptionError(
-                f"layers names {index}, but there are {len(items)}, numbered 0 to {len(items) - 1}."
+                f"layers contains {index}, but the run has {len(items)} layers. Pass numbers from "
+                f"0 to {len(items) - 1}, or negative ones, which count from the end."
             )
     return [items[index] for index in indices]

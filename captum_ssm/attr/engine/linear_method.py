@@ -1,4 +1,4 @@
-"""The base of methods whose parts add up: a linear run, decompositions, deltas."""
+"""The base of methods whose relevance sums to the output, and their runs of a linear network."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ T = TypeVar("T")
 
 
 class LinearMethod(SSMAttribution):
-    """Base of the methods that take an output apart into a sum."""
+    """Base of the methods that decompose an output into a sum of contributions."""
 
-    #: whether images beside a text, or other further inputs, are explained with it
+    #: whether ``inputs`` may be a tuple of several tensors, such as a text and images
     takes_others = False
-    #: whether the relevance of an image's pixels sums to the output; else only its patches' does
+    #: whether the relevance of pixels sums to the output; if not, only the relevance of patches does
     sums_pixels = True
 
     @property
     def multiplies_by_inputs(self) -> bool:
-        """Relevance is a coefficient times the input."""
+        """Return True: relevance is a coefficient times the input."""
         return True
 
     def has_convergence_delta(self) -> bool:
-        """Return True: ``attribute`` returns a delta if asked."""
+        """Return True: ``attribute`` accepts ``return_convergence_delta``."""
         return True
 
     def _inputs(self, inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the one input, and further ones if the method explains several."""
+        """Return the first input, and the other inputs if the method accepts several."""
         return several_inputs(inputs) if self.takes_others else (single_input(inputs)[0], ())
 
     def _attribute(
@@ -76,7 +76,11 @@ class LinearMethod(SSMAttribution):
         internal_batch_size: int | None,
         return_convergence_delta: bool,
     ) -> Any:
-        """Return relevance in the input's shape, with the delta if asked for; ``Each`` stacks."""
+        """Return relevance in the input's shape, and on request the delta.
+
+        For an :class:`Each` target, the results for its targets are stacked in a new first
+        dimension.
+        """
         checks.flags(return_convergence_delta=return_convergence_delta)
         tensor, others = self._inputs(inputs)
         questions = [Against(each, contrast) for each in several(target)]
@@ -94,16 +98,17 @@ class LinearMethod(SSMAttribution):
         return (relevance, joined(1, tensor)) if return_convergence_delta else relevance
 
     def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
-        """Return output - attributions - biases (B,), for relevance that ``attribute`` returned.
+        """Return output - attributions - biases (B,) for the user's ``attributions``.
 
-        Relevance is compared with ``explained``; a difference for further inputs is spread over
+        The result is the delta of ``found``, plus the sum of the relevance in ``explained`` minus
+        the sum of ``attributions``. Differences in inputs after the first are divided equally among
         examples.
         """
         first, others = several_inputs(attributions, "attributions")
         if 1 + len(others) != len(explained):
             raise InputError(
-                f"attributions holds {1 + len(others)} tensors, but inputs {len(explained)}. Pass "
-                "the output of attribute()."
+                f"attributions holds {1 + len(others)} tensors, but inputs holds "
+                f"{len(explained)}. Pass the output of attribute() for these inputs."
             )
         one, *rest = explained
         sums = one.flatten(1).sum(1) - first.flatten(1).sum(1).to(one)
@@ -113,7 +118,7 @@ class LinearMethod(SSMAttribution):
         return delta
 
 
-#: Relevance in the input's shape, the delta (B,), and relevance of each further input.
+#: Relevance of the first input, the delta (B,), and relevance of each further input.
 Explained = tuple[Tensor, ...]
 
 
@@ -122,15 +127,15 @@ class Rules:
     """The options of a linear network and its decomposition.
 
     Attributes:
-        rule: how relevance is divided among the factors of mixers.
+        rule: the rule that divides relevance among the factors of a product in a mixer.
         constants: whether biases and other constants are kept.
-        by_layer: whether the relevance of the streams and outputs of mixers is found as well, for
-            which these are kept in memory.
+        by_layer: whether the relevance of each mixer's residual stream and output is computed too,
+            which keeps both in memory.
         verify: whether operators are checked against their modules; a number is the tolerance.
-        by_role: whether relevance is found by role. Default: False.
-        features: whether relevance of streams and outputs is kept by feature. Default: False, the
-            sum over features.
-        recompute: whether blocks run again in backward passes. Default: False.
+        by_role: whether relevance is computed by role. Default: False.
+        features: whether relevance of streams and mixer outputs is kept by feature. Default: False,
+            the sum over features.
+        recompute: whether blocks run again in backward passes, to save memory. Default: False.
     """
 
     rule: Rule
@@ -145,7 +150,7 @@ class Rules:
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
-    """Run a network made linear once, and answer each question by one backward pass."""
+    """Run the linear network once, and decompose each target with one backward pass."""
     found, alone_run = _decompositions(request, questions, rules, baselines)
     if alone_run is not None:
         alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
@@ -155,12 +160,12 @@ def decompositions(
 def _decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
 ) -> tuple[list[Decomposition], Alone | None]:
-    """Decompose each question; example by example if parts of a batch do not add up."""
+    """Decompose each target; if sums are wrong in a batch, repeat with one pass per example."""
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
         sums_up = all(map(exact, found))
         if not sums_up and len(output) > 1:
-            # constants whose examples are not known, such as the biases of experts
+            # constants may lack a batch dimension, such as the biases of experts
             arguments = (network, output, kept, questions, rules, baselines)
             found = _each_decomposed(*arguments, apart=True)
             sums_up = all(exact(each, apart=True) for each in found)
@@ -171,7 +176,7 @@ def _decompositions(
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
-    """Return the model's run without rules, to compare numbers with; None if not verified."""
+    """Return the plain run to compare explained numbers with; None if none is needed."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return alone(replace(request, kept=kept), network.calls, network.granted)
@@ -184,20 +189,20 @@ def in_turn(
     rules: Rules,
     baselines: Baselines = None,
 ) -> T:
-    """Run a network made linear once, and answer questions that depend on earlier answers.
+    """Run the linear network once, and decompose targets that depend on earlier decompositions.
 
     Args:
-        request: the run, of one example.
-        positions: all positions of the explained output, counted from the end.
-        ask: takes a function that returns the output there (n, V), and returns a generator of
-            questions, to which each answer is sent.
-        rules: how the network is made linear.
+        request: the arguments of the run, with one example.
+        positions: all output positions that targets may have, counted from the end.
+        ask: function that receives a callable for the logits at ``positions`` (n, V), and returns
+            a generator. The generator yields targets, and is sent each target's decomposition.
+        rules: the options of the linear network.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
 
     Returns:
-        The result of the generator.
+        The return value of the generator.
     """
-    # the positions are known before the run, and the tokens there are not: any will do
+    # the positions are known before the run, but not the tokens: token 0 stands for all
     anywhere = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
     with linear_run(request, [anywhere], rules) as (network, output, kept):
         where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
@@ -222,12 +227,12 @@ def in_turn(
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """Answer a generator's questions one after the other, and return its result."""
+    """Send ``answer(question)`` for each question a generator yields; return its return value."""
     latest: A | None = None
     while True:
         try:
             question = next(questions) if latest is None else questions.send(latest)
-        except StopIteration as stop:  # and none that an answer may raise
+        except StopIteration as stop:  # `answer` is outside the try, so its errors pass
             result: T = stop.value
             return result
         latest = answer(question)
@@ -243,7 +248,7 @@ def _each_decomposed(
     *,
     apart: bool = False,
 ) -> list[Decomposition]:
-    """Decompose the number of each question, given an output at the positions kept."""
+    """Decompose the number of each target; ``output`` has logits at ``kept`` positions only."""
     numbers = numbers_of(network, output, kept, questions)
     one, *rest = one_each(baselines, 1 + len(network.mode.others))
     start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
@@ -254,11 +259,11 @@ def _each_decomposed(
 def numbers_of(
     network: Network, output: Tensor, kept: Kept | None, questions: Sequence[Against]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return each question's number (B,) and its constant summand.
+    """Return the number to explain (B,) for each target, and its constant summand or None.
 
     Raises:
         TargetError, OptionError, NonFiniteError: if a target or contrast does not fit the output.
-        GradientModeError: when the output does not depend on the input.
+        GradientModeError: if the output does not depend on the input.
     """
     whole = output if kept is None else kept.whole(output)
     for question in questions:
@@ -271,9 +276,9 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return the baselines, one for each root, by default the rule's; empty for 0.
+    """Return one baseline per root, by default the baseline of the rule; empty for 0.
 
-    The mean of few tokens behind a cache, perhaps of one, is no baseline.
+    After a cache the default is 0 for every rule, because the few new tokens have no useful mean.
     """
     if baselines is None and rules.rule not in ("frozen", "half") and not network.has_past:
         baselines = "mean"
@@ -283,12 +288,13 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 def coefficients(
     request: Request, questions: Sequence[Against], rule: Rule = "half"
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return the gradients of numbers in the linear network at each mixer's output.
+    """Return the gradients of target numbers in the linear network at each mixer's output.
 
-    Relevance of an output is the output times this coefficient.
+    A mixer output's relevance is the output times this gradient.
 
     Returns:
-        For each question the number (B,), and one tensor (B, L, E) per mixer call, in their order.
+        For each target the number (B,), and one tensor (B, L, E) per mixer call, in the order of
+        the calls.
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False)
     with _linear_run(request, rules) as (network, output):
@@ -302,10 +308,10 @@ def coefficients(
 def linear_run(
     request: Request, questions: Sequence[Against], rules: Rules
 ) -> Iterator[tuple[Network, Tensor, Kept | None]]:
-    """Run a network made linear, with the output at the positions of the questions.
+    """Run the linear network, with the model's head at only the positions of the targets.
 
     Yields:
-        The network, its output, and the positions of the output, None for all.
+        The network, its output, and the positions of the output (None for all).
     """
     begins = () if request.begins is None else (request.begins,)
     read = [site.module for site in (*begins, *request.cuts)]
@@ -322,8 +328,8 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """Run a network made linear; inside the ``with`` its rules are out of sight."""
-    if not request.inputs.is_floating_point():  # ids are followed by their place in memory
+    """Run the linear network; inside the ``with``, torch functions have their usual behavior."""
+    if not request.inputs.is_floating_point():  # ids are identified by their memory address
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
         request = replace(request, inputs=ids)
     with linearised(
@@ -352,9 +358,9 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 
 
 def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a number (B,) at each mixer's output, if the network is linear."""
+    """Return the gradients of a number (B,) at each mixer's output; check that sums are exact."""
     mode, outputs = network.mode, [step.output for step in network.steps]
-    # later look-ups are tokens as well, in whichever order
+    # embeddings that are looked up later count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
     gradients, biases = account(mode, number, constant, [*roots, *outputs])
     parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]

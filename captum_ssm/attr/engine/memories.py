@@ -1,11 +1,11 @@
-"""The states of recurrences as memories: each token's remainder, and the tokens that erased it.
+"""The states of recurrences as memories: how much of each token remains, and which tokens erase it.
 
     S[t] = sum over j <= t of K[t, j] v[j]^T,      K[t, j] = T[t] ... T[j + 1] k[j]
 
-The matrix T[t] is the step from one state to the next.  It is a decay for each head or state, for
-delta rules diag(decay) - taken erase^T, with feedback the cell's matrix.  K[t, j] v[j]^T is the
-*share* of token j in the state.  Shares are found for one t, or from one j, in a time linear in the
-number of tokens.
+The matrix T[t] maps one state to the next.  It is diagonal for a decay per head or state, diag(decay)
+- taken erase^T for delta rules, and the cell's matrix for recurrences with feedback.  The term
+K[t, j] v[j]^T is the *share* of token j in the state.  Computing the shares of all j for one t, or
+the share of one j for all t, takes time linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ Stateful = (
     | FeedbackRecurrence
 )
 
-#: The logarithm of a decay that leaves nothing.
+#: The logarithm of a decay that resets the state to 0.
 _RESET = -1e4
 
 
 class Memory(NamedTuple):
-    """A recurrence as a memory: the write of each step, key value^T, and how the state fades.
+    """A recurrence as a memory: step t adds key[t] value[t]^T to the decayed state.
 
-    Tokens are in the order in which the recurrence reads them, its *steps*.
+    The dimension L counts *steps*, tokens in the order in which the recurrence reads them.
 
     Attributes:
-        key: k (B, L, H, N).
-        value: v (B, L, H, P).
-        log_decay: of each step (B, L, H, 1 or N), at most 0.
-        order: the token that each step reads (L,), on the host.
-        erasure: of a delta rule, erase and taken (B, L, H, N) as in :class:`.Correction`. Default:
-            None, no delta rule.
-        feedback: a recurrence whose outputs mix in its state. Default: None, none do.
+        key: the key vectors k (B, L, H, N).
+        value: the value vectors v (B, L, H, P).
+        log_decay: logarithm of the decay of each step (B, L, H, 1 or N), at most 0.
+        order: the token that each step reads (L,), on the CPU.
+        erasure: the vectors ``erase`` and ``taken`` (B, L, H, N) of a delta rule, as in
+            :class:`.Correction`. Default: None, no delta rule.
+        feedback: the recurrence, if its previous output enters the state. Default: None.
     """
 
     key: Tensor
@@ -71,27 +71,27 @@ class Memory(NamedTuple):
 
     @property
     def fades(self) -> bool:
-        """Whether T is diagonal: every number of the state fades by itself."""
+        """Return True if T is diagonal, so that each number of the state decays separately."""
         return self.erasure is None and self.feedback is None
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token, for each value channel."""
+        """The number of stored values per token and value channel, N."""
         return self.key.shape[-1]
 
     def step_of(self, token: int) -> int:
-        """Return the step at which a token is read."""
+        """Return the index of the step that reads ``token``."""
         return int((self.order == token).nonzero()[0, 0])
 
     def kept(self, token: int) -> Tensor:
-        """K[t, j] for all tokens j, after a token was read (B, L, H, N); 0 for later ones."""
+        """Return K[token, j] for all tokens j (B, L, H, N); 0 for tokens read after ``token``."""
         step = self.step_of(token)
         found = torch.zeros_like(self.key)
         found[:, : step + 1] = self._kept_by_decay(step) if self.fades else self._kept_by_step(step)
         return found[:, self.order.argsort()]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """Return the states after each of T tokens, (B, T, H, N, P), in one pass over the steps."""
+        """Return the state after each of T tokens, (B, T, H, N, P), in one pass over the steps."""
         batch, _, heads, width = self.key.shape
         state = self.key.new_zeros(batch, heads, width, self.value.shape[-1])
         found, start = {}, 0
@@ -110,11 +110,11 @@ class Memory(NamedTuple):
         return found.transpose(1, 2)
 
     def erased(self, source: int, token: int) -> Tensor:
-        """How much of a source's share each token up to ``token`` erased, by head (B, H, L).
+        """Return how much of the source's share each token up to ``token`` erased (B, H, L).
 
-        If states fade by themselves, the loss, summed over the key's numbers, is divided among the
-        tokens between in proportion to the logarithms of their decays.  Else only the component
-        along the share as it was written counts: a step erases its decrease, which may be negative.
+        If T is diagonal, the loss is summed over the key's numbers and divided among the tokens
+        in between, in proportion to the logarithms of their decays.  Otherwise each step erases the
+        decrease of the component along the original share, which may be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
@@ -125,9 +125,10 @@ class Memory(NamedTuple):
         return found[..., self.order.argsort()]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return the norm of a source's share if each token's step had left the state as it was.
+        """Return the norm of the source's share if one token's step had not changed the state.
 
-        By head (B, H, L); at tokens that are not between, the norm as it is.
+        The result (B, H, L) has one entry per omitted token. It is the unchanged norm for tokens
+        that are not between ``source`` and ``token``.
         """
         first, last = self.step_of(source), self.step_of(token)
         if last < first:
@@ -142,9 +143,9 @@ class Memory(NamedTuple):
         return found[..., self.order.argsort()]
 
     def half_lives(self) -> Tensor:
-        """After how many tokens half of a share is left, by the mean decay (B, H, 1 or N).
+        """Return the half-life of a share in tokens, from the mean log decay (B, H, 1 or N).
 
-        Steps that leave nothing at all are not counted: no share outlives them.
+        Steps that reset the state to 0 are left out of the mean.
         """
         counted = self.log_decay > _RESET
         total = self.log_decay.where(counted, 0).sum(1)
@@ -154,33 +155,33 @@ class Memory(NamedTuple):
     # --- T diagonal: sums of logarithms ------------------------------------------------------
 
     def _kept_by_decay(self, step: int) -> Tensor:
-        """K[step, j] for j = 0, ..., step, (B, step + 1, H, N)."""
+        """Return K[step, j] for j = 0, ..., step, (B, step + 1, H, N), for a diagonal T."""
         return _sums_after(self.log_decay[:, : step + 1]).exp() * self.key[:, : step + 1]
 
     def _run_by_decay(self, state: Tensor, steps: slice) -> Tensor:
-        """Return the state (B, H, N, P) after some steps."""
+        """Return the state (B, H, N, P) after a range of steps, for a diagonal T."""
         logs = self.log_decay[:, steps]
         written = _sums_after(logs).exp() * self.key[:, steps]
         faded = logs.sum(1).exp()[..., None] * state
         return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
 
     def _skip_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        """K of step ``first`` without each of S steps between, (B, H, S, N), and with all."""
+        """Return K of step ``first`` with each of S steps omitted (B, H, S, N), and with none."""
         logs = self.log_decay[:, between.start : between.stop]
-        before = logs.cumsum(1).roll(1, 1)  # no difference of sums: a reset would undo itself
+        before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
         before[:, :1] = 0
         each = (before + _sums_after(logs)).exp() * self.key[:, first, None]
         return each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _erased_by_decay(self, first: int, last: int) -> Tensor:
-        """The part of the key of step ``first`` that each later one up to ``last`` erases."""
+        """Return how much of the key of step ``first`` each later step up to ``last`` erases."""
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
         total = logs.sum(1, keepdim=True)
         share = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)
         gone = -torch.expm1(total) * self.key[:, first : first + 1].abs()
         return (share * gone).sum(-1).transpose(1, 2)
 
-    # --- the same where T mixes the numbers of a state: step by step --------------------------
+    # --- the same if T is not diagonal: one step at a time -----------------------------------
 
     def _kept_by_step(self, step: int) -> Tensor:
         products = self._products(step)
@@ -205,7 +206,7 @@ class Memory(NamedTuple):
                 product = faded - column[..., None] * erase[:, :, None]
 
     def _step(self, state: Tensor, step: int) -> Tensor:
-        """T[step] times states (B, H, N, P)."""
+        """Return T[step] times states (B, H, N, P)."""
         if self.feedback is not None:
             return self.feedback.step(state, step)
         assert self.erasure is not None
@@ -241,9 +242,9 @@ class Memory(NamedTuple):
 
 
 def _sums_after(logs: Tensor) -> Tensor:
-    """For each step the sum of ``logs`` (B, L, ...) over the steps after it, (B, L, ...).
+    """Return for each step the sum of ``logs`` (B, L, ...) over all later steps, (B, L, ...).
 
-    Summed from the last: no difference of large sums, and a reset stays one.
+    A cumulative sum from the end is exact after a reset, unlike a difference of two sums.
     """
     found = logs.flip(1).cumsum(1).flip(1).roll(-1, 1)
     found[:, -1:] = 0
@@ -251,13 +252,13 @@ def _sums_after(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """Return the heads of an operator in ranges, one for each part of its direct sums."""
+    """Return ranges of heads that have the same kind of operator, one per part of direct sums."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 
 
 def _seams(operator: Operator) -> Iterator[int]:
-    """Yield the heads at which parts of direct sums end."""
+    """Yield the index of the head after each part of a direct sum (operators on separate heads)."""
     first = 0
     for part in operator.parts if isinstance(operator, Composite) else ():
         yield from (first + seam for seam in _seams(part))
@@ -271,11 +272,11 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
 
     Args:
         operator: the operator.
-        values: its input (B, L, H, P).
+        values: the input of the operator (B, L, H, P).
 
     Returns:
-        One for each recurrence, such as the two directions of a Vision Mamba, and for attention its
-        cache; nothing for other token mixing.
+        One :class:`Memory` per recurrence (two for the directions of a Vision Mamba), and one
+        :class:`.Cache` per causal attention. Other operators add nothing.
     """
     found: list[Memory | Cache] = []
     for parts in products_of(operator):
@@ -296,7 +297,7 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
 
 
 def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
-    """Return the memory of a recurrence, see :class:`Memory`."""
+    """Return a recurrence as a :class:`Memory`, given its values and the order of its tokens."""
     heads = scan.shape.heads
     if isinstance(scan, SelectiveScan):
         rows = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]
@@ -306,8 +307,8 @@ def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
         logs = scan.decay.log()[..., None]
         return Memory(torch.ones_like(logs), value, logs, order)
     if isinstance(scan, FeedbackRecurrence):
-        # its P channels mix, so that they are the state's N numbers: the value is written as the
-        # key, times 1
+        # the P channels mix, so they are the N numbers of the state: the key is the value, and the
+        # value is 1
         key, one = scan.write * value, torch.ones_like(value[..., :1])
         return Memory(key, one, scan.decay.log(), order, feedback=scan)
     if isinstance(scan, DeltaRule):

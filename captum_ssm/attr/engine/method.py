@@ -1,4 +1,4 @@
-"""Base of all methods: Captum's arguments in, one traced run, Captum's shapes out."""
+"""Base classes of all methods, from Captum's arguments to a traced run and Captum's shapes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ class Explainer:
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or any function that
             runs it; called as ``forward_func(inputs, *additional_forward_args)``.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
     """
 
-    #: the displayed name: the class's name, which Captum would split at capitals
+    #: the displayed name, which is the class name; Captum's default inserts spaces in it
     name = ""
-    #: whether the run keeps its autograd graph, and the stream entering each mixer's block
+    #: whether the run keeps its autograd graph
     needs_gradient = False
+    #: whether the run keeps the residual stream that enters each mixer's block
     needs_streams = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -103,9 +104,10 @@ class Explainer:
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse calls; the error names ``attribute``."""
+        """Raise an error that names ``attribute``, because methods are not functions."""
         raise ArgumentError(
-            f"{self.name} is no function. Call {self.name}(model).attribute(inputs, target)."
+            f"A {self.name} object cannot be called. Call {self.name}(model).attribute(inputs, "
+            "target)."
         )
 
     def _by_parts(
@@ -117,31 +119,36 @@ class Explainer:
         explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
         others: tuple[Tensor, ...] = (),
     ) -> list[tuple[T, ...]]:
-        """Return the results for each target, in parts of a batch.
+        """Split the batch into parts and return, for each target, one result per part.
 
         Args:
-            internal_batch_size: the most examples of a part; None for all.
-            explain: returns the results of a requested run for its targets.
-            others: further inputs, which cannot be split by example. Default: none.
+            inputs: the first input.
+            targets: the targets, each for the whole batch.
+            additional_forward_args: further arguments of forward_func.
+            internal_batch_size: the largest number of examples in a part; None for all.
+            explain: function of a run's arguments, its targets and the part of the batch, that
+                returns one result per target.
+            others: inputs after the first, which cannot be split by example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
         if not others:
             check_batch(inputs, additional)
         elif internal_batch_size is not None and internal_batch_size < len(inputs):
             raise OptionError(
-                f"internal_batch_size={internal_batch_size} cannot cut a batch of {len(inputs)} "
-                "with several inputs, of which the further ones do not say which of their elements "
-                "belong to which example. Leave it out, or explain the examples one by one."
+                f"internal_batch_size={internal_batch_size} cannot split a batch of {len(inputs)} "
+                f"examples with {1 + len(others)} inputs, because the inputs after the first need "
+                "not have a batch dimension. Pass internal_batch_size=None, or explain the "
+                "examples one by one."
             )
         if self.needs_gradient and torch.is_inference_mode_enabled():
             raise GradientModeError(
-                f"{self.name} takes gradients, which torch.inference_mode() forbids. Call it "
-                "outside, or under torch.no_grad(), where it enables gradients itself."
+                f"{self.name} computes gradients, which torch.inference_mode() forbids. Call it "
+                "outside of torch.inference_mode(). torch.no_grad() is accepted."
             )
         model, parts = find_model(self.forward_func, self.model), []
         cuts = list(batch_parts(len(inputs), internal_batch_size))
         for cut in shown(cuts):
-            # where graphs are recorded: without one, a part of inputs that have one has none
+            # slices of inputs that require gradients must do so, too
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 own = tuple(map(cut, additional))
                 request = Request(self.forward_func, model, self.layers, cut(inputs), own)
@@ -154,7 +161,7 @@ class Explainer:
     def _read(
         self, inputs: Any, additional_forward_args: Any, verify: bool | float
     ) -> Iterator[Run]:
-        """Yield a run without questions, to read its layers one by one."""
+        """Run the model without a target, and yield the run, so that its layers can be read."""
         tensor, _ = single_input(inputs)
         tensor = tensor.clone() if tensor.is_inference() else tensor
         additional = as_tuple(additional_forward_args)
@@ -180,12 +187,15 @@ class Explainer:
         make: Callable[[Run, Any], T],
         split: Callable[[Sequence[Layer]], Sequence[Any]] = list,
     ) -> list[T]:
-        """Return the results of ``make`` for the wanted layers of a run, or parts of them.
+        """Run the model, and return ``make(run, layer)`` for each requested layer.
 
         Args:
-            layers: indices as the user gave them; a layer may be named twice.
-            make: returns the result for a run and a part.
-            split: the parts of the layers that the indices count. Default: each layer.
+            inputs, additional_forward_args: the arguments of ``attribute``.
+            layers: indices of layers, with repetitions allowed; None for all.
+            chosen: the checked options.
+            make: function that returns the result for a run and a layer, or group of layers.
+            split: function that groups the layers, if the indices count groups. Default: each
+                layer is a group.
         """
         named = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
@@ -197,7 +207,7 @@ class Explainer:
 
 
 def _name_of(part: Any) -> str:
-    """Name a model or function by its class or name, and a layer by its own."""
+    """Return a short name for ``repr``: a module's class, a function's name, a quoted string."""
     if isinstance(part, str):
         return repr(part)
     if isinstance(part, nn.Module):
@@ -206,12 +216,12 @@ def _name_of(part: Any) -> str:
 
 
 def _parameters(function: Any) -> Collection[str]:
-    """Return the names of a function's parameters; of other things none."""
+    """Return the names of a function's parameters; empty for objects that are not functions."""
     return inspect.signature(function).parameters if inspect.isfunction(function) else ()
 
 
 class SSMAttribution(Explainer, Attribution):
-    """Base of all methods."""
+    """Base of all attribution methods: an :class:`Explainer` with Captum's interface."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -224,8 +234,10 @@ class SSMAttribution(Explainer, Attribution):
         return cls.name
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; only Captum's remote methods are asynchronous."""
-        raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
+        """Raise NotImplementedError, because no method is asynchronous."""
+        raise NotImplementedError(
+            f"{self.name}.attribute_future() is not implemented. Call attribute()."
+        )
 
     def attribute_each(
         self,
@@ -242,10 +254,10 @@ class SSMAttribution(Explainer, Attribution):
             **options: further arguments of ``attribute``, with the same defaults.
 
         Returns:
-            (len(targets), B, L), or for images each target's result of ``per_token=True``.
+            Relevance (len(targets), B, L); for images, the stacked results of ``per_token=True``.
 
         Raises:
-            TargetError: when ``targets`` is empty, or one of them does not fit.
+            TargetError: if ``targets`` is empty, or one of them does not fit the output.
         """
         each = each_of(targets)
         tensor, _ = single_input(inputs)
@@ -260,10 +272,10 @@ LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
 
 
 def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method's ``attribute``, which LLMGradientAttribution may call as well.
+    """Wrap a method's ``attribute`` so that Captum's LLMGradientAttribution can call it, too.
 
-    Captum wraps the model in a function that completes the input by skipped tokens and the text so
-    far; it expects relevance of all of them, (1, L, features).
+    Captum passes a forward function that extends the input with skipped tokens and the text
+    generated so far. It expects relevance of all these tokens, (1, L, features).
     """
 
     @checks.in_place_of(attribute)
@@ -288,17 +300,18 @@ def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ImplicitMethod(SSMAttribution):
-    """Base of the methods that fold the layers of a traced run, from the query to the input."""
+    """Base of methods that multiply the layers' matrices, from the query to the input tokens."""
 
     @property
     def multiplies_by_inputs(self) -> bool:
-        """Return False: relevance describes the mixing, not the inputs."""
+        """Return False: relevance measures the mixing of tokens and has no factor of the input."""
         return False
 
     def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: these relevances do not sum to the output."""
+        """Raise NotImplementedError, because relevance does not sum to the output."""
         raise NotImplementedError(
-            f"{self.name} has no convergence delta: its relevances do not sum to the output."
+            f"{self.name} has no convergence delta, because its relevance does not sum to the "
+            "output. Use LatimFlow for relevance with a delta."
         )
 
     def _attribute(
@@ -314,10 +327,10 @@ class ImplicitMethod(SSMAttribution):
         verify: bool | float,
         graph: Graph = "outputs",
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run the model, apply ``relevance`` to each sub-batch, and lay the result out.
+        """Run the model, compute relevance (B, L) per sub-batch, and reshape it like the input.
 
-        An :class:`Each` target gives a result per target, stacked in front. ``graph`` is the graph
-        to keep if gradients are needed.
+        For an :class:`Each` target, the results for its targets are stacked in a new first
+        dimension. ``graph`` names the autograd graph to keep if the method needs gradients.
         """
         checks.flags(per_token=per_token)
         verify = checks.tolerance("verify", verify)
@@ -331,7 +344,7 @@ class ImplicitMethod(SSMAttribution):
             with ExitStack() as stack:
                 layout = stack.enter_context(layout_of(request, per_token))
                 if self.needs_gradient:
-                    # until the backward is done: checkpointed layers run their forward again in it
+                    # active during the backward pass, which runs checkpointed layers again
                     stack.enter_context(repaired_scans())
                     stack.enter_context(graphs_dropped(request.model))
                 stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
@@ -356,7 +369,7 @@ class ImplicitMethod(SSMAttribution):
         return (out,) if in_tuple else out
 
     def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
-        """Return each target's question to a run."""
+        """Return one :class:`Question` per target: its number and its query weights."""
         tail, output, chain = run.layers[-1], run.output, run.chain
         questions = []
         for target in targets:
@@ -388,16 +401,19 @@ def options(
     *,
     keep_channels: bool = False,
 ) -> Options:
-    """Return the user's choices, checked before anything runs."""
+    """Check the options of an implicit-attention method before the model runs."""
     reduce = checks.reduction(reduce)
     if not keep_channels and (reduce is None or reduce == "heads"):
         raise OptionError(
-            f"reduce={reduce!r} keeps several matrices per layer; relevance needs one. Use 'mean', "
-            "'max', 'min', 'product', or a function over channels."
+            f"reduce={reduce!r} keeps several matrices per layer, but relevance needs one. Pass "
+            "'mean', 'max', 'min', 'product', or a function that reduces the channels."
         )
     checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
-        raise OptionError("recipe='published_code' fixes the reduction; leave reduce='mean'.")
+        raise OptionError(
+            f"recipe='published_code' takes the mean over channels, but reduce={reduce!r} was "
+            "given. Pass reduce='mean', or recipe='paper'."
+        )
     chosen = None
     if heads is not None:
         chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")

@@ -1,12 +1,13 @@
 """The computations of the authors' published scripts that differ from the papers' equations.
 
-Of each layer only the query's row r of every channel is used. It is added to every row of the
-identity, and all rows are divided by their common sum: a layer's matrix is I + 1 r^T.
+From each layer the scripts use only r, the matrix row of the query in every channel. They add r to
+every row of the identity, and divide all rows by their common sum: a layer's matrix is I + 1 r^T.
 
-The row takes its entries up to the query from the forward direction, the entries beyond it from the
-backward direction, and neither is halved. The script of the hidden-attention paper (components =
-s6) has a slip: the query reads the state before its own step. Its own entry is missing, and every
-other one has decayed a step too few. That script also keeps rows in single precision.
+In r, the entries up to the query come from the forward direction and later entries from the
+backward direction. Neither is multiplied by 1/2. The script of the hidden-attention paper
+(components="s6") has an error: the query reads the state before the query's step. So r lacks the
+query's entry, and every other entry has one decay step too few. That script also stores rows in
+single precision.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from .fold import Options, check_row
 
 
 def query_positions(weights: Tensor) -> Tensor:
-    """Return the single query of each example, (B, 1)."""
+    """Return the position of the single query token of each example, (B, 1)."""
     if bool(((weights > 0).sum(-1) != 1).any()):
         raise OptionError(
-            "recipe='published_code' is defined for one query token per example; pass query="
-            "'cls', 'last' or one position."
+            "recipe='published_code' needs one query token per example, but the query has several. "
+            "Pass query='cls', 'last' or one position."
         )
     return weights.argmax(-1, keepdim=True)
 
@@ -40,7 +41,7 @@ def fold(
     row_of: Callable[[Layer, Operator], Tensor],
     options: Options,
 ) -> Tensor:
-    """Return the query's row of the product of (I + 1 r^T) / (1 + sum r), its own entry 0."""
+    """Return the query's row of the product of (I + 1 r^T) / (1 + sum r), with 0 at the query."""
     row: Tensor | None = None
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1]):
@@ -52,22 +53,22 @@ def fold(
             row = row + row.sum(-1, keepdim=True) * added
             row = check_row(row / (1 + added.sum(-1, keepdim=True)), layer)
     if row is None:
-        raise OptionError("There is no layer to fold.")
+        raise OptionError("layers leaves no layer. Pass at least one mixer, or None for all.")
     return finish(row, query)
 
 
 def check_tokens(layer: Layer, last: Layer) -> None:
-    """Raise unless both layers mix equally many tokens, of which the query is one."""
+    """Raise unless both layers have the same number of tokens, so that the query is in both."""
     if layer.tokens != last.tokens:
         raise OptionError(
-            f"recipe='published_code' is defined for one token count, but layer {layer.name!r} "
-            f"mixes {layer.tokens} tokens and layer {last.name!r} {last.tokens}. Use "
+            f"recipe='published_code' needs layers of one token count, but layer {layer.name!r} "
+            f"mixes {layer.tokens} tokens and layer {last.name!r} mixes {last.tokens}. Use "
             "recipe='paper'."
         )
 
 
 def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
-    """Return the query's row of every channel as the scripts take it, (B, C, L)."""
+    """Return the query's row in every channel, as the published scripts compute it, (B, C, L)."""
     query = query.to(operator.device)
     forward, backward = _directions(layer, operator)
     terms = [forward] if backward is None else [forward, backward]
@@ -81,7 +82,7 @@ def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> T
 
 
 def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | None]:
-    """Split an operator by direction: tokens in order, and in another order; neither is halved."""
+    """Split an operator into its forward and backward direction, without factors of 1/2."""
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
     sums = [(i, part.parts) for i, part in enumerate(parts) if isinstance(part, Sum)]
     if not sums:
@@ -94,7 +95,7 @@ def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | 
         return operator, None
     if len(turned) > 1 or not forward:
         raise OptionError(
-            f"recipe='published_code' is defined for mixers of one or two directions, but layer "
+            f"recipe='published_code' needs mixers of one or two directions, but layer "
             f"{layer.name!r} reads its tokens in {len(chains)} orders. Use recipe='paper'."
         )
     return Sum(*map(_not_halved, forward)), _not_halved(turned[0])
@@ -105,7 +106,7 @@ def _is_turned(chain: Chain) -> bool:
 
 
 def _not_halved(chain: Chain) -> Chain:
-    """Leave out the constant factor with which a sum of directions is halved."""
+    """Remove constant factors, such as the 1/2 in the mean of two directions."""
     return Chain(
         *(
             part
@@ -116,7 +117,7 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Return the operator with a step of length 0 at the query, which neither decays nor writes."""
+    """Set dt = 0 at the query, so that the state neither decays nor changes at this step."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
@@ -130,30 +131,30 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
         elif part.mixes_tokens:
             break
     raise OptionError(
-        "recipe='published_code' with components='s6' is the script of the hidden-attention paper, "
-        f"which knows selective scans alone; layer {layer.name!r} has none. Use components="
-        "'unified', or recipe='paper'."
+        "recipe='published_code' with components='s6' needs selective scans, as in the script of "
+        f"the hidden-attention paper, but layer {layer.name!r} has none. Pass "
+        "components='unified', or recipe='paper'."
     )
 
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the channel mean of rows (B, C, L), all channels of a layer normalized together."""
+    """Scale all channels of rows (B, C, L) to [0, 1] together; return the channel mean (B, L)."""
     everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
     return min_max(rows, everywhere).mean(1)
 
 
 def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
-    """Weight rows (B, C, L) by the largest positive gradient over channels, (B, L).
+    """Return the channel mean of rows, weighted by the largest positive gradient, (B, L).
 
     The script of the hidden-attention paper (components = s6) normalizes all channels together
     before the mean; the script of the unified paper normalizes the result.
 
     Args:
-        rows: the query's row of every channel.
-        gradient: gradient of the target at the stream after the mixer's output was added
-            (B, L, E), which is the gradient at the output itself.
-        keep: True for real tokens (B, L), or None.
-        options: the user's choices.
+        rows: the query's row in every channel (B, C, L).
+        gradient: gradient of the target at the mixer's output (B, L, E), which is also the
+            gradient at the residual stream behind it.
+        keep: True for unpadded tokens (B, L), or None.
+        options: the options of the method.
     """
     rows = rows.clamp_min(0)
     keep = None if keep is None else keep.to(rows.device)
@@ -164,12 +165,12 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:
-    """Set the query's own entry to 0, and clamp at zero."""
+    """Set the entry at the query, and negative entries, to 0."""
     return row.scatter(-1, query.to(row.device), 0).clamp_min(0)
 
 
 def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Scale each example to [0, 1] over its kept entries; a constant example becomes 0."""
+    """Scale each example to [0, 1] over entries where ``keep`` is True; constants become 0."""
     dims: Sequence[int] = range(1, x.dim())
     low = x if keep is None else x.masked_fill(~keep, torch.inf)
     high = x if keep is None else x.masked_fill(~keep, -torch.inf)

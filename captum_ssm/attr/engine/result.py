@@ -1,4 +1,4 @@
-"""Results of methods as files and pages: saved to the last bit, loaded, shown in notebooks."""
+"""Base of all results: save and load them exactly, and show them as HTML or in notebooks."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ..text.tokens import Tokens
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The form of the files; it rises when older versions can no longer read them.
+#: The version of the file format; increased when older package versions cannot read new files.
 _FORM = 1
-#: Numbers that JSON has no form for.
+#: Floats without a JSON representation, which are saved as strings.
 _NO_NUMBERS = ("nan", "inf", "-inf")
-#: The module that draws pages, by name: no method may import it.
+#: The module that draws pages, imported only on use: ``attr`` must not depend on ``viz``.
 _PAGES = ".viz.html.results"
 
 #: Names of tokens, for each example.
 Names = tuple[Sequence[str], ...]
-#: A class whose instances are parts of results.
+#: A dataclass whose instances are fields of results.
 Part = TypeVar("Part", bound=type)
 
 _PARTS: dict[str, type] = {}
 
 
 def part(kind: Part) -> Part:
-    """Let a dataclass be saved in results."""
+    """Register a dataclass as a field of results, so that ``save`` and ``load`` accept it."""
     _PARTS[kind.__name__] = kind
     return kind
 
@@ -51,10 +51,10 @@ part(Tokens)
 
 
 class Result:
-    """A method's result, which shows itself in a notebook, and saves itself.
+    """Base of results, with methods to save them and to show them in a notebook or browser.
 
-    Pages include their script, open no port and load nothing from the network, so that they work
-    in Colab, VS Code and remote Jupyter.
+    HTML pages include their script and load nothing from the network, so they work in Colab,
+    VS Code and remote Jupyter.
     """
 
     _kinds: ClassVar[dict[str, type[Result]]] = {}
@@ -75,7 +75,7 @@ class Result:
             The path.
 
         Raises:
-            WriteError: if it cannot be written; an old file is then unchanged.
+            WriteError: if the file cannot be written; an old file is then unchanged.
         """
         content = {
             "captum_ssm": __version__,
@@ -92,24 +92,24 @@ class Result:
     def to_html(self, path: str | Path, title: str | None = None) -> Path: ...
 
     def to_html(self, path: str | Path | None = None, title: str | None = None) -> str | Path:
-        """Write it as a page that needs nothing else, or return the page.
+        """Write the result as one self-contained HTML page, or return the page.
 
         Args:
-            path: the file; an old file is replaced after a complete write. Its folder is created.
-                Default: None, return the page.
-            title: a heading. Default: None, the kind of result.
+            path: the file; an old file is replaced only after a complete write. Its folder is
+                created. Default: None, return the page.
+            title: the heading of the page. Default: None, the class name of the result.
 
         Returns:
-            The path, or the page's text.
+            The path, or the HTML text.
 
         Raises:
-            WriteError: if it cannot be written; an old file is then unchanged.
+            WriteError: if the file cannot be written; an old file is then unchanged.
         """
         page = self._page(title)
         return page if path is None else _written(path, page)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry for each token, node or pair of tokens, with its numbers by name."""
+        """Return one dictionary of named numbers for each token, node or pair of tokens."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
@@ -117,9 +117,9 @@ class Result:
         return optional("pandas", "pandas", "to_pandas()").DataFrame(self.rows())
 
     def show(self) -> None:
-        """Show its page: in a notebook below the cell, elsewhere in a browser, of a temporary file.
+        """Show the HTML page: in a notebook below the cell, elsewhere in a browser.
 
-        Without a browser the file's name is printed alone.
+        For the browser the page is written to a temporary file, and its path is printed.
         """
         if _in_notebook():
             import_module("IPython.display").display(self)
@@ -130,7 +130,7 @@ class Result:
         webbrowser.open(Path(file.name).as_uri())
 
     def _repr_html_(self) -> str:
-        """Return its page in a frame, which separates its styles from the notebook's."""
+        """Return the HTML page in an iframe, which separates its styles from the notebook's."""
         frame: str = _pages().frame_of(self)
         return frame
 
@@ -139,7 +139,7 @@ class Result:
         return text
 
     def _state(self) -> dict[str, Any]:
-        """Return the arguments, by name, that make it again."""
+        """Return the constructor arguments by name, for ``save``."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
@@ -148,32 +148,32 @@ def _pages() -> Any:
 
 
 class NamedTokens(Result, kind=False):
-    """A result whose tokens may be named.
+    """Base of results for tokens, which may have names.
 
     Attributes:
-        names: names of the tokens of each example; None for none.
+        names: names of the tokens of each example, or None.
     """
 
     names: Names | None
 
     def named(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> Self:
-        """Return a copy with names for the tokens, which its page shows.
+        """Return a copy with names for the tokens, which the HTML page shows.
 
         Args:
-            tokens: a list of names for one sequence, or a list of such lists. Of
-                :class:`~captum_ssm.viz.Tokens` parts of words are drawn without a gap.
+            tokens: a list of names for one sequence, or a list of such lists. Pass
+                :class:`~captum_ssm.viz.Tokens` to draw the parts of a word without a gap.
 
         Returns:
             A shallow copy.
 
         Raises:
-            InputError: when the numbers of names and tokens differ.
+            InputError: if the number of names is not the number of tokens.
         """
         batch, length = self._tokens()
         return self._with_names(read_names(tokens, batch, length))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry for each example and token, or patch, with its relevance by name."""
+        """Return one dictionary for each example and token (or patch), with named relevance."""
         columns = {name: values.flatten(1).tolist() for name, values in self._columns().items()}
         found = []
         for example in range(self._tokens()[0]):
@@ -187,11 +187,11 @@ class NamedTokens(Result, kind=False):
         return found
 
     def _columns(self) -> Mapping[str, Tensor]:
-        """Return relevance (B, L) by name."""
+        """Return the columns of :meth:`rows`: relevance (B, L) by name."""
         raise NotImplementedError
 
     def _tokens(self) -> tuple[int, int]:
-        """Return the number of examples, and of tokens in each."""
+        """Return the number of examples and the number of tokens per example."""
         raise NotImplementedError
 
     def _with_names(self, names: Names) -> Self:
@@ -205,12 +205,12 @@ def load(path: str | Path) -> Any:
         path: the file.
 
     Returns:
-        A result of the same kind, its tensors on the CPU, with the dtypes, shapes and bits that
-        they had.
+        A result of the same class, with tensors on the CPU. Dtypes, shapes and values are exactly
+        those of the saved result.
 
     Raises:
-        DataNotFoundError: when there is no such file.
-        DataError: when it holds no result, or one that a newer version wrote.
+        DataNotFoundError: if there is no such file.
+        DataError: if the file contains no result, or one of a newer version.
 
     Example:
         >>> import tempfile
@@ -236,37 +236,39 @@ def load(path: str | Path) -> Any:
         raise DataError(f"{wrong}. Pass a file that a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
-            f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in form "
-            f"{content['form']}. This is {__version__}, which reads {', '.join(Result._kinds)} in "
-            f"form {_FORM}. Use the version that wrote it, or a newer one."
+            f"{file} was written by captum_ssm {content['captum_ssm']} and contains "
+            f"{content['kind']} in format {content['form']}. This is captum_ssm {__version__}, "
+            f"which reads {', '.join(Result._kinds)} in format {_FORM}. Install captum_ssm "
+            f"{content['captum_ssm']} or newer."
         )
     try:
         return Result._kinds[content["kind"]](**_decoded(content["state"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise DataError(
-            f"{wrong} that is whole: {type(error).__name__}: {error}. Save it again."
+            f"{wrong} that can be read ({type(error).__name__}: {error}). The file is damaged; "
+            "save the result again."
         ) from error
 
 
 def read_names(tokens: Any, batch: int, length: int) -> Names:
-    """Return names of tokens, for each example."""
+    """Check names of tokens, and return one sequence of names per example."""
     listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
     named = tuple(_kept(each) for each in listed)
     if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:
         raise InputError(
-            f"tokens has {[len(each) for each in named]} names, but there are {batch} sequences of "
-            f"{length} tokens. Pass a list of names for each."
+            f"tokens has {[len(each) for each in named]} names, but the result has {batch} "
+            f"sequences of {length} tokens. Pass one list of {length} names per sequence."
         )
     return named
 
 
 def _kept(names: Sequence[Any]) -> Sequence[str]:
-    """Return names as a tuple, but :class:`.Tokens`, which know the text's words, as they are."""
+    """Return names as a tuple; keep :class:`.Tokens`, which also has the words of the text."""
     return names if isinstance(names, Tokens) else tuple(map(str, names))
 
 
 def _written(path: str | Path, text: str) -> Path:
-    """Write a file, with its folder, and return its path."""
+    """Create the folder, write the file, and return the path."""
     file = Path(path)
     make_folder(file.parent)
     write_whole(file, text)
@@ -279,7 +281,7 @@ def _in_notebook() -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """Encode a value for JSON; types that JSON lacks become {type: content}."""
+    """Encode a value for JSON; types without a JSON equivalent become {type: content}."""
     if isinstance(value, Tensor):
         return {"tensor": _encoded_tensor(value)}
     name = type(value).__name__
@@ -320,7 +322,7 @@ def _decoded(code: Any) -> Any:
 
 
 def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
-    """Encode a tensor as its dtype, shape and numbers, floats in double precision."""
+    """Encode a tensor as dtype, shape and a list of numbers; floats as doubles."""
     flat = tensor.detach().cpu().flatten()
     values = (flat.double() if flat.is_floating_point() else flat).tolist()
     if flat.is_floating_point() and not bool(flat.isfinite().all()):
@@ -332,12 +334,12 @@ def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
 def _decoded_tensor(code: Mapping[str, Any]) -> Tensor:
     dtype = getattr(torch, code["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{code['dtype']} is not a dtype")
+        raise ValueError(f"dtype={code['dtype']!r} is not a dtype of torch")
     values = code["values"]
     if dtype.is_floating_point:
         for value in values:
             if isinstance(value, str) and value not in _NO_NUMBERS:
-                raise ValueError(f"{value!r} is no number")
+                raise ValueError(f"values contains {value!r}, which is not a number")
         doubles = torch.tensor([float(value) for value in values], dtype=torch.float64)
         return doubles.to(dtype).view(code["shape"])
     return torch.tensor(values, dtype=dtype).view(code["shape"])

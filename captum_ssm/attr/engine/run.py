@@ -1,7 +1,7 @@
-"""One traced forward run and the questions to it; several methods may share one.
+"""One traced forward run, and the targets that are explained from it.
 
-Every method runs the model by itself. Inside :func:`shared_forward` later methods with the same
-call reuse the first one's record and gradients.
+By default every method runs the model. Inside :func:`shared_forward`, later methods with the same
+arguments reuse the run and the gradients of the first method.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from ..call.layout import ImageProbe, TokenLayout
 from ..call.targets import logits_of, select
 from .fold import stages
 
-#: Elements of the tensors kept from one question to the next (1 GiB in float32).
+#: Largest number of tensor elements cached from one target to the next (1 GiB in float32).
 _KEPT_ELEMENTS = 2**28
 
-#: Gradients by the tensor they belong to; None if none arrived.
+#: The gradient at each tensor; None if no gradient arrived.
 Taken = dict[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Inner:
-    """A number inside a run, in place of one of the model's output.
+    """A number computed from an activation, explained in place of the model's output.
 
     Attributes:
         site: the activation.
-        chosen: the number per example (B,) that is chosen of its tensors, given which tokens (B, L)
-            are real, or None if all are.
+        chosen: function that returns the number per example (B,), given the activation's tensors
+            and a mask (B, L) of unpadded tokens (None if there is no padding).
     """
 
     site: Site
@@ -67,23 +67,24 @@ class Inner:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A run's arguments, and the records to keep.
+    """The arguments of a run, and the tensors that the run keeps.
 
     Attributes:
-        forward_func: runs the model.
+        forward_func: the function that runs the model.
         model: the module.
         layers: names or modules of the mixers to record, or None for all.
-        inputs: the one input.
-        additional: further arguments of forward_func.
+        inputs: the first input.
+        additional: the additional_forward_args of forward_func.
         others: further inputs, passed between ``inputs`` and ``additional``. Default: none.
-        graph: which autograd graph is kept. Default: ``"none"``.
+        graph: the part of the autograd graph that is kept. Default: ``"none"``.
         streams: whether to keep the residual stream entering each mixer's block. Default: False.
         verify: whether to check operators against their modules' outputs. Default: True.
-        folds: whether layers have to be a chain. Default: True.
-        direct: whether the run leaves the graph of its direct paths. Default: False.
+        folds: whether each layer must read the previous layer's output. Default: True.
+        direct: whether the autograd graph has only the direct paths, which bypass later mixers.
+            Default: False.
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
-        cuts: further activations at which the graph ends and begins anew. Default: none.
+        cuts: further activations that are detached and start a new graph. Default: none.
         ends: the number that is explained in place of the output. Default: None.
     """
 
@@ -105,17 +106,17 @@ class Request:
 
     @property
     def ids(self) -> Tensor:
-        """The explained ids, or the floating input.
+        """The token ids of the input, or the floating input.
 
-        Captum's wrappers of language models hand their forward function marks of the features that
-        are kept, and the prompt that they are features of.
+        For a Captum wrapper of a language model, ``inputs`` is a mask of kept features, and
+        ``additional`` has the prompt that turns this mask into token ids.
         """
         prompt = next((x for x in self.additional if isinstance(x, InterpretableInput)), None)
         return self.inputs if prompt is None else prompt.to_model_input(self.inputs)
 
     @property
     def is_model(self) -> bool:
-        """Return True if forward_func is the model or its method, without code of the user."""
+        """Return True if forward_func is the model or its method, without any user code."""
         function: Any = runnable(self.forward_func)
         owner = getattr(function, "__self__", function)
         return owner is self.model and isinstance(owner, nn.Module)
@@ -124,25 +125,22 @@ class Request:
         """Run the model, and return its output as a tensor.
 
         Args:
-            start: the input, in place of :attr:`inputs`.
-            others: the further inputs, in place of :attr:`others`. Default: None, those.
+            start: the input that replaces :attr:`inputs`.
+            others: further inputs that replace :attr:`others`. Default: None, :attr:`others`.
 
         Raises:
-            TrainingModeError: when a module is random, such as a dropout in training.
+            TrainingModeError: if a module is random, such as a dropout in training mode.
         """
         require_deterministic(self.model)
-        # lets the head run at the kept positions alone
+        # the head runs only at the kept positions
         named = {} if self.kept is None else self.kept.arguments
         more = (*(self.others if others is None else others), *self.additional)
         return logits_of(call_model(self.forward_func, start, more, named))
 
     @functools.cached_property
     def output_alone(self) -> Tensor:
-        """Return the output of forward_func without hooks; its errors pass through.
-
-        Methods that share a run share its request, and so this as well.
-        """
-        # a CPU runs no fused kernel of a package, so that torch's functions compute there, too
+        """The output of forward_func in a plain run without hooks, cached for all methods."""
+        # a CPU has no fused kernels, so torch functions replace them in the plain run, too
         on_cpu = self.inputs.device.type == "cpu"
         with ExitStack() as stack:
             for context in (torch.no_grad(), repaired_scans(), sparing_caches(self.model)):
@@ -152,12 +150,12 @@ class Request:
             return self.output(self.inputs)
 
     def one_output(self, start: Tensor) -> Tensor:
-        """Return one example of it."""
+        """Return the output (1, ...) for one example ``start``, with its additional arguments."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
     def same_as(self, other: Request) -> bool:
-        """Return True if the other request's run can be reused."""
+        """Return True if the two runs have equal arguments, so that one run serves both."""
         return (
             self.forward_func == other.forward_func
             and self.model is other.model
@@ -169,17 +167,17 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A question to a run.
+    """One target to explain from a run.
 
     Attributes:
-        target: in one of Captum's forms.
-        weights: the query as row weights (B, L).
-        selected: the target's value per example (B,), part of the graph; None for methods
-            without gradients. Default: None.
+        target: the target, in one of Captum's forms.
+        weights: the weight of each token as a query (B, L).
+        selected: the target's value per example (B,), with its graph; None for methods without
+            gradients. Default: None.
         constant: a summand of ``selected`` that no module added (B,). Default: None.
-        taken: the gradients of ``selected`` that methods sharing the run have taken; None if the
-            run is not shared. Default: None.
-        asked: from the first to the last nonzero token of ``weights``. Default: None, not known.
+        taken: cached gradients of ``selected``, for methods that share the run; None if the run is
+            not shared. Default: None.
+        asked: a range of tokens that includes all nonzero ``weights``. Default: None, not known.
     """
 
     target: Any
@@ -195,16 +193,15 @@ class Run:
     """One traced forward run of a (sub-)batch.
 
     Attributes:
-        request: its arguments.
-        record: the record of its layers.
+        request: the arguments of the run.
+        record: the record of the layers.
         output: the model's output.
-        mask: True for real tokens (B, L), or None.
-        chain: the token order of its layers; None if not known.
-        shared: whether later methods use it too, so it keeps its graph.
-        questions: questions to it, the current one first; the graph is kept for later ones.
-            Default: none.
+        mask: True for unpadded tokens (B, L), or None.
+        chain: the token order of the layers; None if not known.
+        shared: whether later methods may reuse the run, so that it keeps its graph.
+        questions: the targets left to explain, the current one first. Default: none.
         paths: the direct paths, if they were kept. Default: None.
-        kept: cache of :meth:`once` for all questions.
+        kept: the tensors cached by :meth:`once` for all targets.
     """
 
     request: Request
@@ -225,36 +222,36 @@ class Run:
 
     @property
     def given(self) -> Tensor | None:
-        """Return the input token of each token of the first layer (B, L), -1 from elsewhere.
+        """The index in the input of each token of the first layer (B, L), or -1 if it is inserted.
 
-        It is None if they are the same.
+        None if both have the same tokens.
         """
         return None if self.chain is None else self.chain.given
 
     @functools.cached_property
     def streams(self) -> Mapping[Layer, Tensor | None]:
-        """The residual stream (B, L, E) entering each layer's block; None if none was kept."""
+        """The residual stream (B, L, E) entering each layer's block; None if it was not kept."""
         return {layer: layer.residual_in_order for layer in self.layers}
 
     @property
     def weights(self) -> Tensor:
-        """The query as row weights (B, L)."""
+        """The weight of each token as a query (B, L), for the current target."""
         return self.questions[0].weights
 
     def laid_out(self, rows: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
-        """Lay relevance (B, L) of the first layer's tokens out in the shape of the input."""
+        """Convert relevance (B, L) of the first layer's tokens to the shape of the input."""
         token_map = self.layers[0].map if self.request.inputs.dim() == 4 else None
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
-        """Yield the same run with one question after the other; its cache is for these alone."""
+        """Yield the run once per target, with that target first and one cache for all of them."""
         kept: dict[Layer, Tensor] = {}
         for first, question in enumerate(questions):
             ask_anew(question.weights.shape[-1], question.asked)
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """Return a target's number per example (B,), and its shared gradients, if any."""
+        """Return a target's number per example (B,), and the cache of its gradients or None."""
         if not self.shared:
             return select(self.output, index), None
         for known, number, taken in self._selected:
@@ -266,16 +263,16 @@ class Run:
     def once(
         self, layer: Layer, elements: int, room: int, make: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return a layer's tensor that is the same for all questions, made for the first and kept.
+        """Compute a layer's tensor once, and cache it for all targets.
 
         Args:
             layer: the layer.
-            elements: how many the tensor has.
-            room: how many may be kept of all layers.
-            make: makes the tensor.
+            elements: the number of elements of the tensor.
+            room: the largest number of elements to cache for all layers together.
+            make: function that computes the tensor.
 
         Returns:
-            The tensor; None if there is no room, or no further question that would use it.
+            The tensor; None if the cache is full, or if no later target can use the tensor.
         """
         if layer not in self.kept:
             held = sum(tensor.numel() for tensor in self.kept.values())
@@ -285,12 +282,16 @@ class Run:
         return self.kept[layer]
 
     def gradients(self, tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        """Return d(selected, summed over the batch) / d(each tensor)."""
+        """Return the gradient at each tensor of the target's numbers, summed over the batch.
+
+        An error uses ``names``, the names of the layers that the tensors belong to.
+        """
         selected = self.questions[0].selected
         if selected is None or not selected.requires_grad:
             raise GradientModeError(
-                "The model's output records no gradients although they are enabled here. Does its "
-                "forward run under no_grad, or detach?"
+                "The model's output has no autograd graph, although gradients are enabled for this "
+                "run. Remove no_grad, inference_mode and detach from the model and forward_func, "
+                "or use a method without gradients, such as LatimALTI."
             )
         shared = self.questions[0].taken
         again = len(self.questions) > 1 or shared is not None
@@ -304,30 +305,30 @@ class Run:
             except RuntimeError as error:
                 if "no autograd formula" in str(error) or "derivative for" in str(error):
                     raise GradientModeError(
-                        f"A function of the model has no backward pass: {error} Or use a method "
+                        f"A function of the model has no backward pass: {error} Use a method "
                         "without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
                     ) from error
                 if "inplace" not in str(error):
                     raise
                 raise GradientModeError(
-                    "The model changes a tensor in place that its own backward pass needs, so that "
-                    "it has no gradients. Use the out-of-place form, x = x + y in place of x += y, "
-                    "or a method without them: LatimFlow, LatimALTI, ImplicitAttentionRollout."
+                    "The model changes a tensor in place that the backward pass needs. Write x = x "
+                    "+ y in place of x += y, or use a method without such gradients: LatimFlow, "
+                    "LatimALTI, ImplicitAttentionRollout."
                 ) from error
             taken.update(zip(wanted, found, strict=True))
         gradients = [taken[x] for x in tensors]
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 raise GradientModeError(
-                    f"No gradient of the target reaches layer {name!r}. Is it cut off by detach, "
-                    "no_grad or gradient checkpointing, or unused by this target? Leave it out "
-                    "with layers=[...]."
+                    f"No gradient of the target reaches layer {name!r}. Does detach, no_grad or "
+                    "gradient checkpointing cut the graph, or does this target not depend on the "
+                    "layer? Pass layers=[...] without it."
                 )
         return [gradient.detach() for gradient in gradients if gradient is not None]
 
 
 def traced(request: Request, *, shared: bool = False) -> Run:
-    """Run the model of a request, its mixers recorded; ``shared`` if later methods use the run."""
+    """Run the model and record its mixers; ``shared`` if later methods may reuse the run."""
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
@@ -348,14 +349,14 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         output = request.output(start)
     require_layers(record, model)
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
-        # the model's last mixer, where the tail begins, did not run, or not as the last one
+        # the graph begins at the model's last mixer, which did not run or did not run last
         return traced(replace(request, graph="outputs"), shared=shared)
     tail, batch = record.layers[-1], len(request.inputs)
-    for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
+    for found, what in ((tail.in_order(tail.output), "mixers get"), (output, "output has")):
         if len(found) != batch:
             raise InputError(
-                f"inputs has a batch of {batch}, but the model's {what} a batch of {len(found)}: "
-                "each example must be explained by itself."
+                f"inputs has a batch of {batch}, but the model's {what} a batch of {len(found)}. "
+                "Pass a forward_func that keeps the batch size, and one example per row of inputs."
             )
     with unseen():
         mask = record.mask
@@ -372,7 +373,7 @@ def _replayed(
     mask: Tensor | None,
     paths: DirectPaths | None,
 ) -> TokenOrder | None:
-    """Return the token order of a run; None if the user vouches for it, or tokens lie in maps."""
+    """Return the token order of a run; None if the user passed ``layers``, or for 2-D maps."""
     layers, chosen, chain = record.layers, request.layers is not None, None
     if chosen and not request.folds and not request.streams:
         return None
@@ -384,7 +385,7 @@ def _replayed(
             if request.folds:
                 raise
     if chain is None:
-        for layer in layers:  # each by itself, in the order in which it reads the tokens
+        for layer in layers:  # each layer in the order in which it reads the tokens
             layer.arrange(None, None)
         if request.folds or request.streams:
             note_streams(replays)
@@ -396,7 +397,7 @@ def _replayed(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two arguments are one object, or tensors with the same numbers."""
+    """Return True if two arguments are the same object, or tensors with equal values."""
     if a is b:
         return True
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
@@ -410,7 +411,12 @@ def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] |
 
 
 class Sharing:
-    """State shared by methods that are called on the same input one after the other."""
+    """The latest run, which several methods reuse if they have the same arguments.
+
+    Args:
+        graph: the part of the autograd graph that runs keep.
+        streams: whether runs keep the residual streams.
+    """
 
     def __init__(self, graph: Graph, streams: bool) -> None:
         self._graph = graph
@@ -419,32 +425,32 @@ class Sharing:
         self._probe: ImageProbe | None = None
 
     def run(self, request: Request) -> Run:
-        """Return the latest run if it is of the same call, else a new one in its place."""
+        """Return the latest run if its arguments are the same; else run the model again."""
         if self._latest is not None and not is_doubted():
             known = self._latest.request
             if (known.streams or not request.streams) and request.same_as(known):
                 return self._latest
-        self._latest = None  # the old graph goes before the new one comes
+        self._latest = None  # frees the old graph before the new run
         request = replace(request, graph=self._graph, streams=self._streams or request.streams)
         self._latest = traced(replace(request, verify=True, folds=True), shared=True)
         return self._latest
 
     def probe(self, model: nn.Module) -> ImageProbe:
-        """Return a probe that knows the patch grid which an earlier method saw in the run."""
+        """Return the probe of an earlier method for this model, which may have a patch grid."""
         if self._probe is None or self._probe.model is not model:
             self._probe = ImageProbe(model)
         return self._probe
 
 
-#: Of this thread, or asynchronous task, alone.
+#: The active sharing of the current thread or asynchronous task.
 _current: ContextVar[Sharing | None] = ContextVar("captum_ssm_sharing", default=None)
 
 
 @contextmanager
 def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
-    """Let methods inside the ``with`` share a forward run if their calls are the same.
+    """Let methods inside the ``with`` share a forward run if their arguments are the same.
 
-    One run is held at a time, and none once the ``with`` ends.
+    Only the latest run is kept. It is freed at the end of the ``with``.
 
     Args:
         graph: the autograd graph to keep: ``"all"`` if any method takes gradients, else ``"tail"``,
@@ -459,14 +465,14 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
 
 
 def run_of(request: Request) -> Run:
-    """Return the traced forward run of a request, which may have been made before."""
+    """Return a traced forward run with these arguments; reuse a shared run if possible."""
     sharing = _current.get()
     return traced(request) if sharing is None or request.direct else sharing.run(request)
 
 
 @contextmanager
 def layout_of(request: Request, per_token: bool) -> Iterator[TokenLayout]:
-    """Yield the layout of token relevance, while a probe watches the requested run."""
+    """Yield the layout of token relevance; a run inside the ``with`` finds the patch grid."""
     inputs = request.inputs
     if inputs.dim() != 4 or not inputs.is_floating_point():
         yield TokenLayout(inputs, per_token, None)

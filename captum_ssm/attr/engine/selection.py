@@ -3,13 +3,13 @@
     alpha[m][i, j] = Q[i, m] H[m][i, j] K[j, m]
     Q[i] = S_C(x[i]),   K[j] = dt[j] S_B(x[j]),   H[m][i, j] = exp(A[m] sum of dt over j+1..i)
 
-with the step dt = softplus(S_Delta(x)).  The paper's simplification takes dt = relu(S_Delta(x)):
-tokens with S_Delta <= 0 write nothing and let nothing fade.
+with the step dt = softplus(S_Delta(x)).  The paper's simplification uses dt = relu(S_Delta(x)):
+a token with S_Delta <= 0 then neither writes to the state nor makes it decay.
 
-Operators keep dt alone, so S_Delta is found by inverting softplus.  A step that the model clamped
-to a limit (time_step_limit) counts as if softplus had returned the limit.  Structural factors are
-multiplied in: an outer one, such as the weight of a direction (Vision Mamba halves each), into the
-query; an inner one, such as the padding mask, into the key.
+Operators store only dt, so S_Delta is computed by inverting softplus.  A step that the model clamped
+to a limit (time_step_limit) counts as if softplus had returned the limit.  Other diagonal factors
+are multiplied in: factors after the scan, such as 1/2 for each direction of Vision Mamba, into the
+query; factors before the scan, such as the padding mask, into the key.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Factors(NamedTuple):
     """Factors of the matrices of all states; C channels, N states.
 
     Attributes:
-        query: the weight with which token i reads a state, Q (B, L, C, N).
-        key: the weight with which token j writes to it, K (B, L, C, N).
-        history: the share of token j's writing that is left at token i, H (B, C, N, L, L); 0 where
-            j comes after i in the direction of reading.
+        query: Q (B, L, C, N), the weight with which token i reads a state.
+        key: K (B, L, C, N), the weight with which token j writes to the state.
+        history: H (B, C, N, L, L), the fraction of token j's write that is left at token i; 0 if
+            the scan reads j after i.
     """
 
     query: Tensor
@@ -57,15 +57,15 @@ class Factors(NamedTuple):
 def selection_factors(
     terms: Sequence[Term], channels: Sequence[int], simplified: bool
 ) -> Factors | None:
-    """Return the factors of some channels, term after term along the states.
+    """Return the factors of some channels, with the states of all terms concatenated.
 
     Args:
-        terms: the terms of an operator.
-        channels: the channels, counted through all heads.
-        simplified: whether relu takes the place of softplus.
+        terms: the terms of an operator, one per recurrence.
+        channels: channel indices, counted through all heads.
+        simplified: whether relu replaces softplus.
 
     Returns:
-        The factors; None if a term is not a selective scan of scaled or reordered tokens at most.
+        The factors; None if a term is not a selective scan, or contains a convolution.
     """
     found = []
     for term in terms:
@@ -80,7 +80,14 @@ def selection_factors(
 
 
 class _Selected(NamedTuple):
-    """A scan's dt (B, L, H), A (H, N) or (H, 1), B and C (B, L, N) or by group (B, L, G, N)."""
+    """The parameters of a selective scan.
+
+    Attributes:
+        step: dt (B, L, H).
+        rate: A (H, N) or (H, 1).
+        key: B (B, L, N), or (B, L, G, N) for G groups of heads.
+        query: C, in the same shape.
+    """
 
     step: Tensor
     rate: Tensor
@@ -89,7 +96,7 @@ class _Selected(NamedTuple):
 
 
 def _selected(term: Term) -> _Selected | None:
-    """Return the parameters of a term's selective scan; None for others, and with convolutions."""
+    """Return the parameters of a term's selective scan; None without one, or with convolutions."""
     if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan
@@ -101,7 +108,7 @@ def _selected(term: Term) -> _Selected | None:
 
 
 def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplified: bool) -> Factors:
-    """Return the factors of one term, see :func:`selection_factors`."""
+    """Return the factors of one term for some channels, as in :func:`selection_factors`."""
     per_head = term.scan.shape.per_head
     heads, within = [c // per_head for c in channels], [c % per_head for c in channels]
     step = selected.step[:, :, heads]  # (B, L, C)
@@ -129,15 +136,15 @@ def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplifie
 
 
 def _before_softplus(step: Tensor) -> Tensor:
-    """S_Delta = log(exp(dt) - 1), without the overflow; minus infinity for dt = 0."""
+    """Return S_Delta = log(exp(dt) - 1) without overflow; minus infinity for dt = 0."""
     return step + torch.log(-torch.expm1(-step))
 
 
 def _history(step: Tensor, rate: Tensor) -> Tensor:
-    """exp(A sum of dt over j+1..i) for j <= i, else 0, (B, C, N, L, L).
+    """Return exp(A sum of dt over j+1..i) for j <= i, and 0 for j > i, (B, C, N, L, L).
 
-    The sums are differences of cumulative sums, taken in float64 where they cannot cancel; no
-    exponent is positive.
+    Sums are differences of cumulative sums, in float64 to avoid cancellation. No exponent is
+    positive.
 
     Args:
         step: dt (B, L, C).
@@ -151,13 +158,13 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
 def _carried(
     x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within: Sequence[int]
 ) -> Tensor:
-    """Scale and reorder factors (B, L, C, N) over tokens as operators do to their channels.
+    """Apply diagonal operators and reorderings of tokens to a query or key (B, L, C, N).
 
     Args:
-        x: the factors. A reordering takes their states for value channels.
-        moves: the operators, each with its map or adjoint, from the scan outwards.
-        per_head: value channels of a head, P.
-        within: the channel of its head that each of the C channels is.
+        x: the query or key.
+        moves: pairs of an operator and its map or adjoint, from the scan outwards.
+        per_head: value channels per head, P.
+        within: the index of each of the C channels within its head.
     """
     weight = x.new_ones(*x.shape[:3], per_head)
     for operator, move in moves:

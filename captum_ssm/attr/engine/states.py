@@ -1,11 +1,12 @@
-"""Recurrences as sums over their states: one matrix for each.
+"""Recurrences as sums over states, with one matrix per state.
 
 A recurrence whose decay is diagonal never mixes its N states, so a channel's matrix is the sum of
 one matrix per state (hidden-attention paper, eq. 16):
 
     alpha[m][i, j] = C[i, m] (product of the decays of m over j+1..i) B[j, m],   j <= i
 
-Outer factors (gate, convolution, flips, padding) are linear, and the same for every state.
+Factors around the recurrence (gate, convolution, flips, padding) are linear, and the same for every
+state.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Term(NamedTuple):
     """A product outer . scan . inner of one recurrence and other operators.
 
     Attributes:
-        outer: the operators left of the recurrence; they act after it.
+        outer: the operators left of the recurrence, which act after the recurrence.
         scan: the recurrence.
-        inner: the operators right of it; they act before it.
+        inner: the operators right of the recurrence, which act before the recurrence.
     """
 
     outer: tuple[Operator, ...]
@@ -46,12 +47,12 @@ class Term(NamedTuple):
 
     @property
     def states(self) -> int:
-        """How many states the recurrence has, N."""
+        """The number of states of the recurrence, N."""
         scan = self.scan
         return (scan.a if isinstance(scan, SelectiveScan) else scan.key).shape[-1]
 
     def one_state(self, state: int) -> Operator:
-        """Return the same product with one state of the recurrence alone."""
+        """Return the same product with only one state of the recurrence."""
         return Chain(*self.outer, _one_state(self.scan, state), *self.inner)
 
 
@@ -59,7 +60,8 @@ def terms_of(operator: Operator) -> list[Term] | None:
     """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
     Returns:
-        The terms; None if a summand has no recurrence, several, or one whose states mix.
+        The terms; None if a summand has no recurrence, several recurrences, or one whose states
+        mix.
     """
     found = []
     for parts in products_of(operator):
@@ -75,7 +77,7 @@ def terms_of(operator: Operator) -> list[Term] | None:
 
 
 def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
-    """Expand an operator into a sum of products of elementary ones, outermost factors first."""
+    """Expand an operator into a sum of products of elementary operators, outermost factor first."""
     if isinstance(operator, Chain):
         choices = product(*(products_of(part) for part in operator.parts))
         return [tuple(chain.from_iterable(choice)) for choice in choices]
@@ -87,14 +89,14 @@ def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
 
 
 def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
-    """Return the matrix of every state of some channels, term after term.
+    """Return the matrix of every state for some channels.
 
     Args:
-        terms: the terms of an operator.
-        channels: the channels, counted through all heads.
+        terms: the terms of an operator, one per recurrence.
+        channels: channel indices, counted through all heads.
 
     Returns:
-        (B, len(channels), states of all terms, L, L).
+        Matrices (B, len(channels), N, L, L), with the N states of all terms concatenated.
     """
     first = terms[0].scan
     batch, tokens, _, per_head = first.shape
@@ -104,7 +106,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
     out = unit.new_empty(batch, len(channels), states, tokens, tokens)
     for matrices, channel in zip(out.unbind(1), channels, strict=True):
         head, within = divmod(channel, per_head)
-        left = unit[within].view(1, 1, 1, per_head)  # the sum over channels is of this one alone
+        left = unit[within].view(1, 1, 1, per_head)  # selects this channel in the sum
         one_each = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
         for state, operator in enumerate(one_each):
             matrices[:, state] = operator.entries(left, {0: one}, range(tokens)).full(tokens)
@@ -112,7 +114,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
 
 
 def _one_state(scan: Scan, state: int) -> Scan:
-    """Restrict a recurrence to one of its states."""
+    """Restrict a recurrence to the state with index ``state``."""
     only = slice(state, state + 1)
     if isinstance(scan, SelectiveScan):
         return scan.changed(a=scan.a[..., only], b=scan.b[..., only], c=scan.c[..., only])

@@ -1,4 +1,4 @@
-"""Layer matrices computed a strip of rows at a time, within a memory budget."""
+"""Layer matrices computed a few rows (a strip) at a time, within a memory budget."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ...operators.reduction import goes_by_channel
 from ...tracing.record import free_memory
 from .fold import LayerMatrix
 
-#: Up to this part of the rows are made row by row where a whole matrix would go by channel.
+#: Compute single rows if less than 1 / _FEW of them are needed and the whole matrix loops over
+#: channels.
 _FEW = 8
 
-#: A strip to the entries (B, R, W) that replace its own, which it may overwrite.
+#: A function from a strip to new entries (B, R, W); it may overwrite the strip's entries.
 Change = Callable[[Strip], Tensor]
 
 
 def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
-    """Return the reduced matrix of an operator, which for the mean is never formed."""
+    """Return the reduced matrix of an operator; the mean over channels is never kept in memory."""
     if reduce == "mean":
         return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
     return in_strips(operator, reduce, budget, lambda strip: strip.entries)
@@ -40,22 +41,22 @@ def in_strips(
     change: Change,
     whole: Tensor | None = None,
 ) -> LayerMatrix:
-    """Return an operator's reduced matrix with every entry changed; one strip exists at a time.
+    """Return an operator's reduced matrix with changed entries, computed one strip at a time.
 
-    Rows of weight 0 are left out: a single query costs a single row.
+    Rows that are multiplied by 0 are skipped, so a single query costs a single row.
 
     Args:
         operator: the operator.
-        reduce: how its channels become one matrix.
-        budget: memory for the strips.
-        change: function of a strip that returns its new entries.
-        whole: the reduced matrix (B, L, L) if it exists already. Default: None.
+        reduce: the reduction of all channels to one matrix.
+        budget: the memory for strips.
+        change: function from a strip to its new entries.
+        whole: the reduced matrix (B, L, L), if it exists already. Default: None.
     """
     tokens = operator.shape.tokens
     quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
-        """Yield strips of the rows, with their changed entries."""
+        """Yield strips of the rows ``within``, each with its changed entries."""
         matrix = whole
         few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and quick and len(within) > tokens // _FEW:
@@ -97,7 +98,7 @@ def in_strips(
 
 
 def _reduced(operator: Operator, rows: range, reduce: Reduce) -> Strip:
-    """Return some rows of ``operator.dense(reduce)``, without forming the others."""
+    """Return some rows of ``operator.dense(reduce)`` without computing the other rows."""
     _, tokens, heads, per_head = operator.shape
     if reduce != "mean":
         return Strip(operator.rows(rows, reduce), rows, range(tokens))
@@ -114,7 +115,7 @@ def _times(row: Tensor, entries: Tensor) -> Tensor:
 
 
 def _add(out: Tensor, strip: Strip, values: Tensor) -> None:
-    """Add to the columns of a strip, in place."""
+    """Add values (B, W) to ``out`` (B, L) at the columns of a strip, in place."""
     out[:, strip.columns.start : strip.columns.stop] += values
 
 
@@ -123,12 +124,12 @@ MemoryBudget = int | str | None
 
 _UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
-#: Share of the free memory that is taken where no budget is given.
+#: The default budget is the free memory divided by this number.
 _SHARE = 8
-#: Tensors of a strip's size that exist together, also per channel where each has entries.
+#: The number of tensors of a strip's size (times channels, if needed) that exist at the same time.
 _COPIES = 4
-#: Largest size of a strip, in entries (32 MiB in float32) and rows, and fewest rows.  Each strip
-#: computes the state of all tokens before it, which for fewer rows would cost as much as the rows.
+#: Largest size of a strip in entries (32 MiB in float32) and in rows, and smallest number of rows.
+#: Each strip computes the state of all earlier tokens, so small strips would cost more.
 _ENTRIES = 2**23
 _ROWS = 4096
 _FEW_ROWS = 512
@@ -136,10 +137,10 @@ _FEW_ROWS = 512
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for the strips of a matrix, and for temporary tensors.
+    """The memory for strips of matrices and for temporary tensors.
 
     Attributes:
-        bytes: how many; None for a share of the memory that is free on a device at the time.
+        bytes: the number of bytes; None for a share of the device's free memory at the time of use.
     """
 
     bytes: int | None = None
@@ -158,17 +159,17 @@ class Budget:
             found = memory_budget
         if found is None or found <= 0:
             raise OptionError(
-                f"memory_budget={memory_budget!r} is not a size. Pass a number of bytes above 0, a "
+                f"memory_budget={memory_budget!r} is not a size. Pass a positive number of bytes, a "
                 "string such as '512MiB' or '2GB', or None for a share of the free memory."
             )
         return cls(int(found))
 
     def on(self, device: torch.device) -> int:
-        """Return bytes to use on a device."""
+        """Return the number of bytes to use on a device."""
         return free_memory(device) // _SHARE if self.bytes is None else self.bytes
 
     def height(self, operator: Operator, reduce: Reduce) -> int:
-        """Return the number of rows of an operator's reduced matrix that a strip may have."""
+        """Return the largest number of rows per strip of an operator's reduced matrix."""
         batch, tokens, heads, per_head = operator.shape
         # the mean is summed in blocks of channels, other reductions need all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
@@ -176,20 +177,20 @@ class Budget:
         height = self.on(operator.device) // row
         if height == 0 and self.bytes is not None:
             raise OptionError(
-                f"memory_budget={self.bytes} bytes is too little for one row of a matrix of "
-                f"{tokens} tokens in a batch of {batch}. Allow at least {row} bytes"
-                + ("." if batch == 1 else ", or use internal_batch_size=1.")
+                f"memory_budget={self.bytes} bytes is too small for one matrix row with {tokens} "
+                f"tokens and a batch of {batch}. Pass at least {row} bytes"
+                + ("." if batch == 1 else ", or internal_batch_size=1.")
             )
         enough = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Return the number of rows up to which the rows of all channels are quicker."""
+        """Return the largest number of rows for which computing all channels at once is faster."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)
 
     def holds_matrix(self, operator: Operator) -> bool:
-        """Return True if an operator's whole reduced matrix is within the budget."""
+        """Return True if an operator's whole reduced matrix fits into the budget."""
         batch, tokens, *_ = operator.shape
         return self.on(operator.device) >= _COPIES * batch * tokens**2 * operator.dtype.itemsize

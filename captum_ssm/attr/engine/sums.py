@@ -14,17 +14,17 @@ from torch import Tensor
 from .method import SSMAttribution
 from .result import part
 
-#: A difference beyond this share of the larger number is marked.
+#: Largest accepted difference, relative to the larger of the two numbers.
 _SHARE = 0.05
 
 
 class CheckedSum(NamedTuple):
-    """The sum of one example's relevance.
+    """The sum of one example's relevance, and its expected value.
 
     Attributes:
-        of: the number that it should be, in words.
-        wanted: that number.
-        total: the sum.
+        of: a phrase for the expected value, such as ``"the output"``.
+        wanted: the expected value.
+        total: the sum of the relevance.
     """
 
     of: str
@@ -33,7 +33,7 @@ class CheckedSum(NamedTuple):
 
     @property
     def delta(self) -> float:
-        """The sum less the number that it should be."""
+        """The sum minus its expected value."""
         return self.total - self.wanted
 
     @property
@@ -43,7 +43,7 @@ class CheckedSum(NamedTuple):
 
     @property
     def told(self) -> str:
-        """The sum in a sentence.
+        """The sum, its expected value and the difference in one sentence.
 
         Example:
             >>> from captum_ssm.attr.engine.sums import CheckedSum
@@ -56,19 +56,19 @@ class CheckedSum(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The numbers and the sentence by name, for pages and files."""
+        """All attributes and properties by name, for pages and files."""
         return self._asdict() | {"delta": self.delta, "adds_up": self.adds_up, "told": self.told}
 
 
 @part
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The sums of a batch.
+    """The sums of relevance of all examples of a batch, and their expected values.
 
     Attributes:
-        of: the number that each sum should be, in words.
-        wanted: these numbers (B,).
-        total: the sums (B,).
+        of: a phrase for the expected values, such as ``"the output"``.
+        wanted: the expected values (B,).
+        total: the sums of relevance (B,).
     """
 
     of: str
@@ -83,7 +83,7 @@ class Sums:
 def attribute_with_sums(
     method: Attribution, inputs: Any, /, **options: Any
 ) -> tuple[Any, Sums | None]:
-    """Return relevance, and its sums if the method promises one."""
+    """Call ``method.attribute``; return relevance, and its sums if the method has a delta."""
     name = "return_convergence_delta"
     parameters = inspect.signature(method.attribute).parameters
     if name not in parameters or name in options or not method.has_convergence_delta():
@@ -96,12 +96,12 @@ def attribute_with_sums(
     # on the CPU: Apple's MPS has no float64
     total = torch.stack([x.detach().cpu().double().flatten(1).sum(1) for x in parts]).sum(0)
     delta = delta.detach().cpu().to(total)
-    if isinstance(method, SSMAttribution):  # its delta is wanted - total, Captum's total - wanted
+    if isinstance(method, SSMAttribution):  # delta is wanted - total here, the negative in Captum
         return relevance, Sums("the output without constants", total + delta, total)
-    return relevance, Sums("the output less that for the baseline", total - delta, total)
+    return relevance, Sums("the output minus the output for the baseline", total - delta, total)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """Join the sums of parts of a batch."""
+    """Concatenate the sums of several parts of a batch."""
     wanted, total = (torch.cat([getattr(x, name) for x in parts]) for name in ("wanted", "total"))
     return Sums(parts[0].of, wanted, total)
