@@ -66,7 +66,7 @@ def test_an_integral_that_misses_its_number_is_marked(steps: int, adds_up: bool)
     model = Kinked()
     wanted = (model(x) - model(0 * x))[:, 0]
     sums = found.sums["method"]
-    assert sums.of == "the output less that for the baseline"
+    assert sums.of == "the output minus the output for the baseline"
     assert sums.wanted.tolist() == pytest.approx(wanted.tolist(), rel=1e-3)
     assert sums.total.tolist() == pytest.approx(found["method"].sum(1).tolist(), abs=1e-5)
     assert sums[0].adds_up is adds_up

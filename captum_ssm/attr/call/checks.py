@@ -1,7 +1,7 @@
-"""Checks of options, one function for each kind, which returns the option as a Python value.
+"""Checks of options. Each function checks one kind of option, and returns it as a Python value.
 
-:func:`flags` and :func:`no_repeats` check several at once, and return nothing. Integers of numpy
-and torch are accepted; a bool is not an integer, nor an integer a bool.
+:func:`flags` and :func:`no_repeats` check several values, and return nothing. NumPy and torch
+integers are accepted. A bool is not accepted as an integer, nor an integer as a bool.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SPELLED = {"centred": "centered"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: ``s6``: the scan alone (hidden-attention paper, eq. 14).  ``unified``: with convolution,
-#: activation, gate and norm (unified paper, eqs. 9, 11, 17, 21).  ``exact``: the skip as well, so
-#: that the matrices times the values, plus the bias, are the mixer's output.
+#: ``s6``: only the scan (hidden-attention paper, eq. 14).  ``unified``: also convolution,
+#: activation, gate and norm (unified paper, eqs. 9, 11, 17, 21).  ``exact``: also the skip, so that
+#: the matrices times the values, plus the bias, are the mixer's output.
 PRESETS: dict[str, frozenset[str]] = {
     "s6": frozenset({"scan"}),
     "unified": COMPONENTS - {"skip"},
@@ -42,101 +42,108 @@ def flags(**options: Any) -> None:
     """Raise unless all options are True or False."""
     for name, value in options.items():
         if not isinstance(value, bool | np.bool_):
-            raise OptionError(f"{name}={value!r} must be True or False.")
+            raise OptionError(f"{name}={value!r} is not a bool. Pass True or False.")
 
 
 def integer(name: str, value: Any, example: int = 0) -> int:
-    """Read an option that is an integer; an error suggests ``example``."""
+    """Return an integer option as an int; the error message suggests ``example``."""
     found = as_integer(value)
     if found is None:
-        raise OptionError(f"{name}={value!r} must be an integer, for example {name}={example}.")
+        raise OptionError(
+            f"{name}={value!r} is not an integer. Pass an integer, such as {name}={example}."
+        )
     return found
 
 
 def count(name: str, value: Any) -> int | None:
-    """Read an option that is an integer from 1 on, or None."""
+    """Return an option that is a positive integer or None."""
     if value is None:
         return None
     found = integer(name, value, example=1)
     if found < 1:
-        raise OptionError(f"{name}={found} must be at least 1, or None for all.")
+        raise OptionError(f"{name}={found} is below 1. Pass an integer of at least 1, or None.")
     return found
 
 
 def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
-    """Read an option that lists integers: a list, tuple, range, tensor (n,) or array (n,).
+    """Return a list of integers as a tuple; accept a list, tuple, range, tensor or array (n,).
 
     Args:
         name, value: the option's name and value.
-        meant: a word for the integers, such as ``"heads"``.
+        meant: a noun for the integers in the error message, such as ``"heads"``.
     """
     entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     if isinstance(entries, str) or not isinstance(entries, Iterable):
         suggested = f"[{entries}]" if as_integer(entries) is not None else "[0, 1]"
         raise OptionError(
-            f"{name}={value!r} must be a list of {meant}, for example {name}={suggested}."
+            f"{name}={value!r} is not a list. Pass a list of {meant}, such as {name}={suggested}."
         )
     listed = list(entries)
     found = [as_integer(entry) for entry in listed]
     for entry, number in zip(listed, found, strict=True):
         if number is None:
-            raise OptionError(f"{name} holds {entry!r}; {meant} are numbered by integers from 0.")
+            raise OptionError(
+                f"{name} contains {entry!r}, which is not an integer. Pass a list of integers: "
+                f"{meant} are numbered from 0."
+            )
     return tuple(number for number in found if number is not None)
 
 
 def no_repeats(name: str, numbers: Iterable[int]) -> None:
-    """Raise if a number occurs twice."""
+    """Raise if a number occurs twice in the option ``name``."""
     seen = set[int]()
     for number in numbers:
         if number in seen:
-            raise OptionError(f"{name} names {number} twice. Name each one once.")
+            raise OptionError(f"{name} contains {number} twice. Pass each number once.")
         seen.add(number)
 
 
 def tolerance(name: str, value: Any) -> bool | float:
-    """Read an option such as ``verify``: True, False, or a tolerance."""
+    """Return an option such as ``verify``, which is True, False, or a tolerance."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     found = as_number(value)
     if found is None or not 0 < found < 1:
         raise OptionError(
-            f"{name}={value!r} must be True, False, or a tolerance above 0 and below 1, for "
-            f"example {name}=1e-2."
+            f"{name}={value!r} is not accepted. Pass True, False, or a tolerance above 0 and below "
+            f"1, such as {name}=1e-2."
         )
     return found
 
 
 def ratio(name: str, value: Any) -> float:
-    """Read an option that is a number from 0 on and below 1."""
+    """Return an option that is a number of at least 0 and below 1."""
     found = as_number(value)
     if found is None or not 0 <= found < 1:
-        raise OptionError(f"{name}={value!r} must be a number, at least 0 and below 1.")
+        raise OptionError(
+            f"{name}={value!r} is not accepted. Pass a number of at least 0 and below 1."
+        )
     return found
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
-    """Read an option that is one of a few values, all names or all integers."""
+    """Return an option that is one of a few accepted values, all names or all integers."""
     plain = as_integer(value) if not isinstance(value, str) else _SPELLED.get(value, value)
     if plain is None or plain not in accepted:
         raise OptionError(
-            f"{name}={value!r} is not known. Use one of {', '.join(map(repr, accepted))}."
+            f"{name}={value!r} is not known. Pass one of {', '.join(map(repr, accepted))}."
         )
     return plain
 
 
 def parse_components(components: str | Collection[str]) -> frozenset[str]:
-    """Read the option ``components`` as a set of names.
+    """Return the option ``components`` as a set of component names.
 
     Args:
-        components: ``"s6"``, ``"unified"``, ``"exact"``; one of them without some parts, such as
-            ``"exact-gate-skip"``; or any collection of component names.
+        components: ``"s6"``, ``"unified"`` or ``"exact"``; one of these minus some components,
+            such as ``"exact-gate-skip"``; or a collection of component names.
     """
     if isinstance(components, str):
         preset, *removed = components.split("-")
         if preset not in PRESETS or not COMPONENTS.issuperset(removed):
             raise OptionError(
-                f"components={components!r} is not known. Use {', '.join(map(repr, PRESETS))}, one "
-                "of them without some parts ('unified-conv'), or a set of names out of "
+                f"components={components!r} is not known. Pass {', '.join(map(repr, PRESETS))}, "
+                "one of these minus some components ('unified-conv'), or a set of names from "
                 f"{sorted(COMPONENTS)}."
             )
         chosen = PRESETS[preset] - set(removed)
@@ -146,14 +153,14 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
         chosen = frozenset(components) if names else frozenset()
     if not chosen or not chosen <= COMPONENTS:
         raise OptionError(
-            f"components={components!r} must leave at least one component, and name none but "
-            f"{sorted(COMPONENTS)}."
+            f"components={components!r} is not accepted. Pass at least one component, and only "
+            f"names from {sorted(COMPONENTS)}."
         )
     return chosen
 
 
 def reduction(reduce: Any) -> Reduce:
-    """Read the option ``reduce``; wrap a custom function to check its results."""
+    """Check the option ``reduce``; wrap a custom function so that its results are checked."""
     check_reduce(reduce)
     if reduce is None or isinstance(reduce, str):
         return reduce
@@ -167,12 +174,12 @@ def reduction(reduce: Any) -> Reduce:
                 raise
             raise _no_reduction(reduce, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(found, Tensor):
-            raise _no_reduction(reduce, f"returned {type(found).__name__} in place of a tensor")
+            raise _no_reduction(reduce, f"returned {type(found).__name__}, not a tensor")
         if found.shape != values.shape[:-1] or not found.is_floating_point():
             raise _no_reduction(
                 reduce,
-                f"made {tuple(found.shape)} of {found.dtype} out of {tuple(values.shape)} of "
-                f"{values.dtype}",
+                f"returned {found.dtype} of shape {tuple(found.shape)} for {values.dtype} of shape "
+                f"{tuple(values.shape)}",
             )
         return found
 
@@ -180,14 +187,15 @@ def reduction(reduce: Any) -> Reduce:
 
 
 def _no_reduction(reduce: Any, what: str) -> OptionError:
+    """Return the error for a custom reduction that failed; ``what`` is the failure."""
     return OptionError(
-        f"reduce={reduce!r} {what}. A function must reduce the last dimension, as in "
+        f"reduce={reduce!r} {what}. Pass a function that reduces the last dimension, such as "
         "reduce=lambda channels: channels.mean(-1)."
     )
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a value as an int; None for other values, such as a bool."""
+    """Convert an integer of Python, NumPy or torch to an int; return None for other values."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return None
     try:
@@ -198,7 +206,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a value as a finite float; None for other values, such as a bool or NaN."""
+    """Convert a finite real number to a float; return None for a bool, NaN or other values."""
     one = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
     plain = value.item() if one else value
     if isinstance(plain, bool) or not isinstance(plain, Real):
@@ -207,9 +215,9 @@ def as_number(value: Any) -> float | None:
 
 
 def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
-    """Return a decorator that gives a wrapper the function's name, signature and docstring.
+    """Return a decorator that copies the function's name, signature and docstring to a wrapper.
 
-    It has no ``__wrapped__``, through which Captum's tools would bypass it.
+    The wrapper has no attribute ``__wrapped__``, because Captum's tools would call this instead.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

@@ -1,4 +1,4 @@
-"""Numbers of models that answer for every pixel."""
+"""Targets for models that return logits for every pixel, as in segmentation."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .targets import logits_of
 
 
 def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tensor]:
-    """Return a ``forward_func`` that gives the mean of each class's logits over some pixels.
+    """Return a ``forward_func`` that computes each class's mean logit over some pixels.
 
-    It outputs (B, K), like a classifier, and a target is a class. A single pixel needs no such
-    function: its target for the model itself is (class, row, column).
+    The function returns (B, K), like a classifier, so a target is a class. To explain a single
+    pixel, pass the model itself and target=(class, row, column).
 
     Args:
-        model: returns logits (B, K, H, W), or an object that holds them as ``logits``; of volumes
-            (B, K, D, H, W).
-        mask: True for the pixels that count, (H, W), or for each example (B, H, W); of volumes with
-            as many dimensions more. Default: None, for each class the pixels assigned to it; a
-            class without any has the mean 0.
+        model: a model that returns logits (B, K, H, W), or an object with the attribute
+            ``logits``. For volumes the logits are (B, K, D, H, W).
+        mask: booleans (H, W), or (B, H, W) for each example, True for pixels in the mean. For
+            volumes, (D, H, W) or (B, D, H, W). Default: None, for each class the pixels at which
+            its logit is the largest; the mean over no pixels is 0.
 
     Returns:
-        A function of the arguments of ``model``.
+        A function with the arguments of ``model``.
 
     Raises:
-        InputError: when the mask holds something else than booleans, marks no pixel, or, once it
-            is called, does not fit the logits.
-        OutputError: when, once it is called, the model does not answer for every pixel.
+        InputError: if the mask is not boolean or has no True; or, when the function is called, if
+            the mask does not fit the logits.
+        OutputError: when the function is called, if the model has no logits for every pixel.
 
     Example:
         >>> import torch
@@ -62,8 +62,8 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
         logits = logits_of(model(*args, **kwargs))
         if logits.dim() < 4:
             raise OutputError(
-                f"The model returned {tuple(logits.shape)}, which are no logits for every pixel "
-                "(B, K, H, W). Pass its output's classes as targets, without mean_over."
+                f"mean_over() needs logits for every pixel (B, K, H, W), but the model returned "
+                f"{tuple(logits.shape)}. Pass the model itself as forward_func, without mean_over."
             )
         counted = _of_class(logits) if chosen is None else _fitting(chosen, logits)
         places = tuple(range(2, logits.dim()))
@@ -73,11 +73,12 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
 
 
 def _checked(mask: Any) -> Tensor:
+    """Return the mask as a boolean tensor with at least one True."""
     found = torch.as_tensor(mask)
     if found.dtype != torch.bool or not bool(found.any()):
         what = f"a tensor of {found.dtype}" if found.dtype != torch.bool else "no True"
         raise InputError(
-            f"mask holds {what}. Pass booleans (H, W) or (B, H, W), True for the pixels that count."
+            f"mask contains {what}. Pass booleans (H, W) or (B, H, W), True for pixels in the mean."
         )
     return found
 
@@ -93,9 +94,9 @@ def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
         raise InputError(
-            f"mask has shape {tuple(mask.shape)}, but the model answers for {batch} examples of "
-            f"{sizes} pixels: pass {sizes} or {(batch, *sizes)}. With internal_batch_size, one "
-            "mask must be meant for all."
+            f"mask has shape {tuple(mask.shape)}, but the model returned logits for {batch} "
+            f"examples of {sizes} pixels. Pass a mask of shape {sizes} or {(batch, *sizes)}; with "
+            f"internal_batch_size, only {sizes}."
         )
     batched = mask if mask.dim() == logits.dim() - 1 else mask[None]
     return batched[:, None].to(logits)

@@ -1,4 +1,4 @@
-"""A call's arguments as users of Captum, transformers, inseq and SHAP write them."""
+"""Arguments in the forms of Captum, transformers, inseq and SHAP, converted to Captum's forms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from .targets import CONTRASTS, Each
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: Arguments of other tools, and the advice of an error for each.
+#: Advice in the error for an argument that other tools have.
 _INSTEAD = {
-    "baselines": "The run is explained as it is, and nothing replaces the inputs. Leave baselines "
-    "out; to compare with another output, pass contrast= where a method has it, or explain both "
-    "and subtract.",
-    "feature_mask": "Each token has its own number. Leave feature_mask out, and add up the tokens "
-    "of a feature: torch.zeros(B, features).scatter_add(1, feature_mask, relevance).",
-    "n_steps": "There are no steps between two inputs. Leave n_steps out.",
+    "baselines": "This method does not replace the inputs. Leave baselines out; to compare with a "
+    "different output, pass contrast= if the method has it, or explain both and subtract.",
+    "feature_mask": "Relevance is computed for each token. Leave feature_mask out, and sum over "
+    "each feature: torch.zeros(B, features).scatter_add(1, feature_mask, relevance).",
+    "n_steps": "This method takes no steps between two inputs. Leave n_steps out.",
     "layer": "LayerLatimFlow(model, layer) explains a layer; layers=[...] names the mixers to use.",
     "layers": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
     "tokenizer": "Pass it to the call: attribute(text, target=' fox', tokenizer=tokenizer).",
@@ -36,7 +35,7 @@ _INSTEAD = {
 
 
 def called_by_name(function: Function) -> Function:
-    """Return a function, or a class's ``__init__``, whose errors for arguments give advice."""
+    """Wrap a function or ``__init__`` so that errors for wrong arguments include advice."""
     signature = inspect.signature(function)
 
     @in_place_of(function)
@@ -51,7 +50,7 @@ def called_by_name(function: Function) -> Function:
 def bound(
     signature: inspect.Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Bind arguments to a signature; an error names the function and gives advice."""
+    """Bind arguments to a signature; the error has the function's ``name`` and advice."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -62,15 +61,17 @@ def bound(
                 f"{other} is not an argument of {name}. {_INSTEAD[other]}"
             ) from None
         hint = "" if other is None else meant(other, taken)
-        raise ArgumentError(f"{name}: {error}.{hint} It takes {', '.join(taken)}.") from None
+        raise ArgumentError(
+            f"{name}: {error}.{hint} Pass only these arguments: {', '.join(taken)}."
+        ) from None
 
 
 def check_model(forward_func: Any, model: Any) -> None:
-    """Raise for a model's name, and for a tokenizer in place of the module."""
+    """Raise if ``forward_func`` is a name, or if ``model`` is a tokenizer."""
     if isinstance(forward_func, str):
         raise ModelNotFoundError(
-            f"forward_func={forward_func!r} is a name. Load the model first, for example by "
-            "transformers' AutoModelForCausalLM.from_pretrained(...), and pass it."
+            f"forward_func={forward_func!r} is a string. Load the model, for example with "
+            "transformers' AutoModelForCausalLM.from_pretrained(...), and pass the model."
         )
     if hasattr(model, "encode") and hasattr(model, "decode"):
         raise ModelNotFoundError(
@@ -79,7 +80,7 @@ def check_model(forward_func: Any, model: Any) -> None:
 
 
 def reads_any(function: Function, name: str) -> Function:
-    """Return a method that also takes texts, a tokenizer's results, ``tokenizer`` and a bar."""
+    """Wrap a method to accept texts, a tokenizer's output, ``tokenizer`` and ``show_progress``."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     more = {*KEYS, *BESIDE, "tokenizer"} - parameters.keys()
@@ -102,12 +103,13 @@ def reads_any(function: Function, name: str) -> Function:
 
 
 class Reader:
-    """Reads inputs and targets in the forms of other tools.
+    """Converts inputs and targets from the forms of other tools to Captum's forms.
 
     Args:
-        tokenizer: for texts, or its codec. Default: None, forward_func's own if it is a pipeline.
-        forward_func: runs the model.
-        model: the module, if forward_func does not reveal it. Default: None.
+        tokenizer: a tokenizer for texts, or a :class:`.Codec`. None for the tokenizer of a
+            pipeline, if forward_func is one.
+        forward_func: the function that runs the model.
+        model: the module, if it cannot be found from forward_func. Default: None.
     """
 
     def __init__(self, tokenizer: Any, forward_func: Any, model: nn.Module | None = None) -> None:
@@ -117,7 +119,7 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
-        """Bring arguments into Captum's forms, in place; ``beside`` are tensors by name."""
+        """Convert ``arguments`` in place; ``beside`` has tensors such as attention_mask."""
         inputs = unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):
             key = next((key for key in KEYS if key in inputs), None)
@@ -128,7 +130,10 @@ class Reader:
         beside = {key: value for key, value in beside.items() if value is not None}
         if beside and arguments.get("additional_forward_args") is not None:
             passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(f"{passed} and additional_forward_args are given. Pass one of them.")
+            raise InputError(
+                f"{passed} and additional_forward_args are both given. Pass all further arguments "
+                "in additional_forward_args, or none."
+            )
         if beside:
             behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
             arguments["additional_forward_args"] = behind
@@ -140,7 +145,7 @@ class Reader:
             arguments["contrast"] = contrast[-1]
 
     def inputs(self, inputs: Any) -> Any:
-        """Return texts, conversations, lists of ids and arrays as a tensor; others as they are."""
+        """Convert texts, conversations, lists of ids and arrays to a tensor; keep other values."""
         if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iuf":
             return torch.as_tensor(inputs)
         if not isinstance(inputs, str | list) or not inputs:
@@ -157,14 +162,14 @@ class Reader:
         found = [self.codec.ids_of(text) for text in listed]
         if len({len(ids) for ids in found}) > 1:
             raise InputError(
-                f"inputs holds texts of {[len(ids) for ids in found]} tokens. Pass them as a "
-                "batch: tokenizer(texts, padding=True, return_tensors='pt')."
+                f"inputs holds texts of different lengths: {[len(ids) for ids in found]} tokens. "
+                "Pass a padded batch: tokenizer(texts, padding=True, return_tensors='pt')."
             )
         first = next(find_model(self._forward_func, self._model).parameters(), torch.empty(0))
         return torch.stack(found).to(first.device)
 
     def target(self, target: Any, name: str = "target") -> Any:
-        """Return a target in Captum's forms; a text in it names a class or the next token."""
+        """Convert a target to Captum's forms; a text is a class name or the text of a token."""
         if isinstance(target, Each):
             return Each([self.target(one, name) for one in target.targets])
         if isinstance(target, list):
@@ -187,17 +192,17 @@ class Reader:
 
 
 def classes_of(model: nn.Module) -> dict[str, int]:
-    """Return the numbers of a model's classes by the names that its configuration has."""
+    """Return a classifier's class indices by class name, from the model's configuration."""
     named = getattr(getattr(model, "config", None), "id2label", None) or {}
     return {str(name): int(number) for number, name in named.items()}
 
 
 class _Named(tuple[int, int]):
-    """A position and token whose position was not named."""
+    """A position and token, if the user passed only the token's text."""
 
 
 def is_text(text: Any) -> bool:
-    """Return whether a value is a text, or a conversation: a list of messages."""
+    """Return True for a string, and for a conversation, which is a list of message dictionaries."""
     if isinstance(text, list) and text:
         return all(isinstance(message, Mapping) for message in text)
     return isinstance(text, str)

@@ -1,4 +1,4 @@
-"""The logits of a language model at the requested positions only."""
+"""Language-model logits at only the positions of the targets, to save memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ...errors import TargetError
 from ...tracing import runnable
 from .targets import CONTRASTS, Against, SumTarget, second_index, target_index
 
-#: The argument of language models of transformers for the positions at which their head runs.
+#: The argument of transformers language models for the positions at which the head runs.
 _ARGUMENT = "logits_to_keep"
-#: More entries than any vocabulary has, where its size is not known.
+#: A number above all vocabulary sizes, used while the size is not known.
 _ANY_VOCABULARY = 2**31
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The positions at which a head runs.
+    """The positions at which a language model's head runs.
 
     Attributes:
         positions: the positions, in increasing order.
-        tokens: how many tokens the sequence has, L.
+        tokens: the number of tokens of the sequence, L.
     """
 
     positions: tuple[int, ...]
@@ -35,7 +35,7 @@ class Kept:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The model's argument, by name, that makes its head run there."""
+        """The keyword argument that makes the model's head run at these positions."""
         count = len(self.positions)
         are_last = self.positions[0] == self.tokens - count
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
@@ -45,11 +45,11 @@ class Kept:
         return output.dim() == 3 and output.shape[1] == len(self.positions)
 
     def whole(self, output: Tensor) -> Tensor:
-        """Return zeros in the shape of the logits of all positions (B, L, V), without memory."""
+        """Return zeros with the shape of all logits (B, L, V), expanded from a single number."""
         return output.new_zeros(()).expand(len(output), self.tokens, output.shape[-1])
 
     def among(self, output: Tensor, target: Any, contrast: Any) -> tuple[Any, Any]:
-        """Return target and contrast as entries of the output, one for each example.
+        """Convert a target and a contrast to indices into the kept positions, one per example.
 
         Args:
             output: logits at the kept positions, (B, K, V).
@@ -61,7 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
-        """Return a target's indices as entries of the kept positions."""
+        """Convert a target with indices into all positions to indices into the kept positions."""
         if index is None:
             return None
         if isinstance(target, SumTarget):
@@ -77,17 +77,17 @@ def kept_positions(
     questions: Iterable[Against],
     read: Sequence[nn.Module] = (),
 ) -> Kept | None:
-    """Return the positions at which a run's head is needed; None if it has to run at all.
+    """Return the positions at which the head is needed; None if it must run at all positions.
 
-    A head of 50,000 words takes as much memory as many layers.  Language models of transformers
-    have an argument for the positions of their head, and nothing else depends on it.
+    A head with 50,000 tokens takes as much memory as many layers.  Transformers language models
+    have an argument for the positions of the head, which changes nothing else.
 
     Args:
-        forward_func: function that runs the model.
-        inputs: the one input.
+        forward_func: the function that runs the model.
+        inputs: the first input.
         additional: further arguments of forward_func.
-        questions: targets and contrasts.
-        read: modules whose activations are needed as well. Default: none.
+        questions: the targets and contrasts.
+        read: further modules whose activations are needed. Default: none.
     """
     arguments = (inputs, *additional)
     if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, read):
@@ -115,9 +115,9 @@ def kept_positions(
 def _head_can_be_limited(
     forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
-    """Return True if the head acts per position and the model takes the positions.
+    """Return True if the head acts on each position, and the model has an argument for positions.
 
-    Hooks on the head may read any position, and ``read`` may name its activation: then False.
+    Return False if hooks on the head, or the modules in ``read``, need logits of all positions.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -147,6 +147,6 @@ def _head_can_be_limited(
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Return True if hooks, or another forward, may change the module's output."""
+    """Return True if hooks or a replaced ``forward`` may change the module's output."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

@@ -1,4 +1,4 @@
-"""The user's input, in any accepted form: checked, run, and cut into parts of a batch."""
+"""The user's inputs: check them, run the model on them, and split them into parts of a batch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ...tracing.hooks import hooked
 from . import checks
 from .targets import Against, SumTarget
 
-#: Accepted forms, for the end of an error's message.
+#: Accepted forms of inputs, for error messages.
 _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
 
-#: Names of the one tensor in the results of tokenizers and image processors, the preferred first.
+#: Names of the input tensor in the output of tokenizers and image processors, by preference.
 KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 
-#: Torch's errors for an embedding of floating numbers, and of an index outside the table.
+#: Parts of torch's errors for an embedding of floats, and of an index beyond the vocabulary.
 _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
 
-#: Names of further tensors in a tokenizer's result.
+#: Names of further tensors in a tokenizer's output.
 BESIDE = ("attention_mask", "token_type_ids")
 
 
@@ -38,13 +38,13 @@ def behind_inputs(
     """Return a tokenizer's further tensors as additional_forward_args, in forward_func's order.
 
     Args:
-        forward_func: the function that takes them.
+        forward_func: the function that runs the model.
         inputs: the inputs.
-        beside: the tensors by the names of forward_func's parameters.
+        beside: the tensors, by parameter name of forward_func.
 
     Raises:
-        InputError: when forward_func takes no such argument by its place, or a tensor has other
-            examples than inputs.
+        InputError: if forward_func has no such positional parameter, or if a tensor's batch size
+            is neither 1 nor the batch size of inputs.
     """
     passed = " and ".join(f"{name}=" for name in beside)
     first = inputs[0] if isinstance(inputs, tuple) and inputs else inputs
@@ -52,8 +52,9 @@ def behind_inputs(
         sizes = [len(x) if isinstance(x, Tensor) and x.dim() else 1 for x in (value, first)]
         if sizes[0] not in (1, sizes[1]):
             raise InputError(
-                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Captum's NoiseTunnel "
-                "repeats inputs and additional_forward_args alone: pass it there."
+                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass {name} for the "
+                f"same examples. With Captum's NoiseTunnel, pass {name} in "
+                "additional_forward_args, which are repeated like inputs."
             )
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
@@ -64,8 +65,9 @@ def behind_inputs(
     names = [each.name for each in behind]
     if not beside.keys() <= set(names):
         raise InputError(
-            f"{passed} is given, but {getattr(called, '__qualname__', called)} takes it by no name "
-            "and place. Pass it as additional_forward_args, in the order of its parameters."
+            f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
+            "parameter of this name. Pass the tensor in additional_forward_args, in the order of "
+            "the parameters."
         )
     last = max(names.index(name) for name in beside)
     return tuple(
@@ -75,40 +77,43 @@ def behind_inputs(
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return Captum's additional_forward_args, None, one value or a tuple, as a tuple."""
+    """Return additional_forward_args (None, one value or a tuple) as a tuple."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
 
 
 def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
-    """Check the one input tensor; return it, and whether it came in a tuple."""
+    """Check that ``inputs`` is one tensor; return it, and whether it was in a tuple."""
     inputs = unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"{name} holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
-            "the others as additional_forward_args; LatimFlow and MambaLRP explain several at once."
+            f"{name} holds {len(inputs)} tensors, but this method explains one. Pass one tensor, "
+            "and the others as additional_forward_args; or use LatimFlow or MambaLRP, which "
+            "explain several inputs."
         )
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
         raise InputError(
-            f"{name} must be a tensor, got {type(tensor).__name__}. {_in_place_of(tensor)}"
+            f"{name} is of type {type(tensor).__name__}, not a tensor. {_in_place_of(tensor)}"
         )
     if tensor.dim() < 2:
         raise InputError(
-            f"{name} has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}. Pass "
-            f"{name}[None], a batch of one."
+            f"{name} has shape {tuple(tensor.shape)}, without a batch dimension. Pass {_FORMS}, "
+            f"such as {name}[None] for a batch of one."
         )
     if tensor.numel() == 0:
-        raise InputError(f"{name} is empty: shape {tuple(tensor.shape)}.")
+        raise InputError(
+            f"{name} of shape {tuple(tensor.shape)} is empty. Pass at least one example and token."
+        )
     if not tensor.is_floating_point():
         _check_ids(tensor, name)
     return tensor, in_tuple
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Check the inputs; return the first, and further ones, such as a text's images."""
+    """Check the inputs; return the first input, and the others, such as images beside a text."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for number, other in enumerate(inputs[1:], 1):
@@ -117,17 +122,17 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
             if isinstance(other, Tensor):
                 got = f"a tensor of dtype {other.dtype} and shape {tuple(other.shape)}"
             raise InputError(
-                f"{name}[{number}] is {got}. The first of several inputs is the sequence, as token "
-                "ids or embeddings; the others are floating, such as images. Pass a forward_func "
-                "that takes them in this order, and all other arguments as additional_forward_args."
+                f"{name}[{number}] is {got}. In a tuple, pass first the sequence, as token ids or "
+                "embeddings, and then floating tensors, such as images. forward_func must take "
+                "them in this order. Pass all other arguments as additional_forward_args."
             )
     return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
 
 
 def unpadded(value: Any) -> Any:
-    """Return the ids of a tokenizer's result, if all else in it equals the models' defaults.
+    """Return the ids of a tokenizer's output if there is no padding; return other values as is.
 
-    The defaults are a mask that hides nothing, and types that are all 0.
+    A mask of ones and token types of zeros are the models' defaults, so they can be left out.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
         return value
@@ -140,9 +145,9 @@ def unpadded(value: Any) -> Any:
 
 
 def _in_place_of(value: Any) -> str:
-    """Return advice for a value that is not a tensor."""
+    """Return the advice in the error for inputs that are not a tensor."""
     if isinstance(value, Mapping):
-        return f"Pass one of its values, out of {list(value)}. Accepted are {_FORMS}."
+        return f"Pass one of the tensors in it ({list(value)}), such as {_FORMS}."
     if isinstance(value, str):
         return (
             "Pass tokenizer= beside it, or token ids (B, L), such as "
@@ -150,42 +155,43 @@ def _in_place_of(value: Any) -> str:
         )
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
         return (
-            f"Pass one tensor: torch.stack(inputs) of examples of one shape. Accepted are {_FORMS}."
+            f"Pass one tensor, torch.stack(inputs), if all have one shape. Accepted are {_FORMS}."
         )
     if isinstance(value, list | tuple) and value and checks.as_integer(value[0]) is not None:
         return "Pass token ids as a tensor (B, L): torch.tensor([inputs])."
     if isinstance(value, list | tuple) and value:
-        return f"Pass torch.tensor(inputs), where it holds numbers. Accepted are {_FORMS}."
-    return f"Accepted are {_FORMS}."
+        return f"Pass torch.tensor(inputs) if it holds numbers. Accepted are {_FORMS}."
+    return f"Pass {_FORMS}."
 
 
 def _check_ids(ids: Tensor, name: str) -> None:
-    """Raise for a tensor that is not floating and cannot be token ids."""
+    """Raise if a tensor that is not floating cannot be token ids."""
     if ids.is_complex() or ids.is_quantized or ids.dtype == torch.bool:
-        raise InputError(f"{name} is of dtype {ids.dtype}. Accepted are {_FORMS}.")
+        raise InputError(f"{name} has dtype {ids.dtype}, which is not accepted. Pass {_FORMS}.")
     if ids.dim() == 4:
         raise InputError(
-            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images are "
-            "floating: pass the output of the model's image processor."
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images must be "
+            "floating. Pass the output of the model's image processor."
         )
     if ids.dim() != 2:
         raise InputError(
-            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but token ids are "
-            "(B, L)."
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}). Pass token ids of "
+            "shape (B, L), or floating embeddings (B, L, E)."
         )
 
 
 def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
-    """Raise if an additional tensor with a dimension for tokens cannot belong to this batch.
+    """Raise if an additional tensor with L tokens has a different batch size than the inputs.
 
-    Other tensors may be anything, such as images, or target tokens that Captum's wrappers pass.
+    Tensors without a dimension of size L are not checked; they may be images, for example.
     """
     for i, value in enumerate(additional):
         of_tokens = isinstance(value, Tensor) and inputs.shape[1] in value.shape[1:]
         if of_tokens and len(value) not in (1, len(inputs)):
             raise InputError(
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
-                f"{len(value)} (shape {tuple(value.shape)})."
+                f"{len(value)} (shape {tuple(value.shape)}). Pass a tensor for {len(inputs)} "
+                "examples, or for 1."
             )
 
 
@@ -195,10 +201,10 @@ def call_model(
     additional: tuple[Any, ...],
     named: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Call forward_func and return its result; embeddings reach models that expect token ids.
+    """Call forward_func, and return its result.
 
-    A module whose first parameter is ``input_ids`` receives floating inputs as ``inputs_embeds``
-    if it has that parameter, else in place of its embedding layer's output.
+    If ``inputs`` are embeddings and a module's first parameter is ``input_ids``, the embeddings are
+    passed as ``inputs_embeds``. Without such a parameter they replace the embedding layer's output.
     """
     with _embeddable(inputs):
         function = runnable(forward_func)
@@ -211,17 +217,23 @@ def call_model(
 def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
-    """Call a module on embeddings (B, L, E), as its parameters allow."""
+    """Call a module with embeddings (B, L, E); see :func:`call_model` for the argument used."""
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
-        raise InputError(f"additional_forward_args do not fit the model: {error}.") from error
+        raise InputError(
+            f"additional_forward_args do not fit the model: {error}. Pass the positional arguments "
+            f"of {type(function).__name__}.forward that follow the inputs, in their order."
+        ) from error
     arguments = dict(bound.arguments)
     if next(iter(arguments)) != "input_ids":
         return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
         if arguments.get("inputs_embeds") is not None:
-            raise InputError("inputs and additional_forward_args both hold embeddings.")
+            raise InputError(
+                "inputs and additional_forward_args both hold embeddings. Pass embeddings only as "
+                "inputs."
+            )
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
         return function(**_named(bound))
@@ -231,10 +243,10 @@ def _call_on_embeddings(
 
 
 def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | None:
-    """Return the embeddings (B, L, E) of ids (B, L), or None.
+    """Return the embeddings (B, L, E) of token ids (B, L).
 
-    None if :func:`call_model` cannot pass embeddings in place of ids: it can to a module with an
-    embedding layer whose first parameter is ``input_ids``.
+    Return None if :func:`call_model` cannot pass embeddings to forward_func. It needs a module with
+    an embedding layer, whose first parameter is ``input_ids``.
     """
     function = runnable(forward_func)
     layer = getattr(function, "get_input_embeddings", lambda: None)()
@@ -249,39 +261,39 @@ def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | Non
 
 @contextmanager
 def _embeddable(inputs: Tensor) -> Iterator[None]:
-    """Turn torch's errors of an embedding into errors that name the inputs."""
+    """Replace torch's errors in an embedding layer by errors that name ``inputs``."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
         shape, said = tuple(inputs.shape), str(error)
         if inputs.is_floating_point() and _NO_INDEX in said:
             instead = (
-                "floating inputs are embeddings (B, L, E)"
+                "embeddings of shape (B, L, E)"
                 if inputs.dim() == 2
-                else "let forward_func take embeddings, as in model(inputs_embeds=inputs)"
+                else "a forward_func that takes embeddings, such as model(inputs_embeds=inputs)"
             )
             raise InputError(
-                f"inputs of shape {shape} is floating ({inputs.dtype}), but the model looks it up "
-                f"as token ids, which are integers (B, L). Pass ids, or {instead}. Methods that "
+                f"inputs of shape {shape} is floating ({inputs.dtype}), but the model's embedding "
+                f"layer needs integer token ids (B, L). Pass token ids, or {instead}. Methods that "
                 "add noise or take steps between inputs, such as NoiseTunnel, need embeddings."
             ) from error
         if not inputs.is_floating_point() and _NO_SUCH_INDEX in said:
             raise InputError(
-                f"inputs holds token ids from {int(inputs.min())} to {int(inputs.max())}, of which "
-                "the model does not embed all. Does the tokenizer belong to this model?"
+                f"inputs holds token ids from {int(inputs.min())} to {int(inputs.max())}, which "
+                "are not all in the model's vocabulary. Pass ids from the tokenizer of this model."
             ) from error
         raise
 
 
 def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
-    """Return the forward that names its parameters: of a PEFT wrapper the base model's."""
+    """Return the model's forward; for a PEFT wrapper the base model's, with named parameters."""
     base = getattr(model, "get_base_model", None)
     forward: Callable[..., Any] = model.forward if base is None else base().forward
     return forward
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return bound arguments by name, without ``*args``."""
+    """Return bound arguments as keyword arguments, without ``*args``."""
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -294,29 +306,37 @@ def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 @contextmanager
 def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
-    """Let the model's first embedding layer return ``embeddings`` inside the ``with``."""
+    """Replace the output of the model's first embedding layer inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
-        raise InputError("inputs are floating, but the model takes input_ids and embeds nothing.")
+        raise InputError(
+            "inputs are floating embeddings, but the model takes input_ids and has no embedding "
+            "layer. Pass token ids (B, L)."
+        )
     with hooked(layer.register_forward_hook, lambda module, args, output: embeddings):
         yield
 
 
 class BatchPart:
-    """Takes the same examples out of every value that has one entry per example."""
+    """Selects a slice of the batch from inputs, targets and other values.
+
+    Args:
+        part: the slice of examples.
+        batch: the size of the whole batch.
+    """
 
     def __init__(self, part: slice, batch: int) -> None:
         self.part, self.batch = part, batch
 
     def __call__(self, value: Any) -> Any:
-        """Take the examples out of a tensor; return any other value as it is."""
+        """Select the examples from a tensor; return values without a batch dimension unchanged."""
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch:
             value = value[self.part]
             return value.clone() if value.is_inference() else value
         return value
 
     def target(self, target: Any) -> Any:
-        """Take the examples out of a target, in any of Captum's forms, or a contrast."""
+        """Select the examples from a target (in any of Captum's forms) or a contrast."""
         if isinstance(target, Against):
             return Against(self.target(target.target), self.target(target.contrast))
         if isinstance(target, SumTarget):
@@ -328,7 +348,7 @@ class BatchPart:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count examples from the first of the whole batch in errors inside the ``with``."""
+        """Convert example indices in errors inside the ``with`` to indices in the whole batch."""
         try:
             yield
         except PaddedExampleError as error:
@@ -336,7 +356,7 @@ class BatchPart:
 
 
 def batch_parts(batch: int, internal_batch_size: int | None) -> Iterator[BatchPart]:
-    """Yield the parts of a batch, of at most ``internal_batch_size`` examples; None: one part."""
+    """Yield parts of at most ``internal_batch_size`` examples; one part if it is None."""
     size = checks.count("internal_batch_size", internal_batch_size) or batch
     for start in range(0, batch, size):
         yield BatchPart(slice(0, batch) if size >= batch else slice(start, start + size), batch)

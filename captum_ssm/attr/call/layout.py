@@ -1,4 +1,4 @@
-"""The layout of relevance: from one number per token to the shape of the user's input."""
+"""Conversion of relevance from one number per token to the shape of the user's input."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ...tracing.hooks import hooked
 
 
 class PatchGrid:
-    """Finds the grid of patches that an image is cut into.
+    """Finds the grid of patches that a model splits an image into.
 
-    It is the output of the last 2-D convolution before the first mixer.
+    The grid is the output size of the last 2-D convolution before the first mixer.
 
     Attributes:
-        grid: its height and width, once a run was watched.
+        grid: height and width of the grid; None before a run inside :meth:`watch`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # a model may call a block's parts itself, so that only the mixer's own call is seen
+        # a model may call a block's submodules directly, so the mixer's call is hooked, too
         mixers = registered_mixers(model)
         self.mixers = [m.module for m in mixers]
         self.blocks = list(dict.fromkeys(x for m in mixers for x in (*m.blocks, m.module)))
@@ -36,7 +36,7 @@ class PatchGrid:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record the grid of convolutions that run inside the ``with`` before a mixer."""
+        """Record the output size of convolutions that run before a mixer inside the ``with``."""
         reached = False
 
         def see_grid(module: nn.Module, args: Any, output: Any) -> None:
@@ -59,8 +59,8 @@ class PatchGrid:
         """Sum numbers per pixel (B, C, H, W) over each patch, (B, h, w)."""
         if self.grid is None:
             raise InputError(
-                "per_token=True with images, but the model has no 2-D convolution before its first "
-                "mixer that makes patches. Use per_token=False."
+                "per_token=True with images needs a 2-D convolution that makes patches before the "
+                "model's first mixer, but there is none. Pass per_token=False."
             )
         return patch_sums(pixels, self.grid)
 
@@ -77,9 +77,9 @@ def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 class ImageProbe(PatchGrid):
-    """Finds the grid, and the tokens that are patches, by a run on another image.
+    """Finds the grid, and the indices of patch tokens, by a run on a different image.
 
-    Other tokens (cls, registers) do not change when the image does.
+    Other tokens (class token, registers) do not depend on the image.
     """
 
     def patches(
@@ -88,15 +88,15 @@ class ImageProbe(PatchGrid):
         """Return indices of the patch tokens, row by row, and the grid (h, w).
 
         Args:
-            run: runs the model on other images of the same kind.
+            run: function that runs the model on one image of the same shape.
             images: the explained images (B, C, H, W).
-            tokens: how many tokens the model makes of each.
+            tokens: the number of tokens per image in the model.
         """
         if self.grid is None:
             raise InputError(
-                f"inputs of shape {tuple(images.shape)} look like images, but the model has no 2-D "
-                "convolution before its first mixer that makes patches. Pass per_token=True with "
-                "inputs of another shape, or explain the embeddings."
+                f"inputs of shape {tuple(images.shape)} are treated as images, but the model has "
+                "no 2-D convolution that makes patches before its first mixer. Pass per_token=True "
+                "for one number per token, or embeddings (B, L, E)."
             )
         height, width = self.grid
         index = torch.arange(tokens, device=images.device)
@@ -114,14 +114,14 @@ class ImageProbe(PatchGrid):
                 index = index[: int(found)]
         if len(index) != height * width:
             raise InputError(
-                f"The model turns the image into {tokens} tokens, {len(index)} of which depend on "
-                f"it, but its patch grid is {height} x {width}. Relevance per pixel cannot be "
-                "laid out; pass per_token=True for one number per token."
+                f"The model's patch grid is {height} x {width}, but {len(index)} of its {tokens} "
+                "tokens depend on the image, so relevance cannot be assigned to pixels. Pass "
+                "per_token=True for one number per token."
             )
         return index, self.grid
 
     def _stream(self, run: Callable[[Tensor], Any], image: Tensor) -> Tensor:
-        """Return the tokens entering the first block; the run ends there."""
+        """Run the model up to the first block, and return the tokens entering this block."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = (*args, *kwargs.values())
@@ -136,13 +136,16 @@ class ImageProbe(PatchGrid):
                     run(image)
             except _Reached as reached:
                 return reached.stream
-        raise InputError("The model's blocks did not run when its patch tokens were looked for.")
+        raise InputError(
+            "The model's blocks did not run on a different image, so patch tokens cannot be found. "
+            "Pass per_token=True for one number per token."
+        )
 
 
 class _Reached(BaseException):
-    """Carries the first block's input out of a run that ends there.
+    """Raised to stop a run at the first block; ``stream`` is the block's input.
 
-    Not an Exception, so that a model's own error handling lets it pass.
+    A BaseException, so that ``except Exception`` in the model does not catch it.
     """
 
     def __init__(self, stream: Tensor) -> None:
@@ -151,13 +154,13 @@ class _Reached(BaseException):
 
 
 def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
-    """Move relevance of tokens that a model read to the tokens that it was given.
+    """Move relevance from the tokens of the first layer to the tokens of the input.
 
     Args:
-        relevance: relevance of read tokens, or of their features, (B, L', ...).
-        given: place of each read token in the input (B, L'), -1 for one that the model or
-            forward_func added, whose relevance is dropped.
-        tokens: L.
+        relevance: relevance of the first layer's tokens, or of their features, (B, L', ...).
+        given: index in the input of each of these tokens (B, L'); -1 for a token that the model or
+            forward_func inserted, whose relevance is dropped.
+        tokens: the number of input tokens, L.
 
     Returns:
         Relevance (B, L, ...).
@@ -170,27 +173,34 @@ def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
-    """Lay (B, L) out in the shape of ids (B, L), or uniformly over features (B, L, F)."""
+    """Return relevance (B, L), or for embeddings (B, L, F) divide it equally among features."""
     if inputs.dim() == 2 or per_token:
         return relevance
     if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
         raise InputError(
-            f"inputs of shape {tuple(inputs.shape)} became {relevance.shape[1]} tokens, so the "
-            "relevance per token cannot be laid out over them. Pass per_token=True."
+            f"inputs of shape {tuple(inputs.shape)} became {relevance.shape[1]} tokens in the "
+            "model, so relevance cannot have the shape of inputs. Pass per_token=True for one "
+            "number per token."
         )
     features = inputs.shape[-1]
     return (relevance / features).unsqueeze(-1).expand(-1, -1, features)
 
 
 def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
-    """Interpolate (B, h, w) to (B, C, H, W), bilinear, the same for every color channel."""
+    """Interpolate (B, h, w) bilinearly to (B, C, H, W), with equal values in all channels."""
     size = images.shape[-2:]
     pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
     return pixels.expand(-1, images.shape[1], -1, -1)
 
 
 class TokenLayout:
-    """Lays relevance of tokens out in the shape of the user's input."""
+    """Converts relevance of tokens to the shape of the user's input.
+
+    Args:
+        inputs: the user's input.
+        per_token: whether to return one number per token or patch.
+        probe: the probe for the patch grid of images; None for other inputs.
+    """
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs
@@ -205,14 +215,14 @@ class TokenLayout:
         token_map: TokenMap | None,
         run: Callable[[Tensor], Any],
     ) -> list[Tensor]:
-        """Lay rows (B, L) of tokens that the first mixer read out in the input's shape.
+        """Convert rows of relevance of the first layer's tokens to the shape of the input.
 
         Args:
-            rows: the rows.
-            mask: True for real tokens (B, L), or None.
-            given: place of each token in the input (B, L), -1 for none; None for 0 .. L - 1.
-            token_map: the map that the tokens lie in, for a mixer of windows of a map; or None.
-            run: runs the model on other images of the same kind.
+            rows: rows of relevance (B, L).
+            mask: True for unpadded tokens (B, L), or None.
+            given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
+            token_map: the 2-D map of the tokens, for a mixer of windows of a map; or None.
+            run: function that runs the model on one image of the same shape.
         """
         inputs, per_token, probe = self._inputs, self._per_token, self._probe
         if mask is not None:

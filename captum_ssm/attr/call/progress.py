@@ -1,6 +1,7 @@
-"""One progress bar per call.
+"""One progress bar per call of a method.
 
-Steps divide their caller's share of the bar, so the time left is of the whole call.
+Nested steps divide the part of the bar that the outer step has, so the bar shows the remaining time
+of the whole call.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from . import checks
 T = TypeVar("T")
 
 _FORMAT = "{l_bar}{bar:10}| {elapsed}<{remaining}{postfix}"
-#: Seconds from one tick of the bar's clock to the next.
+#: Seconds between two refreshes of the bar.
 _TICK = 1.0
 
 
 class _Bar:
-    """A bar, the share that is divided now, and the steps' labels."""
+    """A progress bar, the start and size of the current step, and the labels of all open steps."""
 
     def __init__(self, description: str) -> None:
         self.shown: Any = progress(
@@ -39,12 +40,12 @@ class _Bar:
             self.shown.refresh()
 
     def show(self, *more: str) -> None:
-        """Move to the start of the share, and show the labels."""
+        """Move the bar to the start of the current step, and show the labels."""
         self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *more])), refresh=False)
         self.shown.update(max(0.0, self.start - self.shown.n))
 
     def end(self, *, whole: bool) -> None:
-        """Close the bar, full if the call returned."""
+        """Close the bar; fill it first if the call is complete (``whole``)."""
         self._ended.set()
         if whole:
             self.shown.set_postfix_str("", refresh=False)
@@ -57,7 +58,7 @@ _now: ContextVar[_Bar | None] = ContextVar("bar", default=None)
 
 @contextmanager
 def bar(description: str, show: bool) -> Iterator[None]:
-    """Show a bar, unless one is shown already or ``show`` is False."""
+    """Show a bar inside the ``with``, unless a bar exists already or ``show`` is False."""
     checks.flags(show_progress=show)
     if not show or _now.get() is not None:
         yield
@@ -74,7 +75,7 @@ def bar(description: str, show: bool) -> Iterator[None]:
 
 @contextmanager
 def step(number: int, count: int, label: str = "") -> Iterator[None]:
-    """Run step ``number`` of ``count``, counted from 0."""
+    """Mark the body of the ``with`` as step ``number`` (from 0) of ``count`` in the bar."""
     at = _now.get()
     if at is None:
         yield
@@ -94,7 +95,7 @@ def step(number: int, count: int, label: str = "") -> Iterator[None]:
 
 
 def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T]:
-    """Yield items as steps of the bar, with labels or ``step 3 of 24``."""
+    """Yield items as steps of the bar; the default labels are like ``step 3 of 24``."""
     for number, item in enumerate(items):
         several = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
         with step(number, len(items), several if labels is None else labels[number]):
@@ -103,7 +104,7 @@ def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T
 
 @contextmanager
 def counting_runs(model: nn.Module) -> Iterator[None]:
-    """Count a model's runs in the bar, for methods with an unknown number of steps."""
+    """Show the number of model runs in the bar, for methods with an unknown number of steps."""
     at, runs = _now.get(), 0
     if at is None:
         yield

@@ -1,4 +1,4 @@
-"""The query, the tokens whose rows of relevance are asked for, as weights (B, L) of tokens."""
+"""The query: the tokens whose attention rows are explained, as weights (B, L) of all tokens."""
 
 from __future__ import annotations
 
@@ -15,66 +15,69 @@ from .checks import as_integer
 from .target_errors import in_few_words
 from .targets import last_real, require_real_target
 
-#: None (found from the model), a name, one position, several positions common to all examples,
-#: or a tensor (B,) or (B, K) of positions per example.
+#: None (found from the model), a name, one position, several positions for all examples, or a
+#: tensor (B,) or (B, K) of positions per example.
 Query = None | int | Literal["cls", "last", "mean"] | Sequence[int] | Tensor
 
 
 def check_query(query: Query, batch: int) -> None:
-    """Raise for a query of an unusable form, before anything is run."""
+    """Raise if the query has no accepted form; called before the model runs."""
     if isinstance(query, str) and query not in ("cls", "last", "mean"):
         raise OptionError(
-            f"query={query!r} is not known. Use None, 'cls', 'last', 'mean', a position, a list of "
-            "positions, or a tensor of positions per example."
+            f"query={query!r} is not known. Pass None, 'cls', 'last', 'mean', a position, a list "
+            "of positions, or a tensor of positions per example."
         )
     if query is None or isinstance(query, str) or as_integer(query) is not None:
         return
     if not isinstance(query, list | tuple | range | Tensor):
-        raise OptionError(f"query={query!r} is neither a name nor positions.")
+        raise OptionError(
+            f"query={query!r} is not accepted. Pass 'cls', 'last', 'mean', a position, or a list."
+        )
     if not isinstance(query, Tensor) and not query:
-        raise OptionError("query is an empty list of positions.")
+        raise OptionError("query is an empty list. Pass at least one position.")
     positions = _positions(query)
     if positions.dim() > 2 or not positions.numel():
         raise OptionError(
-            f"query has shape {tuple(positions.shape)}; a tensor of positions is (B,) or (B, K)."
+            f"query has shape {tuple(positions.shape)}. Pass positions of shape (B,) or (B, K)."
         )
     of_each = isinstance(query, Tensor) or positions.dim() == 2
     if of_each and len(positions) != batch:
         raise QueryError(
-            f"query has positions for {len(positions)} examples, but the batch holds {batch}. Use "
-            "an int, a list (common to all) or a name where Captum repeats the inputs."
+            f"query has positions for {len(positions)} examples, but the batch has {batch}. Pass "
+            "one row of positions per example. If a Captum method repeats the inputs, pass an int, "
+            "a list (the same positions for all examples) or a name."
         )
 
 
 def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
-    """Return a query's positions as a tensor of integers."""
+    """Return the positions of a query as a tensor of integers."""
     try:
         positions = torch.as_tensor(query)
     except (TypeError, ValueError, RuntimeError):
         raise OptionError(
-            f"query={query!r} does not consist of positions, which are integers."
+            f"query={query!r} does not contain only integers. Pass integer positions."
         ) from None
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise OptionError(f"query must hold integer positions, got {positions.dtype}.")
+        raise OptionError(f"query has dtype {positions.dtype}. Pass integer positions.")
     return positions.long()
 
 
 def needs_readers(query: Query) -> bool:
-    """Return True if the tokens that the output reads may be needed to find the query."""
+    """Return True if finding the query may need the tokens that the model's output depends on."""
     return query is None or query == "cls"
 
 
 def query_weights(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, mask: Tensor | None
 ) -> Tensor:
-    """Return row weights (B, L), which sum to 1 for each example.
+    """Return the weight of each token as a query (B, L); weights of an example sum to 1.
 
     Args:
-        query: the option.
-        output: the model's output; if :func:`needs_readers`, its graph reaches ``tail``.
+        query: the option ``query``.
+        output: the model's output; its graph includes ``tail`` if :func:`needs_readers`.
         index: the target's indices, or None.
         tail: the last layer.
-        mask: True for real tokens (B, L), or None.
+        mask: True for unpadded tokens (B, L), or None.
     """
     device = tail.output.device
     size = tail.in_order(tail.output).shape[:2]
@@ -83,14 +86,17 @@ def query_weights(
     total = chosen.sum(-1, keepdim=True)
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
-        raise QueryError(f"Example {example} has no token to ask for: every token is padding.")
+        raise QueryError(
+            f"Example {example} of inputs has no query token, because every token is padding. "
+            "Pass an attention mask with at least one 1 per example."
+        )
     return chosen.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
 def _chosen(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
 ) -> Tensor:
-    """Return the number of times that each token is the query, (B, L)."""
+    """Return how many times each token occurs in the query, (B, L)."""
     batch, tokens = keep.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
@@ -105,8 +111,8 @@ def _chosen(
         readers = tokens_read(output, tail) & keep
         if query == "cls" and not holds((readers.sum(-1) == 1).all()):
             raise QueryError(
-                "query='cls', but the model's output does not read a single token: it has no cls "
-                "token. Use None, 'last', 'mean' or positions."
+                "query='cls' needs a class token, but the model's output does not depend on "
+                "exactly one token of the last mixer. Pass None, 'last', 'mean' or positions."
             )
         return readers
     assert query is not None and not isinstance(query, str)
@@ -120,10 +126,10 @@ def _chosen(
 def asked_tokens(
     query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
 ) -> range | None:
-    """Return a range that includes all query tokens; None if it may be any.
+    """Return a range that includes all query tokens; None if they are not known in advance.
 
-    No number of the run and no device is read for it: a cls token, a last token before padding and
-    positions on a device are not looked for.
+    The function reads no results of the run and no tensors on a GPU. So it returns None for a class
+    token, for the last token before padding, and for positions on a GPU.
     """
     if query == "mean":
         return range(tokens)
@@ -144,14 +150,14 @@ def asked_tokens(
 
 
 def tokens_read(output: Tensor, tail: Layer) -> Tensor:
-    """Return True for tokens of the last layer's output that the model's output depends on, (B, L).
+    """Return True for tokens of the last layer on which the model's output depends, (B, L).
 
-    One backward through the head finds the cls token, the last token or the pooled tokens alike.
+    One backward pass through the head finds these: a class token, a last token or pooled tokens.
     """
     if not output.requires_grad:
         raise QueryError(
-            "The tokens read by the model's head cannot be found, because the forward run records "
-            "no gradients. Pass query='last', 'mean' or positions."
+            "The default query cannot be found, because the forward run records no gradients. Pass "
+            "query='last', 'mean' or positions."
         )
     # unequal weights, since a softmax's outputs sum to a constant
     weights = torch.linspace(1, 2, output[0].numel(), dtype=output.dtype, device=output.device)
@@ -160,26 +166,26 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     (gradient,) = torch.autograd.grad(probe, tail.output, retain_graph=True, allow_unused=True)
     if gradient is None or not holds(gradient.any()):
         raise QueryError(
-            "The model's output does not depend on its last mixer. Pass query='last', 'mean' or "
-            "positions."
+            "The default query cannot be found, because the model's output does not depend on the "
+            "last mixer. Pass query='last', 'mean' or positions."
         )
     return tail.in_order(gradient).abs().amax(-1) > 0
 
 
 def _last(keep: Tensor) -> Tensor:
-    """Return True at the last real token of each example, (B, L)."""
+    """Return True at the last unpadded token of each example, (B, L)."""
     position = torch.arange(keep.shape[1], device=keep.device)
     return (position == last_real(keep)[:, None]) & keep
 
 
 def _at(positions: Tensor, keep: Tensor) -> Tensor:
-    """Return how often each token occurs among ``positions`` (B, K), as (B, L)."""
+    """Return how many times each token occurs in ``positions`` (B, K), as (B, L)."""
     tokens = keep.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):
         raise QueryError(
-            f"query position {int(outside[0])} is outside the sequence of {tokens} tokens; "
-            f"positions run from {-tokens} to {tokens - 1}."
+            f"query position {int(outside[0])} is outside the sequence of {tokens} tokens. Pass "
+            f"positions from {-tokens} to {tokens - 1}."
         )
     positions = (positions % tokens).to(keep.device)
     padded = ~keep.gather(1, positions)
@@ -188,8 +194,8 @@ def _at(positions: Tensor, keep: Tensor) -> Tensor:
         last = last_real(keep)
         raise QueryError(
             f"query position {int(positions[padded][0])} is a padded token of example {example}. "
-            f"The last real token of each example is at {in_few_words(last)}; pass query='last', "
-            "or a tensor with a position for each example."
+            f"The last unpadded tokens are at {in_few_words(last)}. Pass query='last', or a tensor "
+            "with a position for each example."
         )
     times = torch.zeros(keep.shape, dtype=torch.long, device=keep.device)
     return times.scatter_add(1, positions, torch.ones_like(positions))

@@ -1,4 +1,4 @@
-"""Errors for a target that does not fit the model's output, with a form that does."""
+"""Errors for targets that do not fit the model's output. Each error shows a form that fits."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 
 from ...errors import TargetError
 
-#: Characters of a target that an error repeats at most.
+#: Largest number of characters of a target in an error.
 _SHOWN = 80
-#: Entries of a list that it repeats at most.
+#: Largest number of list entries in an error.
 _ENTRIES = 16
 
 
 def is_missing(output: Tensor) -> TargetError:
-    """Return the error for no target, if the model returns several numbers per example."""
+    """Return the error for target=None, if the model returns several numbers per example."""
     return TargetError(
-        f"The model returns {tuple(output.shape[1:])} numbers per example, so a target is needed. "
+        f"target=None, but the model returns {tuple(output.shape[1:])} numbers per example. "
         f"{_form(output)}"
     )
 
 
 def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
-    """Return the error for an index that is a float, a bool, a text or the like."""
+    """Return the error for an index that is not an integer, such as a float, bool or text."""
     return TargetError(
-        f"target={shown(target)} does not consist of integers: it holds {part!r}, of class "
-        f"{type(part).__name__}. {_form(output)}"
-        + " To name a token by its text, pass tokenizer=."
+        f"target={shown(target)} contains {part!r} of type {type(part).__name__}, which is not an "
+        f"integer. {_form(output)}"
+        + " To pass the text of a token, also pass tokenizer=."
         * isinstance(part, str)
     )
 
 
 def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
-    """Return the error for a list or tensor with more or fewer entries than examples."""
+    """Return the error for a list or tensor whose length is not the number of examples."""
     entries = "1 entry" if count == 1 else f"{count} entries"
     return TargetError(
         f"target={shown(target)} has {entries} for a batch of {len(output)} examples"
@@ -44,11 +44,11 @@ def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
 
 
 def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
-    """Return the error for more or fewer indices than one example's output has dimensions."""
+    """Return the error for a number of indices that is not one example's number of dimensions."""
     dims = output.dim() - 1
     found = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
-    text = f"target={shown(target)} names {found} per example and does not fit an output of shape "
-    text += f"{tuple(output.shape)}, {_dimensions(output)}, which takes {dims or 'none'}"
+    text = f"target={shown(target)} has {found} per example, but an output of shape "
+    text += f"{tuple(output.shape)}, {_dimensions(output)}, needs {dims or 'none'}"
     if dims == 2 and len(row) == 1:
         text += ": a single int would select a position, not a token"
     text += _meant_for_all(target, output)
@@ -57,19 +57,20 @@ def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> T
 
 
 def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetError:
-    """Return the error for an index beyond the size of its dimension."""
+    """Return the error for an index that is out of range in dimension ``place``."""
     size, name = output.shape[place + 1], _names(output)[place]
     return TargetError(
         f"target={shown(target)} is out of range for an output of shape {tuple(output.shape)}: "
-        f"{name} {index} is not in [{-size}, {size}). A {name} is numbered from 0 to {size - 1}, "
-        f"or from the end, {-size} to -1."
+        f"{name} {index} is not in [{-size}, {size}). Pass an index from 0 to {size - 1}, or from "
+        f"{-size} to -1, counted from the end."
     )
 
 
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
-    """Return the error for a position that is padding.
+    """Return the error for a target at a padded position.
 
-    ``padded`` (B,) is True for such examples, ``last`` (B,) the last real position of each.
+    ``padded`` (B,) is True for examples with this error; ``last`` (B,) has the last unpadded
+    position of each example.
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])
@@ -77,20 +78,20 @@ def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     return TargetError(
         f"The target's position {int(index[first, 0])} is a padded token of example {first}"
         + (f" and of {len(examples) - 1} more" if len(examples) > 1 else "")
-        + f". The last real token of each example is at {in_few_words(last)}: pass one target per "
-        f"example, such as target={in_few_words(better)}, or pad on the left."
+        + f". The last unpadded tokens are at {in_few_words(last)}. Pass one target per example, "
+        f"such as target={in_few_words(better)}, or pad on the left."
     )
 
 
 def in_few_words(entries: Tensor | Sequence[Any]) -> str:
-    """Return a list in words, a long one cut short."""
+    """Format a list for an error, with ``...`` after the first entries of a long list."""
     listed = entries.tolist() if isinstance(entries, Tensor) else list(entries)
     shown_ones = ", ".join(map(str, listed[:_ENTRIES]))
     return f"[{shown_ones}{', ...' if len(listed) > _ENTRIES else ''}]"
 
 
 def shown(target: Any) -> str:
-    """Return a target in few words."""
+    """Format a target for an error, cut to one line."""
     if isinstance(target, Tensor | np.ndarray) and target.ndim:
         return f"{type(target).__name__} of shape {tuple(target.shape)} and {target.dtype}"
     text = repr(target)
@@ -98,21 +99,22 @@ def shown(target: Any) -> str:
 
 
 def _names(output: Tensor) -> list[str]:
-    """Return names of the dimensions behind the batch."""
+    """Return names of the output's dimensions after the batch, such as position and token."""
     dims = output.dim() - 1
     return {1: ["class"], 2: ["position", "token"]}.get(dims, ["index"] * dims)
 
 
 def _dimensions(output: Tensor) -> str:
+    """Return the meaning of the output's dimensions for an error."""
     known = {1: "(batch)", 2: "(batch, classes)", 3: "(batch, positions, vocabulary)"}
     return known.get(output.dim(), f"(batch and {output.dim() - 1} more)")
 
 
 def _form(output: Tensor, token: int = 0) -> str:
-    """Return the form of a target that fits this output, with an example."""
+    """Return advice on the form of a target for this output, with an example."""
     batch, dims = len(output), output.dim() - 1
     if dims == 0:
-        return "Leave the target out: the model returns one number per example."
+        return "Pass target=None, because the model returns one number per example."
     if dims == 1:
         return (
             "Pass an int, for example target=0, or one int per example as a list or a 1-D tensor "
@@ -127,11 +129,11 @@ def _form(output: Tensor, token: int = 0) -> str:
 
 
 def _meant_for_all(target: Any, output: Tensor) -> str:
-    """Return a hint for a list or tensor of one example's indices, which should be a tuple."""
+    """Return a hint if the target looks like one example's indices, which must be a tuple."""
     dims = output.dim() - 1
     flat = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
     if dims < 2 or not isinstance(flat, list) or len(flat) != dims:
         return ""
     if not all(isinstance(index, int) for index in flat):
         return ""
-    return f"; if {tuple(flat)} is meant for all examples, it must be a tuple"
+    return f"; to use {tuple(flat)} for all examples, pass a tuple"

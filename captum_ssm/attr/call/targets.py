@@ -1,4 +1,4 @@
-"""Captum's forms of targets, checked, as one number per example; contrasts of targets."""
+"""Targets in Captum's forms, and contrasts: check them, and select one number per example."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Each:
 
 
 class SumTarget:
-    """A target that is a weighted sum over several tokens of a language model's output.
+    """A target that is a weighted sum of logits of several tokens of a language model.
 
-    One number, and so one backward pass, however many tokens a text has.
+    The sum is one number, so it needs one backward pass for any number of tokens.
 
     Args:
-        positions: where the model predicts them (B, n), or (n,) for all examples alike.
-        tokens: which tokens, in the same shape.
-        weights: how often each counts, in the same shape. Default: None, once.
+        positions: positions at which the tokens are predicted (B, n), or (n,) for all examples.
+        tokens: token ids, in the same shape.
+        weights: factor of each token's logit, in the same shape. Default: None, 1 for each.
 
     Raises:
-        TargetError: when they are not integers of one shape, or weights no numbers.
+        TargetError: if positions or tokens are not integers, or if the shapes differ.
 
     Example:
         >>> import torch
@@ -60,32 +60,32 @@ class SumTarget:
         shapes = [tuple(x.shape) for x in (self.positions, self.tokens, self.weights)]
         if len(set(shapes)) > 1 or not self.positions.numel():
             raise TargetError(
-                f"SumTarget has positions {shapes[0]}, tokens {shapes[1]} and weights {shapes[2]}. "
-                "Pass as many of each, at least one."
+                f"SumTarget has positions of shape {shapes[0]}, tokens of shape {shapes[1]} and "
+                f"weights of shape {shapes[2]}. Pass equal shapes, with at least one entry."
             )
 
     def __repr__(self) -> str:
         return f"SumTarget({self.positions.tolist()}, {self.tokens.tolist()})"
 
     def with_positions(self, positions: Tensor) -> SumTarget:
-        """Return a target of the same tokens and weights at other positions (B, n)."""
+        """Return a target with the same tokens and weights at different positions (B, n)."""
         return SumTarget(
             positions, self.tokens.expand_as(positions), self.weights.expand_as(positions)
         )
 
     def part(self, cut: Callable[[Tensor], Tensor]) -> SumTarget:
-        """Return the target of a part of a batch, which ``cut`` takes out of a tensor (B, n)."""
+        """Return the target for a part of the batch, which ``cut`` selects from a tensor (B, n)."""
         if len(self.positions) == 1:
             return self
         return SumTarget(cut(self.positions), cut(self.tokens), cut(self.weights))
 
 
 def _listed(name: str, values: Any) -> Tensor:
-    """Return integers (n,) or (B, n) as (B, n)."""
+    """Check integers (n,) or (B, n), and return them as (B, n)."""
     found = torch.as_tensor(values).detach().cpu()
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
         raise TargetError(
-            f"SumTarget takes {name} that are integers (n,) or (B, n), got {values!r}."
+            f"{name}={values!r} of SumTarget are not integers. Pass integers (n,) or (B, n)."
         )
     return (found[None] if found.dim() == 1 else found).long()
 
@@ -94,7 +94,7 @@ def _listed(name: str, values: Any) -> Tensor:
 class Against:
     """A target and its contrast; see :func:`contrasted`.
 
-    For a target at a position, a contrast that is an int is another entry at the same position.
+    If the target has a position, an int as the contrast means an entry at the same position.
     """
 
     target: Any
@@ -107,29 +107,29 @@ class Against:
 
 
 def several(target: Any) -> Sequence[Any]:
-    """Return the targets of an :class:`Each`, or the one target."""
+    """Return the targets of an :class:`Each`; put any other target into a tuple."""
     return target.targets if isinstance(target, Each) else (target,)
 
 
 def each_of(targets: Any) -> Each:
-    """Read a user's list of targets, each in one of Captum's forms."""
+    """Convert a list of targets, each in one of Captum's forms, to an :class:`Each`."""
     if isinstance(targets, str) or not hasattr(targets, "__len__"):
         raise TargetError(
-            f"targets={target_errors.shown(targets)} must be a list of targets in Captum's forms, "
-            "such as [(-1, 3), (-1, 5)]."
+            f"targets={target_errors.shown(targets)} is not a list. Pass a list of targets in "
+            "Captum's forms, such as [(-1, 3), (-1, 5)]."
         )
     if not len(targets):
-        raise TargetError("targets is empty; pass a list of targets in Captum's forms.")
+        raise TargetError("targets is empty. Pass a list of targets in Captum's forms.")
     return Each(list(targets))
 
 
 def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
-    """Stack one result per target of an :class:`Each`; for another target return its result."""
+    """Stack the results for the targets of an :class:`Each`; for a single target return the one."""
     return torch.stack(list(results)) if isinstance(target, Each) else results[0]
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the tensor that a target selects from: the output itself or its ``logits``."""
+    """Return the tensor that targets index: the model's output, or its attribute ``logits``."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -141,16 +141,16 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
     raise OutputError(
-        f"The model returned {type(output).__name__}, which is neither a tensor nor has .logits. "
-        "Wrap it in a forward_func that returns a tensor, and name the module: "
-        "Method(forward_func, model=module)."
+        f"The model returned {type(output).__name__}, which is not a tensor and has no .logits. "
+        "Pass a forward_func that returns a tensor, and the module: Method(forward_func, "
+        "model=module)."
     )
 
 
 def target_index(target: Any, output: Tensor) -> Tensor | None:
-    """Return the target as indices (B, dims of one example) on the host; None for no target.
+    """Return a target as indices (B, dims of one example's output) on the CPU; None for None.
 
-    A :class:`SumTarget` has several for each example, (B, n, 2). The output is (B, ...).
+    For a :class:`SumTarget` with n tokens, the indices are (B, n, 2).
     """
     if target is None:
         return None
@@ -173,8 +173,9 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
-            f"target={target!r} is of tokens of a language model's output (B, L, vocabulary), for "
-            f"{len(target.positions)} examples, but the output is {tuple(output.shape)}."
+            f"target={target!r} for {len(target.positions)} examples does not fit an output of "
+            f"shape {tuple(output.shape)}. Pass a SumTarget only for a language model's output "
+            "(B, L, vocabulary), with positions (n,) or (B, n)."
         )
     found = []
     for place, values in enumerate((target.positions, target.tokens)):
@@ -187,18 +188,18 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
 
 
 def last_real(mask: Tensor) -> Tensor:
-    """Return each example's last real token (B,) by a mask (B, L); -1 if there is none."""
+    """Return the position of each example's last True in a mask (B, L), or -1 without a True."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, position, -1).amax(-1)
 
 
 def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | None) -> None:
-    """Raise if the target names the model's output at a padded token.
+    """Raise if the target is at a padded token.
 
     Args:
-        index: the target's indices (B, [n,] dims of one example), or None.
-        output: the model's output, (B, ...); its positions are tokens if it is (B, L, V).
-        mask: True for real tokens (B, L), or None.
+        index: the target's indices (B, dims) or (B, n, dims), or None.
+        output: the model's output; if it is (B, L, V), its positions are tokens.
+        mask: True for unpadded tokens (B, L), or None.
     """
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
@@ -211,7 +212,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
-    """Select one number per example, (B,)."""
+    """Select one number per example (B,) of the output, at the indices of a target."""
     if index is not None:
         example = torch.arange(output.shape[0], device=output.device)
         return output[(example, *index.unbind(-1))]
@@ -221,7 +222,7 @@ def select(output: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
-    """Return one tuple of indices per example."""
+    """Convert a target to one tuple of indices per example."""
     plain = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
     if isinstance(plain, np.ndarray | np.generic):
         plain = plain.item() if plain.size == 1 else plain.tolist()
@@ -236,7 +237,7 @@ def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
 
 
 def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
-    """Return the values as ints; refuse bools."""
+    """Convert indices to ints; raise for bools and other types."""
     found = []
     for value in values:
         try:
@@ -256,19 +257,19 @@ CONTRASTS = ("mean", "others", "all", "runner-up")
 def contrasted(
     output: Tensor, target: Any, contrast: Any = None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the number to explain per example (B,), linear in the output, and its constant part.
+    """Return the number to explain per example (B,), linear in the output, and a constant or None.
 
     Args:
         output: the model's output, (B, ..., V).
-        target: one of Captum's forms.
+        target: the target, in one of Captum's forms.
         contrast: None for the output itself, or one of the forms of :meth:`LatimFlow.attribute`.
-            ``"others"`` and ``"all"`` are linear with the probabilities frozen; the entropy that
-            this leaves is the constant. Default: None.
-        kept: the positions that the output is of. Default: None, all.
+            ``"others"`` and ``"all"`` are made linear by treating probabilities as constants; the
+            constant summand is then minus their entropy. Default: None.
+        kept: the positions of the output's rows. Default: None, all.
 
     Raises:
-        TargetError, OptionError: when the target or the contrast does not fit the output.
-        NonFiniteError: when the number is NaN or infinite, such as after an overflow.
+        TargetError, OptionError: if the target or the contrast does not fit the output.
+        NonFiniteError: if the number is NaN or infinite, such as after an overflow.
     """
     asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
     number, constant = _contrasted(output, *asked)
@@ -276,15 +277,15 @@ def contrasted(
         example = int((~torch.isfinite(number)).nonzero()[0])
         found = float(number.detach()[example])
         raise NonFiniteError(
-            f"The model's output for target={target!r} is {found} for example "
-            f"{example}, which cannot be divided into parts. Run the model in a wider dtype than "
-            f"{output.dtype}, or choose a target whose output is finite."
+            f"The model's output for target={target!r} is {found} in example {example}, which "
+            f"cannot be decomposed. Run the model in a wider dtype than {output.dtype}, or pass a "
+            "target with a finite output."
         )
     return number, constant
 
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the number and its constant, not yet checked to be finite."""
+    """Return the number and constant of :func:`contrasted`; they may not be finite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
         second = second_index(contrast, output)
@@ -293,11 +294,14 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
         return _summed(output, target, index), None
     if contrast not in CONTRASTS or index is None:
         raise OptionError(
-            f"contrast={contrast!r} with target={target!r}: use None, a second target, or, with a "
-            f"target, one of {CONTRASTS}."
+            f"contrast={contrast!r} with target={target!r} is not accepted. Pass None or a second "
+            f"target as contrast; or, if target is not None, one of {CONTRASTS}."
         )
     if contrast in ("others", "runner-up") and output.shape[-1] == 1:
-        raise OptionError(f"contrast={contrast!r}, but the output has one entry and no others.")
+        raise OptionError(
+            f"contrast={contrast!r} needs several output entries, but the output has one. Pass "
+            "contrast=None."
+        )
     several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
     several = several.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
@@ -313,9 +317,10 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
 def _against(
     entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Contrast entries (B, n, V) with others at their positions; return numbers, constants (B, n).
+    """Subtract the contrast from the ``chosen`` entries (B, n); return numbers, and constants.
 
-    ``tokens`` (B, n, 1) are the indices of the ``chosen`` entries (B, n).
+    ``entries`` (B, n, V) are all entries at the same positions, and ``tokens`` (B, n, 1) the
+    indices of the chosen entries.
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None
@@ -330,7 +335,7 @@ def _against(
 
 
 def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
-    """Return one number per example (B,), for a :class:`SumTarget` the weighted sum."""
+    """Return the target's number per example (B,); for a :class:`SumTarget` the weighted sum."""
     if not isinstance(target, SumTarget):
         return select(output, index)
     assert index is not None
@@ -340,8 +345,8 @@ def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
 
 
 def second_index(contrast: Any, output: Tensor) -> Tensor | None:
-    """Return a contrast that is a second target as indices, like :func:`target_index`."""
+    """Convert a contrast that is a second target to indices, like :func:`target_index`."""
     try:
         return target_index(contrast, output)
     except TargetError as error:
-        raise TargetError(f"contrast={contrast!r} is read as a second target. {error}") from None
+        raise TargetError(f"contrast={contrast!r} is treated as a target. {error}") from None

@@ -58,7 +58,7 @@ class Decomposition(NamedTokens):
         others: one tensor per input after the first, such as the images of a text: the relevance
             of every element. Default: empty.
         by_others: contribution (B,) of all inputs after the first; None if there are none.
-        names: names of the tokens of each example, shown in the HTML page. Default: None, positions.
+        names: names of each example's tokens, shown in the HTML page. Default: None, positions.
     """
 
     inputs: Tensor

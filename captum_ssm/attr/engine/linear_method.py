@@ -49,7 +49,7 @@ class LinearMethod(SSMAttribution):
 
     #: whether ``inputs`` may be a tuple of several tensors, such as a text and images
     takes_others = False
-    #: whether the relevance of pixels sums to the output; if not, only the relevance of patches does
+    #: whether the relevance of pixels sums to the output; if not, relevance of patches does
     sums_pixels = True
 
     @property

@@ -2,10 +2,10 @@
 
     S[t] = sum over j <= t of K[t, j] v[j]^T,      K[t, j] = T[t] ... T[j + 1] k[j]
 
-The matrix T[t] maps one state to the next.  It is diagonal for a decay per head or state, diag(decay)
-- taken erase^T for delta rules, and the cell's matrix for recurrences with feedback.  The term
-K[t, j] v[j]^T is the *share* of token j in the state.  Computing the shares of all j for one t, or
-the share of one j for all t, takes time linear in the number of tokens.
+The matrix T[t] maps one state to the next.  It is diagonal for decays, diag(decay) - taken erase^T
+for delta rules, and the cell's matrix for recurrences with feedback.  The term K[t, j] v[j]^T is
+the *share* of token j in the state.  Computing the shares of all j for one t, or the share of one j
+for all t, takes time linear in the number of tokens.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 with the step dt = softplus(S_Delta(x)).  The paper's simplification uses dt = relu(S_Delta(x)):
 a token with S_Delta <= 0 then neither writes to the state nor makes it decay.
 
-Operators store only dt, so S_Delta is computed by inverting softplus.  A step that the model clamped
-to a limit (time_step_limit) counts as if softplus had returned the limit.  Other diagonal factors
-are multiplied in: factors after the scan, such as 1/2 for each direction of Vision Mamba, into the
-query; factors before the scan, such as the padding mask, into the key.
+Operators store only dt, so S_Delta is computed by inverting softplus.  A step that the model
+clamped to a limit (time_step_limit) counts as if softplus had returned the limit.  Other diagonal
+factors are multiplied in: factors after the scan, such as 1/2 for each direction of Vision Mamba,
+into the query; factors before the scan, such as the padding mask, into the key.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class Budget:
             found = memory_budget
         if found is None or found <= 0:
             raise OptionError(
-                f"memory_budget={memory_budget!r} is not a size. Pass a positive number of bytes, a "
-                "string such as '512MiB' or '2GB', or None for a share of the free memory."
+                f"memory_budget={memory_budget!r} is not a size. Pass a positive number of bytes, "
+                "a string such as '512MiB' or '2GB', or None for a share of the free memory."
             )
         return cls(int(found))
 

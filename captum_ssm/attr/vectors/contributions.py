@@ -1,4 +1,4 @@
-"""Contribution vectors: the share of each token in a mixer's output (LATIM, eqs. 3-4, 16-25).
+"""Contribution vectors: the part of a mixer's output due to each token (LATIM, eqs. 3-4, 16-25).
 
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
@@ -6,8 +6,9 @@ is a vector of the stream's width E for every pair of a query i and a source j, 
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
-exactly if the activation is linearized. The constant comes from biases and belongs to no token. E
-L^2 numbers never exist at once: vectors come in tiles of a few queries by a range of sources.
+exactly if the activation is linearized. The constant comes from biases and belongs to no token.
+All L^2 vectors would not fit into memory, so they are computed in tiles of a few queries by a range
+of sources.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from .scan_tiles import tiles as scan_tiles
 from .scanned import scanned
 from .taps import TapPath, TapShares, paths_of, silenced
 
-#: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
-#: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
+#: Largest number of vector elements in memory, before and after the output projection each (8 MiB
+#: in float32).  The vectors of one query before the projection, B L C elements, are not split.
 _TILE_ELEMENTS = 2**21
 
-#: From this many queries on, the states of a scan are made for all of them together.
+#: With at least this many queries, a scan's states are computed once for all queries.
 _MANY_QUERIES = 6
 
 
 class Tile(NamedTuple):
-    """The vectors of some queries from a range of sources.
+    """The contribution vectors of q queries from a range of s sources.
 
     Attributes:
-        queries: slice of the Q queries.
-        sources: slice of the tokens; vectors from tokens in no tile are zero.
-        vectors: T (B, q, s, E).
+        queries: a slice of the Q queries.
+        sources: a slice of the tokens. Vectors of sources outside all tiles are zero.
+        vectors: the vectors T_i(x_j), (B, q, s, E).
     """
 
     queries: slice
@@ -59,11 +60,11 @@ class Contributions:
     """The contribution vectors of one mixer at one input.
 
     Args:
-        layer: the recorded call.
-        activation: how the activation is divided among the taps of the convolution before it; see
-            :mod:`.taps`. Default: ``"linearized"``.
-        way: steps applied to the output, as before it joins the residual stream. Default: none.
-        hooks: whether changes of the output by hooks of others are included. Default: True.
+        layer: the recorded call of the mixer.
+        activation: the rule that divides the activation among the taps of the convolution before
+            it; see :mod:`.taps`. Default: ``"linearized"``.
+        way: affine steps between the mixer's output and the residual stream. Default: none.
+        hooks: whether changes of the output by forward hooks are included. Default: True.
     """
 
     def __init__(
@@ -77,25 +78,26 @@ class Contributions:
         linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
-        self.weight, self._behind = _folded(projection_of(linear).weight, way)  # (C, E)
+        self.weight, self._behind = _merged(projection_of(linear).weight, way)  # (C, E)
         self._linear = linear
         self._exact = activation == "linearized"
         self._way = way
 
     @property
     def channels(self) -> int:
-        """C."""
+        """The number of channels over all heads, C."""
         return self.shape.heads * self.shape.per_head
 
     def total(self) -> Tensor:
-        """Return the sum over all sources, (B, L, E), without a single tile."""
+        """Return the sum of the vectors over all sources, (B, L, E), without computing tiles."""
         before = torch.stack([path.total() for path in self.paths]).sum(0)
         return along(self._behind, before.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
-        """Return the part of no token: biases behind the activation and of W_out, (B, L, E).
+        """Return the part of the output that belongs to no token, the biases, (B, L, E).
 
-        Linearized, the bias before the activation is in it as well; else that is part of a tap.
+        It includes biases behind the activation. With ``activation="linearized"`` it also includes
+        the bias before the activation, which is otherwise part of a convolution tap.
         """
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
@@ -104,12 +106,12 @@ class Contributions:
         return along(self._way, self._linear.project(biases))
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
-        """Sum <T_i(x_j), direction_i> over queries i, without a single vector: (..., B, L).
+        """Return the sum over queries i of <T_i(x_j), direction_i> for each source j, (..., B, L).
 
         Args:
-            direction: (..., B, L, E), 0 but for a few queries as a rule.
-            within: a range that includes these queries, to avoid a synchronization. Default: None,
-                not known.
+            direction: one vector per query (..., B, L, E), usually 0 for most queries.
+            within: a range that includes all queries with nonzero vectors, to avoid a
+                synchronization. Default: None, not known.
         """
         direction = direction.to(self.weight)
         for step in reversed(self._behind):
@@ -130,11 +132,11 @@ class Contributions:
         return found
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
-        """Apply the steps behind W_out to vectors (B, q, s, E) of queries ``index`` (B, q)."""
+        """Apply the steps after W_out to vectors (B, q, s, E) of queries ``index`` (B, q)."""
         return along([step.at(index) for step in self._behind], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
-        """Return vectors before W_out of queries ``index`` (B, q), all sources: (q, B, L, C)."""
+        """Return the vectors before W_out of queries ``index`` (B, q), (q, B, L, C)."""
         rows = [_rows(path, index) for path in self.paths]
         return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).flatten(-2)
 
@@ -142,13 +144,12 @@ class Contributions:
 def tiles(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
 ) -> Iterator[Tile]:
-    """Yield the vectors of queries ``index`` (B, Q) tile by tile; zeros may be left out.
+    """Yield the vectors of queries ``index`` (B, Q) in tiles; sources with zeros may be left out.
 
     Args:
-        parts: the mixers that write to the stream together; their vectors add up.
-        index: the queries, (B, Q), on the host to avoid a synchronization.
-        stream: the residual stream (B, L, E), added to the vector of each query from its own
-            token. Default: None.
+        parts: the mixers whose outputs are added to the residual stream; their vectors are added.
+        index: positions of the queries (B, Q), on the CPU to avoid a synchronization.
+        stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
     quick = len(parts) == 1 and _is_long_and_ascends(index)
     scans = scanned(parts[0].paths) if quick else None
@@ -165,11 +166,11 @@ def tiles(
         yield Tile(queries, sources, vectors)
 
 
-def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
-    """Multiply the first steps of a way into a projection's weight (C, E); return the others, too.
+def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
+    """Multiply affine steps into a projection's weight (C, E); return it, and the other steps.
 
-    Factors on whole tokens commute with all else: they wait, so a later step, such as a norm's, is
-    multiplied into the weight and not into every vector. Biases are left out.
+    A factor per token, as of a norm, commutes with all other steps and is applied later. So the
+    steps after it can be multiplied into the weight. Biases are left out.
     """
     remain: list[AffineStep] = []
     for step in way:
@@ -184,7 +185,7 @@ def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
 
 
 def _is_long_and_ascends(index: Tensor) -> bool:
-    """Return True if the queries (B, Q) are many, and the same and rising in all examples."""
+    """Return True if there are many queries (B, Q), ascending, and equal in all examples."""
     if index.shape[1] < _MANY_QUERIES:
         return False
     return bool((index == index[:1]).all() and (index[0].diff() > 0).all())
@@ -193,7 +194,7 @@ def _is_long_and_ascends(index: Tensor) -> bool:
 def _tiles_by_query(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None
 ) -> Iterator[Tile]:
-    """Yield the tiles by one adjoint vector for each query, for any operator."""
+    """Yield the tiles of any operator, from one row of its matrix per query."""
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
     most = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
@@ -209,7 +210,7 @@ def _tiles_by_query(
         at = there[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
-            """Project the rows from some sources, apply the steps behind, and add the parts."""
+            """Return the tile of a range of sources, summed over the mixers."""
             sources = slice(some.start, some.stop)
             vectors: Tensor | None = None  # (B, q, s, E)
             for row, part in zip(rows, parts, strict=True):
@@ -227,7 +228,7 @@ def _tiles_by_query(
 
 
 def _rows(path: TapPath, index: Tensor) -> Tensor:
-    """Return the part that reaches queries ``index`` (B, q) from each token, (q, B, L, H, P)."""
+    """Return the path's output at queries ``index`` (B, q) due to each token, (q, B, L, H, P)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
         if _mixes_channels(core):
@@ -246,7 +247,7 @@ def _rows(path: TapPath, index: Tensor) -> Tensor:
 
 
 def _sent(weight: Tensor, shares: TapShares) -> Tensor:
-    """Sum each token's shares phi, times ``weight`` at their destination, (q, B, L, H, P)."""
+    """Sum phi[k][t] times ``weight`` at t over lags k, for each source t - k, (q, B, L, H, P)."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
     for lag, phi in others:
@@ -256,12 +257,12 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
 
 
 def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Operator], Operator]]:
-    """Split an operator into a sum of products, each of local parts and a core that acts before.
+    """Split an operator into a sum of products, each of *local* parts and an inner *core*.
 
     Returns:
-        For each product its local parts, up to the innermost that mixes channels within tokens,
-        and its core: a map per channel, or a recurrence whose steps mix channels, too. A single
-        product without local parts if nothing mixes channels.
+        For each product, the local parts, which act within tokens and end with the innermost part
+        that mixes channels; and the core, which acts first and maps each channel separately (or is
+        a recurrence that mixes channels). If no part mixes channels, the core is the operator.
     """
     if not _mixes_channels(operator):
         return [((), operator)]
@@ -271,15 +272,16 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
 def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
-    """Split one product behind its innermost part that mixes channels within tokens."""
+    """Split one product after the innermost part that mixes channels within tokens."""
     mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
-                f"{type(part).__name__} acts after channels were mixed, so the operator has no "
-                "matrix per channel. A part that mixes channels within tokens must come last."
+                f"The operator has no matrix per channel, because {type(part).__name__} acts on "
+                "tokens after a part that mixes channels. Put the parts that mix channels within "
+                "tokens last (outermost) in the adapter's Chain, or use LatimFlow."
             )
     identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity
@@ -290,7 +292,7 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """Apply an operator within tokens, taken at the queries (B, q), to rows (q, B, L, H, P)."""
+    """Apply a local operator at the queries (B, q) to their rows (q, B, L, H, P)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)
@@ -300,10 +302,10 @@ def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
     """Return a range of sources outside of which all rows (q, B, L, C) are zero.
 
     Args:
-        rows: rows of some queries.
-        queries: the queries (B, q), if the range is to include them; else None.
-        until: the token behind the last query, or L if unknown; on a GPU the range ends there if no
-            query reads ahead.
+        rows: rows of some queries, for each mixer.
+        queries: the queries (B, q), if the range must include them; else None.
+        until: the token after the last query, or L if unknown. On a GPU the range ends there if no
+            query depends on a later token.
     """
     # minimum and maximum take a tenth of the time of comparing every number
     ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
@@ -317,7 +319,7 @@ def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
 
 
 def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
-    """Add each query's own stream (B, L, E) to the vector from its own token, in place."""
+    """Add the residual stream (B, L, E) at each query i to the vector T_i(x_i), in place."""
     place = index - sources.start
     inside = (place >= 0) & (place < vectors.shape[2])
     example, query = (torch.arange(size, device=index.device) for size in index.shape)

@@ -1,4 +1,4 @@
-"""The base of LATIM's token-to-token methods, and rows of their maps."""
+"""The base of LATIM's methods, which compute token-to-token maps, and products with these maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..engine.method import SSMAttribution, options
 from .contributions import Contributions
 from .taps import check_activation
 
-#: Queries whose rows of a map are held at a time, on a processor and elsewhere.
+#: The number of map rows in memory at a time, on a CPU and on other devices.
 _ROWS, _ROWS_LAUNCHED = 256, 4096
 
 
@@ -27,9 +27,9 @@ class LatimMethod(SSMAttribution):
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        activation: how an activation behind a short convolution is divided among its taps.
+        activation: the rule that divides an activation among the taps of the convolution before it:
             ``"linearized"`` (its frozen ratio, exact), ``"silu"`` (the model's activation of each
             tap), ``"taylor1"`` or ``"taylor2"`` (SiLU's expansion at 0), ``"relu"``, or
             ``"identity"``. Default: ``"linearized"``.
@@ -53,20 +53,20 @@ class LatimMethod(SSMAttribution):
         layers: Sequence[int] | None = None,
         additional_forward_args: Any = None,
     ) -> list[float]:
-        """Return the share of each mixer's output that its vectors miss (LATIM, figure 4).
+        """Return the relative error of each mixer's contribution vectors (LATIM, figure 4).
 
-        ``mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i|`` over real tokens and
-        features, where y is the output of the module itself.
+        The error is ``mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i|``, where y is the
+        module's output. Means are over unpadded tokens and features.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
                 one such tensor.
-            layers: indices of the layers wanted, in the order in which they ran; negative ones
-                count from the end. Default: None, all.
+            layers: indices of layers, in the order in which they ran; negative ones count from the
+                end. Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
 
         Returns:
-            One number per layer: 0 but for rounding with ``activation="linearized"``.
+            One number per layer; with ``activation="linearized"`` it is 0 up to rounding.
         """
         return self._of_layers(
             inputs,
@@ -78,18 +78,24 @@ class LatimMethod(SSMAttribution):
 
 
 def read_options(start_layer: int, verify: bool | float) -> Options:
-    """Check the options that LATIM's methods share, before anything runs."""
+    """Check the options that all LATIM methods have, before the model runs."""
     return options("exact", "mean", None, start_layer, "paper", verify)
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return query positions (B, Q) counted from 0, by default all, for a size (B, L)."""
+    """Return nonnegative query positions (B, Q), by default all L, for a size (B, L)."""
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
-        raise QueryError(f"positions has {len(index)} rows, but the batch holds {batch} examples.")
+        raise QueryError(
+            f"positions has {len(index)} rows, but the batch has {batch} examples. Pass one row "
+            "per example, or a list of positions for all examples."
+        )
     if bool(((index < -tokens) | (index >= tokens)).any()):
-        raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions!r}.")
+        raise QueryError(
+            f"positions={positions!r} is outside the sequence of {tokens} tokens. Pass integers "
+            f"from {-tokens} to {tokens - 1}."
+        )
     return (index % tokens).expand(batch, -1)
 
 
@@ -100,12 +106,12 @@ def _read_positions(positions: Positions) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         index = torch.tensor(False)  # refused below, like other values that are no integers
     if not index.numel():
-        raise QueryError("positions is empty. Name at least one token, or use None for all.")
+        raise QueryError("positions is empty. Pass at least one position, or None for all.")
     of_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
     if index.dim() not in (1, 2) or not of_integers:
         raise OptionError(
-            f"positions must be a list of integers or a tensor of integers (B, Q), got "
-            f"{positions!r}."
+            f"positions={positions!r} does not contain integers. Pass a list of integers, or a "
+            "tensor of integers (B, Q)."
         )
     return index.long()
 
@@ -113,11 +119,11 @@ def _read_positions(positions: Positions) -> Tensor:
 def weighted_rows(
     weights: Tensor, rows: Callable[[Tensor], Tensor], within: range | None = None
 ) -> Tensor:
-    """Return ``weights`` (..., B, L) times a map (B, L, L), of which a few rows exist at a time.
+    """Return ``weights`` (..., B, L) times a map (B, L, L), computing a few rows at a time.
 
     Args:
-        weights: the weights; rows of the map with weight 0 are not computed.
-        rows: function of query positions (B, Q) that returns rows of the map (B, Q, L).
+        weights: one weight per row of the map; rows with weight 0 are not computed.
+        rows: function from query positions (B, Q) to rows of the map (B, Q, L).
         within: a range that includes all nonzero weights, to avoid a synchronization. Default:
             None, not known.
     """
@@ -135,7 +141,7 @@ def weighted_rows(
 
 
 def _missed(layer: Layer, activation: str, mask: Tensor | None) -> float:
-    """Return the share of a layer's output that its vectors miss."""
+    """Return the relative error of one layer's vectors, see :meth:`decomposition_error`."""
     parts = Contributions(layer, activation)
     explained = parts.total() + parts.constant()
     real = layer.in_order(layer.output).to(explained)

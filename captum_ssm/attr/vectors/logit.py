@@ -1,4 +1,7 @@
-"""Contributions to an output along direct paths, traced back to input tokens layer by layer."""
+"""Contributions of mixers to an output, traced back to input tokens layer by layer.
+
+Each mixer contributes along its *direct path*, which bypasses all later mixers.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from .shares import AltiShares, ProjectionShares
 
 
 class TokenShares(Protocol):
-    """The mixing of a stage: the share of each token before it in each token behind it."""
+    """The mixing matrix of one or more parallel layers: each input token's share in each output."""
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Return rows (..., B, L) times the mixing, whose rows sum to 1.
+        """Return rows (..., B, L) times the mixing matrix, in which each row sums to 1.
 
         Args:
             row: the rows.
-            within: a range that includes all tokens that are not 0. Default: None, not known.
+            within: a range of tokens that includes all nonzero entries. Default: None, not known.
         """
 
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
-#: The ways to trace tokens back through a stage: functions of the stage, run and activation.
+#: Mixing matrices by name: functions of parallel layers (a stage), the run and the activation rule.
 MIXINGS: dict[str, MakeShares] = {
     "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
@@ -49,16 +52,18 @@ MIXINGS: dict[str, MakeShares] = {
 
 @dataclass(frozen=True, eq=False)
 class LogitContributions(NamedTokens):
-    """Contributions of input tokens to one number of the output, by the layer that wrote them.
+    """Contributions of input tokens to one number of the output, by layer.
 
     Attributes:
-        layers: contributions by mixer (Λ, B, L); of all parts together (1, B, L) unless
-            ``by_layer`` was asked for.
-        locals: contributions by each part within tokens, such as an MLP, (M, B, L); else (0, B, L).
-        embedding: contributions of the embeddings themselves (B, L).
-        biases: contributions of biases and other constants (B,), by the module that adds them.
+        layers: contributions through each of the Λ mixers (Λ, B, L); with ``by_layer=False`` the
+            sum over all layers (1, B, L).
+        locals: contributions through each of the M modules that act within tokens, such as an MLP,
+            (M, B, L); with ``by_layer=False`` (0, B, L), because ``layers`` includes them.
+        embedding: contributions of the embeddings without any layer (B, L).
+        biases: contributions of biases and other constants (B,), by the name of the module that
+            adds them.
         output: the explained number (B,).
-        names: names of the tokens of each example, which its page shows. Default: None, positions.
+        names: names of each example's tokens, shown in the HTML page. Default: None, positions.
     """
 
     layers: Tensor
@@ -80,7 +85,7 @@ class LogitContributions(NamedTokens):
 
     @property
     def delta(self) -> Tensor:
-        """output - tokens - biases (B,): 0, but for rounding, if the activation is linearized."""
+        """output - tokens - biases (B,), 0 up to rounding if the activation is linearized."""
         return self.output - self.tokens.sum(-1) - self.bias
 
     def _columns(self) -> dict[str, Tensor]:
@@ -97,13 +102,13 @@ def contributions_to(
     *,
     by_layer: bool,
 ) -> list[LogitContributions]:
-    """Decompose the number of each of the run's questions; they share each stage's mixing.
+    """Decompose the number of each target of a run; each mixing matrix is computed once.
 
     Args:
-        run: the run.
+        run: the run, with its targets.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
         make: one of :data:`MIXINGS`.
-        by_layer: whether each layer's contribution is traced back separately, or their sum at once.
+        by_layer: whether the contributions of layers are traced back separately, or as one sum.
     """
     assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals
@@ -112,15 +117,15 @@ def contributions_to(
     passes = [_direct(run, question) for question in run.questions]
     like = passes[0].embedding
     rows = like.new_zeros(len(passes), count, *like.shape)
-    # parts within tokens, by the last mixer call that they depend on; the latest last
+    # modules within tokens, sorted by the last mixer call that they depend on
     pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
     within = _directly_reached(layers, passes) if are_noted(like) else None
 
-    # no contribution has entered the rows; those that have are at tokens of direct paths alone
+    # is_zero: no contribution was added yet; is_unmixed: rows are nonzero only in `within`
     is_zero = is_unmixed = True
 
     def enter_locals(layers_read: int) -> None:
-        """Enter the parts that depend on mixer call ``layers_read`` or a later one."""
+        """Add contributions of modules that depend on mixer call ``layers_read`` or a later one."""
         nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()
@@ -131,7 +136,7 @@ def contributions_to(
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1]):
             first = layers.index(stage[0])
-            rows = rows.to(stage[-1].values)  # of a model on several devices, where the layers are
+            rows = rows.to(stage[-1].values)  # the layers may be on several devices
             enter_locals(first + 1)
             if not is_zero and may_hold_any(rows):
                 mixing = make(stage, run, activation)
@@ -148,7 +153,7 @@ def contributions_to(
 
 
 def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> range:
-    """Return a range that includes all tokens whose outputs of mixers and parts count directly."""
+    """Return a range of tokens that includes all nonzero contributions along direct paths."""
     some = [x.ne(0) for direct in passes for x in direct.locals]
     some += [
         layer.in_order(toward).ne(0).any(-1)
@@ -161,11 +166,11 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
 def _of_layer(
     layer: Layer, activation: str, passes: Sequence[_Direct], at: int, within: range | None
 ) -> Tensor:
-    """Return contributions through layer number ``at`` to T questions, (T, B, L).
+    """Return contributions through layer number ``at`` to T targets, (T, B, L).
 
-    The layer's constant is added to the biases of each pass, in place.
+    The contribution of the layer's constant is added to each pass's biases, in place.
     """
-    shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
+    shares = Contributions(layer, activation, hooks=False)  # the direct path has the hooks
     constant = shares.constant()
     found = []
     for direct in passes:
@@ -178,13 +183,13 @@ def _of_layer(
 
 @dataclass(frozen=True, eq=False)
 class _Direct:
-    """The results of one backward pass along the direct paths.
+    """The results of one backward pass along the direct paths, which bypass later mixers.
 
     Attributes:
-        toward: gradient of the output at each mixer's output, (B, L, E) each.
-        locals: contribution of each part within tokens at its tokens, (B, L) each.
-        embedding: contribution of the stream entering the first block at its tokens, (B, L).
-        biases: contributions of constants, (B,) by module.
+        toward: gradients of the explained number at each mixer's output, (B, L, E) each.
+        locals: contributions of each module within tokens, such as an MLP, (B, L) each.
+        embedding: contribution of the residual stream entering the first block, (B, L).
+        biases: contributions of constants (B,), by the name of the module that adds them.
         output: the explained number (B,).
     """
 
@@ -196,13 +201,13 @@ class _Direct:
 
 
 def _direct(run: Run, question: Question) -> _Direct:
-    """Take the backward pass of one question."""
+    """Run the backward pass of one target along the direct paths."""
     paths, layers = run.paths, run.layers
     assert paths is not None and question.selected is not None
     if any(layer.map is not None for layer in layers):
         raise InputError(
-            "The model's mixers act on windows of maps that become coarser, whose tokens cannot be "
-            "traced back to those of the first. Use LatimFlow, which needs no tracing back."
+            "The model's mixers act on windows of 2-D maps that become coarser, so their tokens "
+            "cannot be traced back to the input tokens. Use LatimFlow, which needs no such tracing."
         )
     parts = [*paths.locals, *paths.beginnings]
     gradients, biases = account(
@@ -220,7 +225,7 @@ def _direct(run: Run, question: Question) -> _Direct:
 
 
 def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
-    """Return a part's contribution to the output by the tokens of the first layer, (B, L)."""
+    """Return a module's direct contribution to the output, by token of the first layer, (B, L)."""
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
     added = gradient * part.output.detach()
@@ -235,8 +240,8 @@ def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
         found = by_token.gather(1, given.clamp_min(0)) * (given >= 0)
     if found.shape[1] != tokens or not part.is_placed:
         raise InputError(
-            f"A part of the model adds to the output by {by_token.shape[1]} tokens, but layer "
-            f"{layers[0].name!r} reads {tokens}, so that it cannot be traced back to them. Use "
-            "LatimFlow, which needs no tracing back."
+            f"A module of the model contributes at {by_token.shape[1]} tokens, but layer "
+            f"{layers[0].name!r} has {tokens} tokens, and the map between them is not known. Use "
+            "LatimFlow, which needs no such map."
         )
     return found

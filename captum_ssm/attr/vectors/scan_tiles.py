@@ -1,15 +1,16 @@
-"""All rows of selective scans, channel by channel, in tiles of a few columns.
+"""The matrices of selective scans, for each channel, computed in tiles of a few columns.
 
-A source token writes one state per channel, and a later row reads that state through its decay
-alone.  So a tile far from the diagonal is a product of two thin factors:
+A source token writes one state per channel, and a later row depends on this state only through
+decay.  So a tile far from the diagonal is a product of two thin factors:
 
     alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
 
 for any token p between j and i, the *pivot* (hidden-attention paper, eq. 14).  Rows *near* the
-sources, which some of them still send to, are made another way.  No exponent is positive.
+sources (within the reach of the short convolution) are computed differently.  No exponent is
+positive.
 
-A scan that runs backwards is one of the tokens in reverse order.  With one that runs forwards it
-has only the sources' own rows in common.  Shapes: S sources, T tokens from the first source on.
+A backward scan is a scan of the tokens in reverse order.  It shares only the rows of the sources
+with a forward scan.  Shapes: S sources, T tokens from the first source on.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from ...operators.kernels.arithmetic import BINARY, doubled, sum_tensors
 from ...operators.kernels.portions import as_memory_allows, at_a_time, parts
 from ...operators.recurrences.selective_scan import SelectiveScan
 
-#: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
+#: Number of sources whose states are in memory at a time.
 _SOURCES = 32
+#: Largest number of elements of a tile (4 MiB in float32).
 _TILE_ELEMENTS = 2**20
-#: Tokens whose matrices are made where launches cost more: sources, and those that reach them.
+#: On a GPU, the number of tokens (sources and near rows) whose matrices are computed at a time.
 _TOKENS_LAUNCHED = 64
 
 
@@ -37,9 +39,9 @@ class ScanTile(NamedTuple):
     """Some rows and columns of the matrices of all channels.
 
     Attributes:
-        rows: which of the positions.
-        sources: which tokens are the columns.
-        entries: (B, rows, sources, H).
+        rows: a slice of the requested positions.
+        sources: a slice of the tokens, the columns.
+        entries: matrix entries (B, rows, sources, H).
     """
 
     rows: slice
@@ -48,13 +50,14 @@ class ScanTile(NamedTuple):
 
 
 class ScanRows:
-    """Rows of outer (scan + skip) shares, channel by channel.
+    """The matrix of outer (scan + skip) shares for each channel.
 
     Args:
-        scan: the scan, whose B and C are common to all heads.
-        shares: share of source t - k in the scan's input at token t, (B, L, H) by lag k >= 0.
-        outer: factors that act after the scan, (B, L, H).
-        skip: factors added to the scan, (B, L, H), broadcastable.
+        scan: the scan, with B and C common to all heads.
+        shares: for each lag k >= 0, the contribution of token t - k to the scan's input at token
+            t, (B, L, H).
+        outer: diagonal factors after the scan, (B, L, H).
+        skip: diagonal factors added to the scan, broadcastable to (B, L, H).
     """
 
     def __init__(
@@ -69,20 +72,20 @@ class ScanRows:
         self._reach = max(shares)
         batch, _, heads, _ = self.shape = scan.shape
         launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
-        #: How many sources are taken at a time.
+        #: The number of sources computed at a time.
         self.width = at_a_time(_SOURCES, scan.device, launched)
-        #: Output of :meth:`_run`; None where it would take a launch for each token.
+        #: A buffer for :meth:`_run`; None on a GPU, where a launch per token would be slow.
         self._outputs: Tensor | None = None
         if scan.device.type == "cpu":
             self._outputs = outer.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
 
     @property
     def device(self) -> torch.device:
-        """Where the coefficients are."""
+        """The device of the scan's coefficients."""
         return self._scan.device
 
     def columns(self, sources: slice) -> Columns:
-        """Return the columns of some sources; the next call overwrites them."""
+        """Return the columns of some sources; the next call overwrites the returned tensors."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         if self._outputs is None:
             near, states = self._near_by_matrix(sources, end), self._states_by_decay(sources, end)
@@ -92,7 +95,7 @@ class ScanRows:
         return Columns(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
-        """Entries (B, rows, S, H) of rows after ``pivot``, given the states (B, H, N, S) there."""
+        """Return entries (B, rows, S, H) of rows after ``pivot``, from the states at the pivot."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
@@ -103,10 +106,12 @@ class ScanRows:
         return entries.permute(0, 2, 3, 1)
 
     def _run(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
-        """Run the scan on each source alone, token by token up to ``end``.
+        """Run the scan on each source separately, from the first source to token ``end - 1``.
+
+        The outputs are written to ``outputs`` (B, T, S, H).
 
         Returns:
-            The states after the last token (B, H, N, S); ``outputs`` (B, T, S, H) is written to.
+            The states after the last token (B, H, N, S).
         """
         scan, start = self._scan, sources.start
         batch, _, heads, _ = scan.shape
@@ -114,7 +119,7 @@ class ScanRows:
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
         rates = BINARY * scan.a.T[None]  # (1, N, H)
         for t in range(start, end):
-            count = min(t - start + 1, width)  # sources that have sent something
+            count = min(t - start + 1, width)  # sources at or before token t
             begun, out = states[:, :count], outputs[:, t - start]
             begun *= (scan.dt[:, t, None] * rates).exp2_()[:, None]
             out.zero_()
@@ -127,10 +132,10 @@ class ScanRows:
             out *= self._outer[:, t, None]
         return states.permute(0, 3, 2, 1).contiguous()
 
-    # Outputs and states of _run, where a launch for each token would cost more than its arithmetic.
+    # the outputs and states of _run without a loop over tokens, which is slow on a GPU
 
     def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
-        """Outputs (B, T, S, H) up to ``end``: outer (scan + skip) shares of these T tokens."""
+        """Return the outputs of :meth:`_run` (B, T, S, H), from the matrix of the T tokens."""
         some, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, some], self._skip[:, some]
         shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
@@ -146,7 +151,7 @@ class ScanRows:
         return matrix[..., :width].permute(0, 2, 3, 1)
 
     def _states_by_decay(self, sources: slice, end: int) -> Tensor:
-        """States (B, H, N, S) after ``end - 1``, each from its decay since it was written."""
+        """Return each source's state after ``end - 1``, (B, H, N, S), from the total decay."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
@@ -163,14 +168,14 @@ class ScanRows:
 
 
 class Columns(NamedTuple):
-    """The columns of S sources, from the first of them on: near rows, and states for later ones.
+    """The columns of S sources: entries of near rows, and states from which later rows follow.
 
     Attributes:
-        rows: the rows they belong to.
+        rows: the matrix that has these columns.
         start: the first source.
-        end: the first token that no source sends to directly.
-        near: entries of the tokens start .. end - 1, (B, T, S, H).
-        states: the states after the last of these, (B, H, N, S).
+        end: the first token behind the sources and the reach of the short convolution.
+        near: entries of rows start .. end - 1, (B, T, S, H).
+        states: the states after token end - 1, (B, H, N, S).
     """
 
     rows: ScanRows
@@ -180,19 +185,19 @@ class Columns(NamedTuple):
     states: Tensor
 
     def to(self, tokens: Tensor) -> Tensor:
-        """Entries (B, rows, S, H) of rows ``tokens``, all of them before ``end`` or none."""
+        """Return entries (B, rows, S, H) of rows ``tokens``, all before ``end`` or all after."""
         if int(tokens.max()) < self.end:
             return self.near[:, tokens - self.start]
         return self.rows.read(self.states, self.end - 1, tokens)
 
 
 def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> Iterator[ScanTile]:
-    """Yield the rows at some positions, tile by tile; zeros may be left out.
+    """Yield the rows at some positions in tiles; columns with zeros may be left out.
 
     Args:
-        ahead: a scan from the first token to the last.
-        back: a second scan, of the tokens in reverse order, to be added; None for none.
-        positions: of the rows, ascending.
+        ahead: the matrix of a forward scan.
+        back: the matrix of a backward scan (tokens in reverse order) to add, or None.
+        positions: the positions of the rows, ascending.
     """
     batch, tokens, heads, _ = ahead.shape
     rows = torch.as_tensor(positions)
@@ -200,7 +205,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
     count = max(1, most // (batch * heads * width))
     for sources in parts(tokens, width, backwards=False):
         first, later = (int((rows < at).sum()) for at in (sources.start, sources.stop))
-        # cuts between rows far before the sources, near before, their own, near after, far after
+        # cuts between rows far before, near before, at, near after and far after the sources
         cuts, sent, returned = [first, later], None, None
         if first < len(rows):
             sent = ahead.columns(sources)
@@ -216,11 +221,11 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
 def _tile(
     positions: Tensor, sources: slice, sent: Columns | None, returned: Columns | None, some: range
 ) -> ScanTile:
-    """Return the tile of some of the rows, all between two of the cuts of :func:`tiles`."""
+    """Return the tile of the rows ``some``, which lie between two cuts of :func:`tiles`."""
     rows, until, found = positions[some.start : some.stop], sources.stop, []
     if sent is not None and rows[0] >= sources.start:
         found.append(sent.to(rows))
-        if returned is None:  # sources after the last of the rows send nothing to them
+        if returned is None:  # the scan is causal: later sources do not reach these rows
             until = min(until, int(rows[-1]) + 1)
     if returned is not None and rows[0] < sources.stop:
         found.append(returned.to(returned.rows.shape.tokens - 1 - rows).flip(2))

@@ -1,4 +1,4 @@
-"""Rows of paths that hold one selective scan each, from the states of these scans."""
+"""Conversion of operators with one selective scan per direction to :class:`ScanRows`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .taps import TapPath, TapShares, products
 
 
 class Scanned(NamedTuple):
-    """Rows of one scan, or of two in opposite directions whose outputs add up.
+    """The matrices of one scan, or of two scans in opposite directions with added outputs.
 
     Attributes:
-        ahead: of the scan from the first token to the last.
-        back: of the scan in the opposite direction, tokens in reverse order; None for none.
+        ahead: the matrix of the forward scan.
+        back: the matrix of the backward scan, with tokens in reverse order; or None.
     """
 
     ahead: ScanRows
@@ -27,10 +27,10 @@ class Scanned(NamedTuple):
 
 
 def scanned(paths: Sequence[TapPath]) -> Scanned | None:
-    """Return the rows of all paths, or None unless each has the form of Mamba-1.
+    """Return the matrices of all paths; None unless each path has the form of Mamba-1.
 
-    The form is outer . (scan + skip) . inner, in one direction or in both, where outer is a product
-    of diagonals, inner of diagonals and causal convolutions.
+    The form is outer . (scan + skip) . inner, in one or both directions. Outer is a product of
+    diagonals; inner is a product of diagonals and causal convolutions.
     """
     found: dict[bool, ScanRows] = {}
     for path in paths:
@@ -44,7 +44,13 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
 
 
 class _Turned(NamedTuple):
-    """A product without reorderings, and its input, in the order in which its scan runs."""
+    """A product without reorderings: all parts and shares are in the scan's token order.
+
+    Attributes:
+        backwards: whether the scan reads the tokens in reverse order.
+        parts: the factors, outermost first.
+        shares: the contributions of tokens to the product's input, by lag.
+    """
 
     backwards: bool
     parts: Sequence[Operator]
@@ -52,7 +58,7 @@ class _Turned(NamedTuple):
 
 
 def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
-    """Take out reorderings that reverse the tokens and restore them; None if there are others."""
+    """Remove a pair of reorderings that reverse the tokens; None if there are other ones."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     core, inner = core[::-1], inner[::-1]
@@ -63,7 +69,7 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
     reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
     if len(outer) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
-    if not inner:  # path.token is the inner reordering: the shares are in this order already
+    if not inner:  # path.token is the inner reordering, so the shares are reversed already
         return _Turned(True, core, path.shares)
     if any(lag for lag, _ in path.shares):
         return None
@@ -73,11 +79,12 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
 def _split_off_permutes(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
 ) -> tuple[list[Permute], list[Operator]]:
-    """Move reorderings past the leading diagonals; return them, and all other parts.
+    """Remove reorderings up to the first part that is no diagonal; return them, and the rest.
 
     Args:
         parts: the parts, from one end of a product.
-        order: the order that diagonals take as a reordering is moved past them.
+        order: function that returns the order in which diagonals before a reordering are
+            rearranged.
     """
     moved: list[Permute] = []
     diagonals: list[Diagonal] = []
@@ -93,7 +100,7 @@ def _split_off_permutes(
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """Return the rows of a product without reorderings, or None if it has another form."""
+    """Return the matrix of a product without reorderings; None if it is not like Mamba-1."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None
@@ -122,7 +129,7 @@ def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
 
 
 def _scan_in(part: Operator) -> SelectiveScan | None:
-    """Return the scan of a part: itself, or the only one in a sum with diagonals; else None."""
+    """Return ``part`` if it is a scan, or the only scan in a sum with diagonals; else None."""
     if isinstance(part, SelectiveScan):
         return part
     if not isinstance(part, Sum):
@@ -133,7 +140,7 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
 
 
 def _sent(shares: TapShares, inner: Sequence[Operator]) -> Band:
-    """Return the scan's input at token t that is due to token t - k, (B, L, H, P) by lag k."""
+    """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
     for part in reversed(inner):
         following = part.after_band(band)

@@ -1,17 +1,19 @@
-"""ALTI's mixing: the share of each token of the stream before in a token (LATIM, eq. 6).
+"""Mixing matrices P: the share of each input token j in each output token i of a layer.
+
+ALTI's shares (LATIM, eq. 6) are
 
     P[i, j] proportional to relu(sum over features of |y_i| - |y_i - T_i(x_j)|),
 
-rows summing to 1, where y_i = sum over j of T_i(x_j).  With the residual stream, x_i is added to
-y_i and to T_i(x_i) (LATIM, eq. 4).  Constants belong to no token and are left out, as in the paper
-(footnotes 1 and 4).
+scaled so that each row sums to 1, where y_i = sum over j of T_i(x_j).  With the residual stream,
+x_i is added to y_i and to T_i(x_i) (LATIM, eq. 4).  Constants belong to no token and are left out,
+as in the paper (footnotes 1 and 4).
 
-And a mixing of tokens that is linear in L, by projections on the token's new vector:
+Projections on y_i give shares in time linear in the number of tokens:
 
     P[i, j] = <T_i(x_j), y_i> / |y_i|^2,      y_i = sum over j of T_i(x_j)
 
-with the residual stream among the sources.  Rows sum to 1 by themselves.  Entries are signed, and
-large where sources cancel; but no more than one adjoint of the operator is ever needed.
+with the residual stream among the sources.  Each row sums to 1 without scaling.  Entries are
+signed, and large if sources cancel.
 """
 
 from __future__ import annotations
@@ -28,28 +30,26 @@ from ...tracing import Layer
 from .contributions import Contributions, tiles
 from .latim import weighted_rows
 
-#: The residual stream entering each layer's block, (B, L, E); None where a mixer stands alone.
+#: The residual stream (B, L, E) entering each layer's block; None for a mixer without one.
 Streams = Mapping[Layer, Tensor | None]
 
 
 class AltiShares:
-    """The mixing of layers that act on one residual stream together; see :func:`.fold.stages`.
+    """ALTI's mixing matrix of one layer, or of a stage (see :func:`.fold.stages`).
 
-    Outputs of parallel mixers add up. A layer that feeds the next one does not write to the stream:
-    the next one's sources are the stream plus the first one's output. The mixing is then diag(r) +
-    C P, with the shares C of these sources and r of the stream, and the mixing P of the feeding
-    layer.
-
-    A row of zeros, such as a padded token's, becomes 1 at the token's own place.
+    The outputs of parallel mixers are added. If a layer F passes its output to the next layer, and
+    not to the residual stream, the next layer's sources are the residual stream plus F's output.
+    The matrix is then diag(r) + C P, with the stream's shares r, the sources' shares C, and F's
+    matrix P. A row of zeros, such as a padded token's, becomes a row of the identity.
 
     Args:
         stage: the layers.
-        streams: the stream entering each layer's block.
-        residual: whether the stream counts. Default: True.
+        streams: the residual stream entering each layer's block.
+        residual: whether the residual stream is a source. Default: True.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
             ``"linearized"``.
-        mask: True for real tokens (B, L); padded ones take part in nothing. Default: None, all
-            are real.
+        mask: True for unpadded tokens (B, L); padded tokens have no shares. Default: None, no
+            padding.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        # a single output that is added to no stream has no way into it
+        # without a residual stream no steps follow the output
         alone = len(writers) == 1 and not (residual and writers[0].has_stream)
         self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
         self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
@@ -78,7 +78,7 @@ class AltiShares:
 
     @underflow_flushed()
     def rows(self, index: Tensor) -> Tensor:
-        """Return the rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
+        """Return the rows (B, Q, L) of queries ``index`` (B, Q); each row sums to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
         kept, on_host = self._stream if self._before is None else None, index
@@ -104,40 +104,39 @@ class AltiShares:
         return self.rows(torch.arange(tokens, device="cpu").expand(batch, -1))
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Return rows (..., B, L) times the mixing, of which a few rows exist at once."""
+        """Return rows (..., B, L) times the matrix, computing a few matrix rows at a time."""
         return weighted_rows(row, self.rows, within)
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
-    """Return relu(|y|_1 - |y - T|_1), summed from differences: exactly 0 for T = 0."""
+    """Return relu(|y|_1 - |y - T|_1) as a sum of differences, which is exactly 0 for T = 0."""
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
-    """Return the layers of a stage that write to the stream, and the layers that feed them."""
+    """Return the layers whose output enters the residual stream, and the layers before them."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
 
 def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
-    """Return the stream that the layer's output is added to, in the shape of the output."""
+    """Return the residual stream to which the layer's output ``like`` is added."""
     stream = streams.get(layer)
     if stream is None or stream.shape != like.shape:
-        found = "stands alone" if stream is None else f"stands in one of {tuple(stream.shape)}"
+        found = "is not known" if stream is None else f"has shape {tuple(stream.shape)}"
         raise InputError(
-            f"Layer {layer.name!r} returns {tuple(like.shape)}, to be added to a residual stream, "
-            f"but {found}. Use residual=False for the mixers' own maps."
+            f"Layer {layer.name!r} returns {tuple(like.shape)}, but the residual stream {found}. "
+            "Pass residual=False for the maps of the mixers without the residual stream."
         )
     return stream.to(like)
 
 
 class ProjectionShares:
-    """The mixing, by projections, of the layers that act on one residual stream together.
+    """The mixing matrix from projections, of one layer or of a stage.
 
     Args:
-        stage: the layers; if one feeds the next, the next one's sources are the stream plus the
-            first one's output.
-        streams: the stream entering each layer's block.
+        stage: the layers, as for :class:`AltiShares`.
+        streams: the residual stream entering each layer's block.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
             ``"linearized"``.
     """
@@ -156,13 +155,13 @@ class ProjectionShares:
         stream = stream_of(last, streams, mixed) if last.has_stream else torch.zeros_like(mixed)
         output = mixed + stream
         size = output.square().sum(-1, keepdim=True)
-        # a token whose vector is 0, such as a padded one, has its only share at its own place
+        # a token whose vector is 0, such as a padded token, gets a row of the identity
         self._direction = output / size.where(size > 0, 1)
         kept = (stream * self._direction).sum(-1)
         self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Return rows (..., B, L) times the mixing."""
+        """Return rows (..., B, L) times the matrix; nonzero entries lie in ``within`` if given."""
         direction = row[..., None] * self._direction
         mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
         for feeder in reversed(self._before):

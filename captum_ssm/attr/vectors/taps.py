@@ -2,10 +2,10 @@
 
     u[t] = b + sum over k of w[k] x[t - k]          act(u[t]) ~ sum over k of phi[k][t]
 
-where the share phi[k][t] is due to token t - k alone.  Linearized, phi[k][t] = s[t] w[k] x[t - k]
-with the frozen ratio s = act(u) / u, and the sum is exact but for s b, a constant.  The paper puts
-a function f that is taken to be additive in its place: phi[k][t] = f(w[k] x[t - k]), the bias b
-being part of the tap k = 0.
+where the share phi[k][t] depends only on token t - k.  Linearized, phi[k][t] = s[t] w[k] x[t - k]
+with the frozen ratio s = act(u) / u; the sum is exact up to the constant s b.  The paper replaces
+the activation by a function f that it treats as additive: phi[k][t] = f(w[k] x[t - k]), with the
+bias b added in tap k = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
 TapShares = Sequence[tuple[int, Tensor]]
 
-#: Functions in the activation's place, by tap; ``"silu"`` means the model's own, see _own_function.
+#: Functions f of a tap that replace the activation; for ``"silu"`` the model's, see _own_function.
 FUNCTIONS: dict[str, Function] = {
     "silu": F.silu,
     "taylor1": lambda x: x / 2,
@@ -39,21 +39,20 @@ FUNCTIONS: dict[str, Function] = {
 }
 ACTIVATIONS = ("linearized", *FUNCTIONS)
 
-#: Where modules keep their activation.
+#: Attribute names under which modules store their activation function.
 _ACTIVATION_NAMES = ("act", "act_fn", "activation_fn", "activation")
-#: Largest relative difference between a module's activation and the frozen one of its operator.
+#: Largest relative difference between a module's activation and the operator's frozen activation.
 _SAME_FUNCTION = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class TapPath:
-    """A linear map over positions, and the share of each position in its input.
+    """A linear operator over positions, and the contribution of each position to its input.
 
     Attributes:
-        operator: the map.
-        shares: the shares, by lag.
-        token: the token at each position (L,), on the host; None if positions are the tokens
-            themselves.
+        operator: the operator.
+        shares: the contributions phi, by lag.
+        token: the token at each position (L,), on the CPU; None if position t is token t.
     """
 
     operator: Operator
@@ -61,11 +60,11 @@ class TapPath:
     token: Tensor | None = None
 
     def total(self) -> Tensor:
-        """Return the map's output for all tokens together, (B, L, H, P)."""
+        """Return the operator's output for the contributions of all tokens, (B, L, H, P)."""
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
-        """Return tokens' shares in the output's product with a direction (..., B, L, H, P)."""
+        """Return each token's contribution (..., B, L) to <output, direction>."""
         weight = self.operator.transpose(direction)
         added = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:
@@ -85,13 +84,14 @@ def check_activation(activation: str) -> None:
 
 
 def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[TapPath]:
-    """Expand a mixer's operator into paths whose input's shares are known, and which add up to it.
+    """Expand a mixer's operator into a sum of paths, with the contribution of each token.
 
-    A mixer whose recurrence has no activation inside is one path, whatever ``activation``.
+    A mixer without an activation before its recurrence is one path for all values of
+    ``activation``.
 
     Args:
         linear: the linearized mixer.
-        module: the mixer, for its activation with ``"silu"``.
+        module: the mixer, whose activation function is used with ``"silu"``.
         activation: one of :data:`ACTIVATIONS`.
     """
     operator, values = linear.operator, linear.values
@@ -101,10 +101,10 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Ta
 
 
 def products(operator: Operator) -> list[list[Operator]]:
-    """Expand an operator into a sum of products; sums without an activation are left whole.
+    """Expand an operator into a sum of products; sums without an activation are not expanded.
 
     Returns:
-        The factors of each product, the outermost first.
+        The factors of each product, outermost first.
     """
     if isinstance(operator, Chain):
         choices = product(*(products(part) for part in operator.parts))
@@ -115,7 +115,7 @@ def products(operator: Operator) -> list[list[Operator]]:
 
 
 def silenced(operator: Operator) -> Operator:
-    """Set the operator's activations to zero, so that only constants added after them are left."""
+    """Replace activations by 0, so that only the constants added after them are left."""
     if isinstance(operator, Chain):
         return Chain(*(silenced(part) for part in operator.parts))
     if isinstance(operator, Sum):
@@ -126,7 +126,7 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
-    """Return one product's path: factors outside its activation, and shares from those inside."""
+    """Return one product as a path: factors after the activation, and contributions before it."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
@@ -134,9 +134,9 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
     conv, inner = _split_conv(parts[at + 1 :])
     if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in inner):
         raise UnsupportedMixerError(
-            f"{type(module).__name__}: activation={activation!r} needs an activation with at most "
-            "a short convolution in front of it, which this mixer does not have. Use "
-            "activation='linearized', which serves every mixer."
+            f"activation={activation!r} needs an activation with at most a short convolution "
+            f"before it, but {type(module).__name__} has a different structure. Pass "
+            "activation='linearized', which works for every mixer."
         )
     token: Tensor | None = None
     for part in reversed(inner):
@@ -153,7 +153,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
 
 
 def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
-    """Return terms of the convolution's output, (B, L, H, P) by lag; its bias is part of lag 0."""
+    """Return the convolution's output by lag, (B, L, H, P) each; lag 0 includes the bias."""
     if conv is None:
         return {0: values}
     taps = {0: torch.zeros_like(values)}
@@ -175,13 +175,14 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
         ):
             return function
     raise UnsupportedMixerError(
-        f"{type(module).__name__}: its activation was not found under {_ACTIVATION_NAMES}, so it "
-        "cannot be applied tap by tap. Use activation='linearized', which needs no such function."
+        f"activation='silu' needs the activation function of {type(module).__name__}, which has "
+        f"none under the names {_ACTIVATION_NAMES}. Pass activation='linearized', which needs no "
+        "such function."
     )
 
 
 def _split_conv(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
-    """Split off the outermost part if it is a convolution; else None."""
+    """Return the outermost part if it is a convolution, else None; and the remaining parts."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
 
