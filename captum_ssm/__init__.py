@@ -1,6 +1,6 @@
-"""Explanations for state-space and gated-linear-RNN models, in the Captum workflow.
+"""Captum methods that explain state-space, gated-linear-RNN and hybrid models.
 
-CONTRIBUTING.md lists the files to read first, and docs/words.md explains the code's own words.
+CONTRIBUTING.md lists the files to read first, and docs/words.md is a glossary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public names and where they live; imported on first use, so that ``import captum_ssm`` is quick.
+#: The module of each public name. Modules are imported on first use, so ``import captum_ssm`` is
+#: fast.
 _WHERE = {
     name: place
     for place, names in {

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and read with errors that name the file."""
+"""Reading and writing of files, with errors that name the file; writes are complete or undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a writable folder, and those above it: fail before the work, not after it."""
+    """Create a folder with its parents, and check that files can be written in it."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -30,7 +30,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write text (UTF-8) or bytes to a file that holds either all of it or its old content."""
+    """Write text (UTF-8) or bytes to a file; if this fails, the old file is unchanged."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     with replacing(path) as beside:
         beside.write_bytes(data)
@@ -38,14 +38,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, on the same disk; its file replaces ``path`` at the end.
+    """Yield a temporary path to write to; the written file replaces ``path`` at the end.
 
     Raises:
-        WriteError: when it cannot be written; ``path`` is then unchanged.
+        WriteError: if the file cannot be written; ``path`` is then unchanged.
     """
     real = Path(os.path.realpath(path))
     with writing(path):
-        if real.exists() and not real.is_file():  # no place of a device or pipe can be taken
+        if real.exists() and not real.is_file():  # a device or pipe cannot be replaced
             yield real
         else:
             with _moved_to(real.parent) as beside:
@@ -54,10 +54,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, whose files replace the ones in ``folder`` at the end.
+    """Yield a temporary folder to write to; its files are moved to ``folder`` at the end.
 
     Raises:
-        WriteError: when a file cannot be written; ``folder`` is then unchanged.
+        WriteError: if a file cannot be written; ``folder`` is then unchanged.
     """
     make_folder(folder)
     with writing(folder), _moved_to(folder) as beside:
@@ -66,27 +66,27 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file and advice in the system's errors of a failed write."""
+    """Replace a system error inside the ``with`` by a WriteError with the path and advice."""
     try:
         yield
     except OSError as error:
-        # of files within files, the outermost is the one that the user knows
+        # in nested calls, the outermost path is the one that the user passed
         cause = error.__cause__ if isinstance(error, WriteError) else error
         raise WriteError(
             f"{path} could not be written: {getattr(cause, 'strerror', None) or cause}. Old files "
-            "are unchanged. Make room or give write permission there, or name another place."
+            "are unchanged. Free disk space, allow writing there, or pass a different path."
         ) from cause
 
 
 @contextmanager
 def _moved_to(folder: Path) -> Iterator[Path]:
-    """Yield a folder inside ``folder`` whose files move up when the ``with`` ends without error."""
+    """Yield a temporary folder inside ``folder``; move its files up if the ``with`` succeeds."""
     with tempfile.TemporaryDirectory(prefix=".", dir=folder, ignore_cleanup_errors=True) as made:
         beside = Path(made)
         yield beside
         written = sorted(beside.iterdir())
         for file in written:
-            with file.open("rb+") as opened:  # a name must not reach the disk before its content
+            with file.open("rb+") as opened:  # write the content to disk before the new name
                 os.fsync(opened.fileno())
         for file in written:
             file.replace(folder / file.name)
@@ -96,16 +96,16 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 
 
 def existing_folder(path: str | Path, holds: str) -> Path:
-    """Return the folder, which must exist; ``holds`` names its contents in the error."""
+    """Return ``path`` if it is a folder; otherwise raise an error that names its contents."""
     found = Path(path)
     if not found.is_dir():
         state = "is not a folder" if found.exists() else "does not exist"
-        raise DataNotFoundError(f"{found} {state}. Pass the folder that holds {holds}.")
+        raise DataNotFoundError(f"{found} {state}. Pass the folder that contains {holds}.")
     return found
 
 
 def existing_file(path: str | Path, what: str) -> Path:
-    """Return the file, which must exist; ``what`` names it in the error."""
+    """Return ``path`` if it is a file; otherwise raise an error that asks for ``what``."""
     found = Path(path)
     if not found.is_file():
         state = "is not a file" if found.exists() else "does not exist"
@@ -114,57 +114,51 @@ def existing_file(path: str | Path, what: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Returns:
-        The object.
+    """Read a JSON file, and return its content.
 
     Raises:
-        DataNotFoundError: when there is no such file.
-        CheckpointError: when it is not JSON.
+        DataNotFoundError: if there is no such file.
+        CheckpointError: if the file is not JSON.
     """
     if not path.is_file():
-        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+        raise DataNotFoundError(f"{path} does not exist. Pass a folder that contains {path.name}.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+        raise CheckpointError(f"{path} is not JSON: {error}. Save or download it again.") from None
 
 
 def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
-    """Return the weights of a file of safetensors, by name.
-
-    Returns:
-        The tensors on the CPU.
+    """Read a safetensors file, and return its tensors by name, on the CPU.
 
     Raises:
-        DataNotFoundError: when there is no such file.
-        CheckpointError: when its header does not fit it: sizes are checked before memory is taken.
-        ImportError: when safetensors is not installed.
+        DataNotFoundError: if there is no such file.
+        CheckpointError: if the header does not fit the file; it is checked before memory is used.
+        ImportError: if safetensors is not installed.
     """
     safetensors = optional("safetensors", '"captum-ssm[hf]"', need)
     if not path.is_file():
-        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+        raise DataNotFoundError(f"{path} does not exist. Pass a folder that contains {path.name}.")
     try:
         found: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
     except safetensors.SafetensorError as error:
         raise CheckpointError(
-            f"{path} is not a whole file of safetensors: {error}. Fetch or save it again."
+            f"{path} is not a complete safetensors file: {error}. Save or download it again."
         ) from error
     return found
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return all of a text file, in the encoding named, which must be its own."""
+    """Read a text file; raise DataError if it does not have the given encoding."""
     try:
         return path.read_text(encoding=encoding)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not {encoding}: byte {error.start} cannot be read. Is it in another "
-            "encoding, or another file?"
+            f"{path} is not {encoding} text: byte {error.start} cannot be decoded. Pass a text "
+            f"file in {encoding}."
         ) from None
 
 
 def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
-    """Return the lines of a text file, in order, empty ones included, without their ends."""
+    """Return the lines of a text file without line ends; empty lines are included."""
     return read_text(path, encoding).removesuffix("\n").split("\n") if path.stat().st_size else []

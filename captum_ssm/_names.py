@@ -1,4 +1,4 @@
-"""Names as users spell them: upper and lower case, spaces, dashes and underscores are the same."""
+"""Search for names in any spelling: case, spaces, dashes and underscores are ignored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def known_as(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that is meant, or None.
+    """Return the known name that equals ``name`` in any spelling, or None.
 
     Example:
         >>> from captum_ssm._names import known_as
@@ -23,10 +23,10 @@ def known_as(name: object, known: Iterable[str]) -> str | None:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """Return a question for the end of an error: the known name that is most like another.
+    """Return the most similar known name as a question for the end of an error.
 
     Returns:
-        The question behind a space; empty if no name is alike.
+        A space and the question; empty if no known name is similar.
 
     Example:
         >>> from captum_ssm._names import meant

@@ -1,4 +1,4 @@
-"""Packages that are not needed by all, imported where they are used."""
+"""Import of optional packages, on first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optional(name: str, package: str, need: str) -> Any:
-    """Import an optional module; the error names ``package`` for pip, and its ``need``."""
+    """Import an optional module; without it, the error says that ``need`` needs ``package``."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,14 +1,14 @@
-"""Errors a user can act on.
+"""The errors of this package.
 
-Each one is a :class:`CaptumSSMError` and also the builtin that a Captum user would expect to catch.
-Messages name the wrong value, the accepted ones, and a remedy.
+Each class is a :class:`CaptumSSMError` and a subclass of a builtin error, as Captum users expect.
+Messages name the wrong value, the accepted values, and a remedy.
 """
 
 from __future__ import annotations
 
 
 class CaptumSSMError(Exception):
-    """Base class of every error raised on purpose by captum_ssm.
+    """Base class of all errors of captum_ssm.
 
     Example:
         >>> from captum_ssm import CaptumSSMError, discard_smallest
@@ -29,10 +29,10 @@ class NoMixerError(CaptumSSMError, ValueError):
 
 
 class UnsupportedMixerError(CaptumSSMError, TypeError):
-    """The model holds a token mixer that has no adapter.
+    """The model has a token mixer without an adapter.
 
-    It is refused, since an explanation of the other mixers alone would be wrong.  Register an
-    adapter, or vouch for the rest of the model by naming mixers with ``layers``.
+    An explanation of only the other mixers would be wrong.  Register an adapter; or pass ``layers``
+    if the listed mixers are all that must be explained.
     """
 
 
@@ -44,29 +44,29 @@ class AdapterError(CaptumSSMError, RuntimeError):
 
 
 class ModelNotFoundError(CaptumSSMError, TypeError):
-    """No ``torch.nn.Module`` could be reached from ``forward_func``.
+    """No ``torch.nn.Module`` was found from ``forward_func``.
 
-    Pass the module itself, or name it beside the function: ``Method(function, model=module)``.
+    Pass the module itself, or both: ``Method(function, model=module)``.
     """
 
 
 class InputError(CaptumSSMError, ValueError):
-    """The inputs are empty, of mismatched batch sizes, or of an unusable shape.
+    """The inputs are empty, have different batch sizes, or have a shape that is not accepted.
 
     Accepted are token ids (B, L), embeddings (B, L, E) and images (B, C, H, W).
     """
 
 
 class PaddedExampleError(InputError):
-    """All tokens of an example are padding, so that there is nothing to attribute to.
+    """All tokens of an example are padding, so no token can have relevance.
 
     Args:
-        example: its number in the batch, counted from 0.
+        example: index of the example in the batch.
 
     Example:
         >>> from captum_ssm.errors import PaddedExampleError
         >>> print(PaddedExampleError(2))
-        Example 2 of the batch is padding alone: its mask hides every token. Leave it out.
+        Example 2 of the batch has only padding: its mask is 0 at every token. Leave it out.
     """
 
     def __init__(self, example: int) -> None:
@@ -75,88 +75,87 @@ class PaddedExampleError(InputError):
 
     def __str__(self) -> str:
         return (
-            f"Example {self.example} of the batch is padding alone: its mask hides every token. "
+            f"Example {self.example} of the batch has only padding: its mask is 0 at every token. "
             "Leave it out."
         )
 
 
 class ArgumentError(CaptumSSMError, TypeError):
-    """A function or class is called without an argument that it needs, or with an unknown one.
+    """A function or class is called without a required argument, or with an unknown one.
 
-    The message names the function, and the arguments that it takes.
+    The message names the function and the accepted arguments.
     """
 
 
 class OptionError(CaptumSSMError, ValueError):
-    """An option has a value that is not accepted; the message lists those that are."""
+    """An option has a value that is not accepted; the message lists the accepted values."""
 
 
 class LayerError(CaptumSSMError, ValueError):
     """A layer has no activation to explain.
 
-    It is not a module of the model, did not run, ran several times, or is a part of a mixer.
+    The layer is not a module of the model, did not run, ran several times, or is inside a mixer.
     """
 
 
 class TargetError(CaptumSSMError, ValueError):
     """The target does not select one number per example.
 
-    Language models take (position, token): of their outputs (B, L, V) an int would be a position.
+    For the output (B, L, V) of a language model, pass (position, token).
     """
 
 
 class QueryError(CaptumSSMError, ValueError):
-    """The query is not a token of the sequence: it lies outside, or is padding."""
+    """The query is not a token of the sequence, or it is a padded token."""
 
 
 class OutputError(CaptumSSMError, TypeError):
-    """The model returned neither a tensor nor something with logits."""
+    """The model returned neither a tensor nor an object with the attribute ``logits``."""
 
 
 class GradientModeError(CaptumSSMError, RuntimeError):
-    """A gradient is needed where autograd cannot record one.
+    """A method needs a gradient that autograd cannot compute, as in ``torch.inference_mode()``.
 
-    Such as under ``torch.inference_mode()``; under ``torch.no_grad()`` methods enable gradients
-    themselves.
+    ``torch.no_grad()`` is accepted, because methods enable gradients.
     """
 
 
 class TrainingModeError(CaptumSSMError, RuntimeError):
-    """A module in training mode is random or reads across the batch; call ``model.eval()``."""
+    """A module in training mode is random or mixes examples of the batch; call ``model.eval()``."""
 
 
 class CheckpointError(CaptumSSMError, ValueError):
-    """A file of weights does not fit the model it is loaded into."""
+    """A file of weights does not fit the model."""
 
 
 class DataNotFoundError(CaptumSSMError, FileNotFoundError):
-    """A file or folder of a data set does not exist."""
+    """A file or folder does not exist."""
 
 
 class DataError(CaptumSSMError, ValueError):
-    """A file of a data set does not have its format."""
+    """A file does not have the expected format."""
 
 
 class WriteError(CaptumSSMError, OSError):
     """A file or folder cannot be written, such as on a full disk.
 
-    The message names it and the system's error; old files are unchanged.
+    The message names the path and the system's error; old files are unchanged.
     """
 
 
 class WeightsError(CaptumSSMError, RuntimeError):
-    """A module's weights are not in memory when they are read, or lack an operation of tensors."""
+    """A module's weights are not in memory, or their tensor class lacks a needed operation."""
 
 
 class CachedStateError(CaptumSSMError, ValueError):
-    """The forward pass continued from a cache that the method cannot take apart.
+    """The forward pass continued from a cache whose tokens the method cannot explain.
 
     Pass the whole sequence in one call, without a cache.
     """
 
 
 class NonFiniteError(CaptumSSMError, ArithmeticError, ValueError):
-    """An operator or the explained output holds NaN or infinity.
+    """An operator or the explained output contains NaN or infinity.
 
     The message names the layer and the component, or the target.
     """
@@ -165,13 +164,13 @@ class NonFiniteError(CaptumSSMError, ArithmeticError, ValueError):
 class NotLinearError(CaptumSSMError, NotImplementedError):
     """The network uses a function without a known linear form.
 
-    :class:`~captum_ssm.LatimFlow`, :class:`~captum_ssm.LatimLogit` and methods with LRP's rules
-    need one; methods of implicit attention do not.
+    :class:`~captum_ssm.LatimFlow`, :class:`~captum_ssm.LatimLogit` and methods with LRP rules need
+    a linear form; implicit-attention methods do not.
     """
 
 
 class ReconstructionError(CaptumSSMError, RuntimeError):
-    """A linearized mixer does not reproduce the real module's output.
+    """A linearized mixer does not reproduce the module's output, so the adapter is wrong.
 
-    Raised by ``verify``: the module differs from its adapter.
+    The check is controlled by the option ``verify``.
     """

@@ -1,4 +1,4 @@
-"""Methods, one file each: Captum Attribution classes over reduce and fold."""
+"""Attribution methods, one file each, as subclasses of Captum's Attribution."""
 
 from .call.dense import mean_over
 from .call.targets import SumTarget

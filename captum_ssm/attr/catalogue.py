@@ -1,6 +1,6 @@
-"""A catalogue of the methods: their numbers, costs, needs and options.
+"""A catalogue of the methods, with the meaning, cost, required arguments and options of each.
 
-The command, Insights, the report and the documentation read it; the methods do not.
+The command line, Insights, the report and the documentation use this list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .rollout import ImplicitAttentionRollout
 from .transformer_attribution import TransformerAttribution
 from .vectors.logit import MIXINGS
 
-#: Arguments of ``attribute`` that are no options of one method.
+#: Arguments of ``attribute`` that are common to all methods, and so not listed as options.
 _OF_EVERY_CALL = {
     "self",
     "inputs",
@@ -51,7 +51,7 @@ _OF_EVERY_CALL = {
     "show_progress",
     "verify",
 }
-#: The words that an option takes, of whichever method; some take more than words.
+#: Strings that each option accepts; some options accept other values, too.
 _WORDS: dict[str, Collection[str]] = {
     "aggregate": AGGREGATES,
     "baselines": ("mean",),
@@ -64,7 +64,7 @@ _WORDS: dict[str, Collection[str]] = {
     "reduce": ("mean", "max", "min", "product"),
     "rule": tuple(FAMILY),
 }
-#: The smallest and the largest number that an option takes; None if there is none.
+#: The smallest and the largest number that each option accepts; None for no limit.
 _LIMITS: dict[str, tuple[float | None, float | None]] = {
     "discard_ratio": (0.0, 0.999),
     "start_layer": (0, None),
@@ -75,10 +75,10 @@ class Option(NamedTuple):
     """An argument of ``attribute`` that only some methods have.
 
     Attributes:
-        name: of the argument.
-        default: its default.
-        words: the words that it takes, with None if that is the default; empty for none.
-        limits: the smallest and the largest number that it takes; None if it takes none.
+        name: the name of the argument.
+        default: the default of the argument.
+        words: strings that the argument accepts, with None if the default is None; may be empty.
+        limits: the smallest and the largest accepted number; None if numbers are not accepted.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Option(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The work of a method beside the model's forward run.
+    """The cost of a method in addition to the model's forward run.
 
     Attributes:
-        makes: the results computed from the mixers' operators; may be empty.
-        backward: how many backward runs it takes. Default: 0.
+        makes: a phrase for the rows or maps computed from the mixers' operators; may be empty.
+        backward: the number of backward passes. Default: 0.
         linear: whether time and memory are linear in the number of tokens. Default: False,
             quadratic.
 
@@ -115,12 +115,12 @@ class Entry(NamedTuple):
     """The description of a method.
 
     Attributes:
-        method: its class.
-        cost: its cost.
-        says: the meaning of its numbers.
-        needs: arguments that it needs beside the inputs.
-        holds_identity: whether it multiplies matrices I + M, whose identity adds to the query's own
-            entry. Default: False.
+        method: the class of the method.
+        cost: the cost of a call.
+        says: a phrase for the meaning of the relevance.
+        needs: phrases for the requirements beside the inputs, such as ``"a target"``.
+        holds_identity: whether the method multiplies matrices I + M, so that the identity adds to
+            the relevance of the query token. Default: False.
     """
 
     method: type[SSMAttribution]
@@ -131,7 +131,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its class."""
+        """The class name of the method."""
         return self.method.__name__
 
     @property
@@ -150,7 +150,7 @@ class Entry(NamedTuple):
 
 
 def _option(name: str, default: Any) -> Option:
-    """Describe an argument by its name and default."""
+    """Return an argument as an :class:`Option`, with the strings and numbers it accepts."""
     words: tuple[str | None, ...] = tuple(_WORDS.get(name, ()))
     if words and default is None:
         words = (None, *words)
@@ -222,17 +222,17 @@ METHODS: tuple[Entry, ...] = (
     ),
 )
 
-#: The questions that LatimFlow's rules answer.
+#: The question that LatimFlow answers under each rule.
 QUESTIONS: Mapping[Rule, str] = MappingProxyType(
     {"balanced": "What mattered?", "frozen": "Which token was it copied from?"}
 )
 
-#: The default methods, by their names in results: LatimFlow under each of these rules.
+#: The default methods, by name in results: LatimFlow under each rule of QUESTIONS.
 DEFAULT: Mapping[str, type[Attribution]] = MappingProxyType(
     {f"{LatimFlow.get_name()}, {rule}": LatimFlow for rule in QUESTIONS}
 )
 
-#: Captum's own methods that are offered beside them, in the order in which they are listed.
+#: Captum's methods that users can also choose, in the order in which they are listed.
 OF_CAPTUM: tuple[type[Attribution], ...] = (
     IntegratedGradients,
     Saliency,
@@ -244,15 +244,15 @@ OF_CAPTUM: tuple[type[Attribution], ...] = (
     Occlusion,
 )
 
-#: All that can be named.
+#: All methods that users can choose by name.
 OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), *OF_CAPTUM)
 
 
 def holds_identity(method: Any) -> bool:
-    """Return True if the query's own entry of a method includes the identity.
+    """Return True if a method's relevance of the query token includes the identity matrix.
 
     Args:
-        method: the method, its class, or its name as Captum shows it.
+        method: the method, the class, or the name that Captum shows.
 
     Example:
         >>> from captum_ssm import LatimFlow
@@ -272,8 +272,9 @@ def with_rules(
     """Return options by method, with a rule for each of the default methods.
 
     Args:
-        methods: as users gave them.
-        options: by the name of a method; both default methods get options of LatimFlow.
+        methods: the ``methods`` argument of the user.
+        options: the options of each method, by name. Options of LatimFlow go to both default
+            methods.
 
     Example:
         >>> from captum_ssm.attr.catalogue import DEFAULT, with_rules
@@ -290,12 +291,12 @@ def with_rules(
 
 
 def method_named(name: str, argument: str) -> type[Attribution]:
-    """Return a method of this package or of Captum by its name.
+    """Return the class of a method of this package or of Captum.
 
     Args:
-        name: of the class, or as Captum shows it. Case, and signs other than letters and digits,
+        name: the class name, or the name that Captum shows. Case, spaces, dashes and underscores
             are ignored.
-        argument: the user's argument, for the error.
+        argument: the name of the user's argument, for the error.
 
     Example:
         >>> from captum_ssm.attr.catalogue import method_named
@@ -306,7 +307,7 @@ def method_named(name: str, argument: str) -> type[Attribution]:
     found = known_as(name, known)
     if found is None:
         raise OptionError(
-            f"{argument} names {name!r}, which is not a method.{meant(name, known)} Known are "
+            f"{argument} contains {name!r}, which is not a method.{meant(name, known)} Pass one of "
             f"{', '.join(known)}."
         )
     return known[found]

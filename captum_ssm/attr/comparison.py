@@ -1,4 +1,4 @@
-"""Several methods on one input, side by side."""
+"""Comparison of several methods on one input."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from .engine.run import shared_forward
 from .engine.sums import Sums, attribute_with_sums, joined
 from .text.tokens import Tokens
 
-#: A method, a class of methods to be made on the compared model, or such a class by its name.
+#: A method, the class of a method, or the name of such a class.
 Method: TypeAlias = Attribution | type[Attribution] | str
-#: Methods by names of which no two are the same.
+#: Methods by unique names.
 Named: TypeAlias = dict[str, Attribution | type[Attribution]]
 
 
 class Comparison(dict[str, Tensor], NamedTokens):
-    """Relevance by the names of methods; :func:`compare` returns it.
+    """Relevance by method name, the result of :func:`compare`.
 
-    A dict that shows itself in notebooks, and saves itself.
+    A dict with methods to show it in notebooks and to save it.
 
     Args:
-        relevance: by each method.
-        names: of the tokens of each example, which its page shows. Default: None, positions.
-        sums: of methods whose relevance is to add up, by their names: the number that each sum
-            should be, and the sum. Default: None, of none.
+        relevance: the relevance of each method, by name.
+        names: names of each example's tokens, shown in the HTML page. Default: None, positions.
+        sums: the sum of relevance and its expected value, by name, for methods whose relevance
+            should sum to a known number. Default: None, for no method.
 
     Example:
         >>> import torch
@@ -76,16 +76,17 @@ class Comparison(dict[str, Tensor], NamedTokens):
         return f"Comparison({shapes})"
 
     def against(self, before: Comparison) -> Comparison:
-        """Return the relevance of two runs and their difference, by aligned tokens.
+        """Return the relevance in two runs and the difference, by aligned tokens.
 
         The runs differ in the prompt, or in the model, such as before and after fine-tuning.
-        A replaced token shares the position of its replacement. A new token has zero before.
+        A replaced token has the same position as its replacement. An inserted token has relevance
+        0 in the run before.
 
         Args:
-            before: the result of :func:`compare` for the other run, by the same methods.
+            before: the result of :func:`compare` for the other run, with the same methods.
 
         Raises:
-            InputError: for several examples, or methods or tokens that do not correspond.
+            InputError: if there are several examples, or if methods or tokens do not correspond.
 
         Example:
             >>> import torch
@@ -99,13 +100,14 @@ class Comparison(dict[str, Tensor], NamedTokens):
         (count, here), (count_before, there) = self._tokens(), before._tokens()
         if list(self) != list(before) or count > 1 or count_before > 1:
             raise InputError(
-                f"before has {count_before} examples by {', '.join(before)}, and this has {count} "
-                f"by {', '.join(self)}. Compare one example of each, by the same methods."
+                f"before has {count_before} examples for the methods {', '.join(before)}, but this "
+                f"result has {count} for {', '.join(self)}. Pass results of compare() with one "
+                "example each and the same methods."
             )
         if (self.names is None or before.names is None) and here != there:
             raise InputError(
-                f"before has {there} tokens, and this has {here}, without names to align them by. "
-                "Pass tokenizer= to compare, or name them by named(tokens)."
+                f"before has {there} tokens and this result has {here}, but they cannot be aligned "
+                "without names. Pass tokenizer= to compare(), or call named(tokens) on both."
             )
         names: tuple[Sequence[Any], Sequence[Any]] = (range(there), range(here))
         if self.names is not None and before.names is not None:
@@ -141,7 +143,7 @@ class Comparison(dict[str, Tensor], NamedTokens):
 
 
 def aligned(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[int | None, int | None]]:
-    """Return pairs of positions of corresponding tokens; None for a missing token."""
+    """Return pairs of positions (before, after) of equal or replaced tokens; None if missing."""
     found: list[tuple[int | None, int | None]] = []
     matcher = SequenceMatcher(None, list(before), list(after), autojunk=False)
     for _, start, end, begin, stop in matcher.get_opcodes():
@@ -165,7 +167,7 @@ def compare(
     internal_batch_size: int | None = None,
     show_progress: bool = False,
 ) -> Comparison:
-    """Explain the same input and target by several methods.
+    """Explain the same input and target with several methods.
 
     The methods share one traced forward run and its gradients; :class:`LatimFlow`,
     :class:`MambaLRP`, :class:`LatimLogit` and Captum's methods run the model themselves. The
@@ -185,14 +187,15 @@ def compare(
             :meth:`MambaAttribution.attribute`. Default: None.
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that classes are to use. Default: None, all of them.
+        model: the module, if it cannot be found from forward_func. Default: None.
+        layers: names or modules of the mixers that methods passed as classes use. Default: None,
+            all of them.
         options: further arguments of ``attribute`` for each method, by the method's name in the
             result. Default: None.
-        tokenizer: for texts. Default: None.
-        per_token: one number per token, (B, L), or for images per patch of the grid (B, h, w), if
-            any; else the inputs' shape. Default: True.
-        internal_batch_size: run at most so many examples at a time. Default: None, all.
+        tokenizer: the model's tokenizer, if inputs or target are texts. Default: None.
+        per_token: return one number per token, (B, L), or for images per patch, (B, h, w), if
+            there is a patch grid. False returns the inputs' shape. Default: True.
+        internal_batch_size: largest number of examples per run. Default: None, all.
         show_progress: show a progress bar over the parts of a batch and the methods.
             Default: False.
 
@@ -201,9 +204,9 @@ def compare(
         default names are ``get_name()``; a second method of that name is ``"... (2)"``.
 
     Raises:
-        OptionError: for methods that are none, options of methods that are not compared, or a
-            method that returns something else than one tensor.
-        CaptumSSMError: from the methods.
+        OptionError: if ``methods`` contains something else, if ``options`` names a method that is
+            not compared, or if a method does not return one tensor.
+        CaptumSSMError: all errors of the methods.
 
     Example:
         >>> import torch
@@ -256,9 +259,9 @@ def compare(
                         found, its_sums = _relevance(method, arguments, of_method, summed, grid)
                     if not isinstance(found, Tensor):
                         raise OptionError(
-                            f"{name} returned {type(found).__name__} in place of one tensor. Leave "
-                            "out options such as return_convergence_delta, and methods of several "
-                            "inputs."
+                            f"The method {name} returned {type(found).__name__}, not one tensor. "
+                            "Leave out options such as return_convergence_delta, and methods of "
+                            "several inputs."
                         )
                     parts[name].append(found.detach().to(tensor.device))
                     if its_sums is not None:
@@ -274,14 +277,14 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
     if hasattr(methods, "encode"):
-        raise OptionError("methods is a tokenizer. Pass tokenizer=, by its name.")
+        raise OptionError("methods is a tokenizer. Pass it as tokenizer=.")
     if not isinstance(methods, Sequence | Mapping):
         raise OptionError(
-            f"methods={methods!r} must be a list of methods, for example "
+            f"methods={methods!r} is not a list of methods. Pass a list, such as "
             "methods=[MambaAttribution, LatimFlow]."
         )
     if not len(methods):
-        raise OptionError("methods is empty. Name at least one, such as MambaAttribution.")
+        raise OptionError("methods is empty. Pass at least one method, such as MambaAttribution.")
     if isinstance(methods, Mapping):
         return {name: _checked(method) for name, method in methods.items()}
     named: Named = {}
@@ -294,7 +297,7 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
 
 
 def _checked(method: Any) -> Attribution | type[Attribution]:
-    """Return a method, or a class that can be made here, possibly from its name."""
+    """Check a method, its class or its name; return the method or the class."""
     if isinstance(method, str):
         from .catalogue import method_named  # it imports all methods
 
@@ -302,20 +305,20 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Attribution) or not hasattr(kind, "attribute"):
         raise OptionError(
-            f"methods holds {method!r}, which is not a Captum attribution. Use methods of "
+            f"methods contains {method!r}, which is not a Captum Attribution. Pass methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
     known = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
     if isinstance(method, type) and not known:
         raise OptionError(
-            f"methods holds the class {method.__name__}, which takes further arguments. Pass an "
-            "instance of it."
+            f"methods contains the class {method.__name__}, which needs further arguments. Pass an "
+            f"instance, {method.__name__}(...)."
         )
     return method
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's, or a class's, arguments without a default."""
+    """Return the names of arguments without a default, for a function or a class."""
     parameters = inspect.signature(function).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
@@ -327,7 +330,7 @@ def _made(
     model: nn.Module | None,
     layers: Sequence[str | nn.Module] | None,
 ) -> Attribution:
-    """Make a class's method on the model; return an instance as it is."""
+    """Return an instance of a method; construct it on the model if ``method`` is a class."""
     if not isinstance(method, type):
         return method
     if issubclass(method, SSMAttribution):
@@ -337,7 +340,7 @@ def _made(
 
 
 class _Logits(nn.Module):
-    """A model whose output is one tensor, as Captum's methods need it."""
+    """A wrapper whose output is one tensor, as Captum's methods need."""
 
     def __init__(self, forward_func: Callable[..., Any]) -> None:
         super().__init__()
@@ -349,19 +352,19 @@ class _Logits(nn.Module):
 
 
 def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -> None:
-    """Raise for a method of Captum's that cannot be called with these options."""
+    """Raise if a method of Captum needs an argument that is not among its options."""
     if isinstance(method, SSMAttribution):
         return
     missing = [x for x in _required(method.attribute) if x != "inputs" and x not in options]
     if missing:
         raise OptionError(
-            f"{name} needs {' and '.join(missing)}. Pass options={{{name!r}: "
-            f"{{{missing[0]!r}: ...}}}}."
+            f"The method {name} needs the argument {' and '.join(missing)}. Pass "
+            f"options={{{name!r}: {{{missing[0]!r}: ...}}}}."
         )
 
 
 def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
-    """Return True if a method of Captum takes gradients at inputs that are token ids."""
+    """Return True if a Captum method takes gradients at inputs, and inputs are token ids."""
     at_inputs = isinstance(method, GradientAttribution) and not isinstance(
         method, InternalAttribution | SSMAttribution
     )
@@ -371,12 +374,12 @@ def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
 def _embeddings(
     name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    """Return the embeddings of ids, for a method that was made here; raise if not found."""
+    """Return the embeddings of ids; raise if the model has none, or for the user's instance."""
     found = embeddings_of(forward_func, ids) if made_here else None
     if found is None:
         raise InputError(
-            f"{name} takes gradients at the inputs, and token ids have none. Compare on embeddings "
-            "(B, L, E), with a forward_func that takes them, or leave the method out."
+            f"The method {name} needs gradients at inputs, but token ids have none. Pass "
+            "embeddings (B, L, E) and a forward_func that takes them, or leave the method out."
         )
     return found
 
@@ -391,21 +394,24 @@ def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
 def _chosen(
     options: Mapping[str, Mapping[str, Any]] | None, names: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the options of each method."""
+    """Check the argument ``options``, and return the options of each method by name."""
     named: Any = {} if options is None else options
     if not isinstance(named, Mapping) or not all(isinstance(x, Mapping) for x in named.values()):
         raise OptionError(
-            f"options={options!r} must be a dict of dicts: the arguments of each method by its "
-            "name, for example options={'LatimFlow': {'zero_bias': True}}."
+            f"options={options!r} is not a dict of dicts. Pass the arguments of each method by the "
+            "method's name, such as options={'LatimFlow': {'zero_bias': True}}."
         )
     for name in named:
         if name not in names:
-            raise OptionError(f"options names {name!r}, but the methods are {list(names)}.")
+            raise OptionError(
+                f"options has the key {name!r}, which is not compared. Pass keys from "
+                f"{list(names)}."
+            )
     return {name: named.get(name, {}) for name in names}
 
 
 def _cut(cut: BatchPart, name: str, value: Any) -> Any:
-    """Return an option for the examples of the cut alone."""
+    """Select the examples of a part of the batch from the value of an option."""
     return cut.target(value) if name == "contrast" else cut(value)
 
 
@@ -416,7 +422,7 @@ def _relevance(
     per_token: bool,
     grid: PatchGrid | None,
 ) -> tuple[Any, Sums | None]:
-    """Return a method's relevance and its sums; Captum's methods are summed by token here."""
+    """Call a method; return its relevance (per token, also for Captum's methods) and its sums."""
     inputs, target, additional = arguments
     named = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):

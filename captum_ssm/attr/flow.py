@@ -1,6 +1,6 @@
-"""LatimFlow: the exact end-to-end decomposition of an output over the input tokens.
+"""LatimFlow, an exact end-to-end decomposition of an output over the input tokens.
 
-MambaLRP: conservative layer-wise relevance propagation, for every supported architecture.
+MambaLRP is conservative layer-wise relevance propagation, for every supported architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FlowMethod(LinearMethod):
-    """Base of the methods that read a network made linear by one of the rules."""
+    """Base of the methods that linearize the network with one of the rules."""
 
     needs_gradient = True
     default_rule: Rule = "balanced"
@@ -56,13 +56,13 @@ class FlowMethod(LinearMethod):
         by_layer: bool,
         **more: bool,
     ) -> Rules:
-        """Check the options of the linear network."""
+        """Check the options of the linear network, and return them as :class:`.Rules`."""
         chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias, **more)
         if zero_bias and chosen not in ("frozen", "half"):
             raise OptionError(
-                f"zero_bias=True leaves constants out, but with rule={chosen!r} the references' "
-                "part is a constant. Use rule='frozen' or 'half', or keep the constants."
+                f"zero_bias=True removes constants, but rule={chosen!r} needs the constant "
+                "contribution of the baselines. Pass rule='frozen' or 'half', or zero_bias=False."
             )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
         options = {**more, "recompute": self.recompute}
@@ -81,7 +81,7 @@ class FlowMethod(LinearMethod):
         return_convergence_delta: bool,
         ends: Inner | None = None,
     ) -> Any:
-        """Return relevance in the inputs' shape or per token, with the delta if asked for."""
+        """Return relevance in the inputs' shape or per token, and on request the delta."""
         checks.flags(per_token=per_token)
         start = out_of_tuple(baselines)
 
@@ -125,24 +125,25 @@ class FlowMethod(LinearMethod):
 class LatimFlow(FlowMethod):
     """The exact decomposition of an output over the tokens and features of the input.
 
-    At a given input every part of the network is frozen into a linear map. Mixers become their
-    operators, activations and norms their ratios, attention and routing their weights. One backward
-    pass through this linear network finds the contribution of each feature of each token, at a cost
-    linear in the length. Relevance and the contributions of biases sum to the output exactly.
+    At a given input every part of the network is replaced by a linear map. Mixers become fixed
+    operators over tokens, activations and norms fixed factors, attention and routing fixed weights.
+    One backward pass through this linear network computes the contribution of each feature of each
+    token, at a cost linear in the length. Relevance and the contributions of biases sum to the
+    output exactly.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        model: the module, if it cannot be found from forward_func. Default: None.
+        layers: names or modules of the mixers whose adapters are used. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"balanced"``.
-        recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
-            backward passes. Memory grows with depth by one residual stream a block; calls take up
-            to twice as long. Default: False.
+        recompute: keep no autograd graph inside the model's blocks, and run each block again in
+            backward passes. Each block then keeps only one residual stream in memory, and calls
+            take up to twice as long. Default: False.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        OptionError: when ``rule`` is not known.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
+        OptionError: if ``rule`` is not known.
 
     Example:
         >>> import torch
@@ -184,47 +185,48 @@ class LatimFlow(FlowMethod):
                 Default: None, for models that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
-            contrast: the alternative to subtract: a second target (for a (position, token) target,
-                a token), ``"mean"``, the mean of all entries, or ``"runner-up"``, the greatest
-                other entry. ``"others"`` gives the log-odds against all other entries, ``"all"``
-                the log-probability. Default: None.
-            rule: how a mixer's output is divided among its factors. ``"frozen"``: all to the
-                content it moves. ``"half"``: equally to content and gates, as in layer-wise
-                relevance propagation. ``"equal"``: to keys and queries as well. ``"centered"``:
-                also to steps, and to keys and queries by their excess over the average so far.
-                ``"balanced"``: the gradient, whole for content and half for all other factors.
-                Default: None, ``"balanced"`` for LatimFlow and ``"half"`` for MambaLRP.
+            contrast: the alternative to subtract from the target. A second target (or a token, for
+                a (position, token) target); ``"mean"``, the mean of all entries; or
+                ``"runner-up"``, the largest other entry. ``"others"`` explains the log-odds
+                against all other entries, and ``"all"`` the log-probability. Default: None.
+            rule: the rule that divides a mixer's output among its factors. ``"frozen"``: all to the
+                content (the values that the mixer moves). ``"half"``: equally to content and
+                gates, as in layer-wise relevance propagation. ``"equal"``: also to keys and
+                queries. ``"centered"``: also to steps, and to keys and queries by their excess
+                over the average so far. ``"balanced"``: the gradient, whole for content and half
+                for all other factors. Default: None, ``"balanced"`` for LatimFlow and ``"half"`` for
+                MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
-                real tokens or pixels. Several inputs take a tuple. Default: None, 0 with
-                ``"frozen"`` and ``"half"``, behind a cache, and for further inputs; ``"mean"``
-                with other rules.
-            zero_bias: explain the network without biases, class tokens and other constants;
-                relevance alone then sums to its output. Default: False.
-            per_token: one number per token, (B, L), or for images the patch grid (B, h, w).
+                unpadded tokens or pixels. For several inputs, a tuple. Default: None, which is
+                ``"mean"`` for the first input with ``"equal"``, ``"centered"`` and ``"balanced"``
+                in calls without a cache, and 0 otherwise.
+            zero_bias: explain the network without biases, class tokens and other constants, so that
+                relevance sums to the output of this network. Default: False.
+            per_token: return one number per token, (B, L), or for images per patch, (B, h, w).
                 Default: False.
-            internal_batch_size: run at most so many examples at a time; not with several inputs.
+            internal_batch_size: largest number of examples per run; not with several inputs.
                 Default: None, all.
-            return_convergence_delta: also return output - relevance - biases per example, (B,),
-                which is 0 but for rounding. Default: False.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. The delta cannot show this, since it compares the operators' own output.
-                Default: None, True, or with ``zero_bias`` False, as the check then takes a third
-                more time.
+            return_convergence_delta: also return output - relevance - biases per example (B,),
+                which is 0 up to rounding. Default: False.
+            verify: check every operator against its module's output; a number is the tolerance. The
+                delta cannot detect a wrong operator, because the output comes from the operators,
+                too. Default: None, which is True, or False with ``zero_bias``, where the check
+                would take a third more time.
 
         Returns:
-            The relevance in the inputs' shape, with the delta if asked for.
+            The relevance in the inputs' shape; with ``return_convergence_delta`` also the delta.
 
         Raises:
-            OptionError: for an unknown rule or contrast.
-            InputError, TargetError: for inputs or a target that do not fit.
-            GradientModeError: under ``torch.inference_mode()``, or when the output does not depend
+            OptionError: if the rule or contrast is not known.
+            InputError, TargetError: if the inputs or the target do not fit the model.
+            GradientModeError: under ``torch.inference_mode()``, or if the output does not depend
                 on the inputs.
-            NotLinearError: when the model uses a function without a known linear form, or the parts
-                do not sum to the output.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
-            UnsupportedMixerError: when a mixer without an adapter runs.
+            NotLinearError: if the model uses a function without a known linear form, or if
+                contributions do not sum to the output.
+            NonFiniteError: if an operator contains NaN or infinity.
+            ReconstructionError: if ``verify`` finds an operator that differs from its module.
+            UnsupportedMixerError: if a mixer without an adapter runs.
         """
         return self._relevance(
             inputs,
@@ -252,20 +254,20 @@ class LatimFlow(FlowMethod):
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
-        """Return all that :meth:`attribute` sums up: features, layers, biases.
+        """Return the contributions of features, layers and biases, which :meth:`attribute` sums.
 
         Args:
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
             roles: whether relevance is divided by role, which takes up to four more backward passes
                 if ``rule`` is not ``"frozen"``. Default: True.
-            features: whether relevance of streams and mixers is kept by feature, (B, L, E) each,
-                for directions. Default: False, (B, L).
+            features: whether the relevance of residual streams and mixers is kept by feature,
+                (B, L, E). Default: False, (B, L).
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
-            ``biases`` sum to its ``output``.
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`, whose ``inputs`` and
+            ``biases`` sum to ``output``.
         """
         (found,) = self.decompose_each(
             inputs,
@@ -337,17 +339,17 @@ class LatimFlow(FlowMethod):
         zero_bias: bool = False,
         verify: bool | float | None = None,
     ) -> T:
-        """Answer questions to one forward run, each of which may depend on earlier answers.
+        """Decompose targets of one forward run, which may depend on earlier decompositions.
 
         Args:
-            inputs: one example.
-            positions: the positions of the explained output.
+            inputs: one example, with a batch dimension.
+            positions: all output positions that targets may have, counted from the end.
             ask: see :func:`~captum_ssm.attr.engine.linear_method.in_turn`.
             additional_forward_args, rule, baselines, zero_bias, verify: as in :meth:`attribute`,
                 with the same defaults.
 
         Returns:
-            The result of the generator that ``ask`` returns.
+            The return value of the generator that ``ask`` returns.
         """
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
         start = out_of_tuple(baselines)
@@ -378,10 +380,10 @@ class LatimFlow(FlowMethod):
         Args:
             attributions: the output of :meth:`attribute`.
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias, verify:
-                its arguments, with the same defaults.
+                the arguments of that call, with the same defaults.
 
         Returns:
-            (B,), 0 but for rounding.
+            The delta (B,), 0 up to rounding.
         """
         found = self.decompose(
             inputs,
@@ -400,27 +402,26 @@ class LatimFlow(FlowMethod):
 class MambaLRP(LatimFlow):
     """Layer-wise relevance propagation as gradient times input of the linearized network.
 
-    It is :class:`LatimFlow` with ``rule="half"``. Activations pass relevance on by their frozen
-    ratio, norms by their frozen scale. Step sizes, input and output vectors of recurrences and
-    attention probabilities are coefficients, and a gated product gives half to each factor. With
-    ``zero_bias=True`` relevance is conserved, as in the paper: it sums to the output of the network
-    without biases.
+    It is :class:`LatimFlow` with ``rule="half"``. Activations and norms are constant factors. Step
+    sizes, input and output vectors of recurrences, and attention probabilities are constants. A
+    gated product gives half of its relevance to each factor. With ``zero_bias=True`` relevance is
+    conserved, as in the paper: it sums to the output of the network without biases.
 
     LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        model: the module, if it cannot be found from forward_func. Default: None.
+        layers: names or modules of the mixers whose adapters are used. Default: None, all.
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.
-        recompute: keep no graph inside the model's blocks, and run each again, one at a time, in
-            backward passes. Memory grows with depth by one residual stream a block; calls take up
-            to twice as long. Default: False.
+        recompute: keep no autograd graph inside the model's blocks, and run each block again in
+            backward passes. Each block then keeps only one residual stream in memory, and calls
+            take up to twice as long. Default: False.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
-        OptionError: when ``rule`` is not known.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
+        OptionError: if ``rule`` is not known.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Implicit attention matrices, and the raw-attention relevance read off them."""
+"""Implicit attention matrices of mixers, and raw attention, which is the mean of their rows."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .engine.strips import Budget, reduced
 
 
 class ImplicitAttention(ImplicitMethod):
-    """The implicit attention of every mixer: :meth:`matrices`, and its rows as relevance.
+    """The implicit attention matrix of every mixer, and the rows of these matrices as relevance.
 
     At a given input a mixer is a linear map over tokens: for Mamba
     alpha = diag(gate) . scan . diag(activation) . conv, one matrix per channel (hidden-attention
     paper, eqs. 10-20; unified paper, eqs. 4-34).  :meth:`attribute` is raw attention: the query's
-    row of the mean over layers of the channel-reduced matrices.  Where layers differ in their
-    tokens (the stages of MambaVision), the query's weights and the coarser rows are both carried to
-    the finer tokens, as in :class:`~captum_ssm.ImplicitAttentionRollout`.
+    row of the mean over layers of the channel-reduced matrices.  If the network merges tokens
+    between layers, as MambaVision does, rows are converted to the tokens of the first layer, as in
+    :class:`~captum_ssm.ImplicitAttentionRollout`.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -75,33 +75,33 @@ class ImplicitAttention(ImplicitMethod):
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             query: the token whose row is returned: ``"cls"``, ``"last"``, ``"mean"``, a position,
-                positions (their mean), or a tensor of one per example. Default: None, the target's
-                position; else the cls or pooled tokens that the head reads; else the last unpadded
-                token.
-            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
+                several positions (the mean of the rows), or a tensor with one position per example.
+                Default: None, the target's position; without one, the tokens that the output
+                depends on, such as a class token; or the last unpadded token.
+            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them minus some components
                 (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
-            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``, ``"product"``,
-                or a function over the last dimension. Default: ``"mean"``.
+            reduce: the reduction of channels to one matrix: ``"mean"``, ``"max"``, ``"min"``,
+                ``"product"``, or a function over the last dimension. Default: ``"mean"``.
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             start_layer: leave out the layers before this one. Default: 0.
             recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts: the mean of the
                 min-max normalized rows; see :meth:`MambaAttribution.attribute`. Default:
                 ``"paper"``.
-            per_token: one number per token, (B, L), or for images per patch (B, h, w), if there is
-                a grid. Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            per_token: return one number per token, (B, L), or for images per patch (B, h, w), if
+                there is a patch grid. Default: False.
+            internal_batch_size: largest number of examples per run. Default: None, all.
             verify: check every operator against its module's output; a number is the tolerance.
                 Default: True.
 
         Returns:
-            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
-            over E, for images it is bilinear in the patch grid.
+            The relevance in the inputs' shape. For embeddings, a token's relevance is divided
+            equally among its E features; for images, patches are interpolated bilinearly.
 
         Raises:
-            OptionError: for an unknown option, or options that exclude each other.
-            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            OptionError: if an option is not known, or if options exclude each other.
+            InputError, TargetError, QueryError: if inputs, target or query do not fit the model.
+            NonFiniteError: if an operator contains NaN or infinity.
+            ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, verify)
 
@@ -149,12 +149,12 @@ class ImplicitAttention(ImplicitMethod):
         *,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the implicit attention matrices; row i holds the weights of all tokens in token i.
+        """Return the implicit attention matrices; entry (i, j) is token j's weight in token i.
 
         Args:
             inputs: as in :meth:`attribute`.
-            layers: indices of the layers wanted, in the order in which they ran; negative ones
-                count from the end. Default: None, all.
+            layers: indices of layers, in the order in which they ran; negative ones count from the
+                end. Default: None, all.
             reduce: as in :meth:`attribute`; also None for every channel and ``"heads"`` for every
                 head. Default: ``"mean"``.
             components: as in :meth:`attribute`. Default: ``"unified"``.
@@ -164,13 +164,13 @@ class ImplicitAttention(ImplicitMethod):
 
         Returns:
             One tensor per layer: (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L)
-            with ``"heads"``. For a mixer that works in windows of a map, L counts the map's tokens,
-            row by row, and the matrices are zero between windows.
+            with ``"heads"``. For a mixer of windows of a 2-D map, L is the number of tokens of the
+            map, in row-major order, and entries between different windows are 0.
         """
         chosen = options(components, reduce, heads, 0, "paper", verify, keep_channels=True)
 
         def make(run: Run, layer: Layer) -> Tensor:
-            # of a wider matrix the columns at its end would be kept in memory, too
+            # a view would keep a wider matrix in memory
             found = chosen.operator(layer).dense(chosen.reduce).contiguous()
             return found.to(run.request.inputs.device)
 
@@ -186,21 +186,23 @@ class ImplicitAttention(ImplicitMethod):
         *,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the matrices of a channel's single states (hidden-attention paper, eq. 16).
+        """Return one matrix per state of some channels (hidden-attention paper, eq. 16).
 
-        Their sum is the channel's matrix.  Every recurrence with a diagonal decay has them.
+        A channel's matrix is the sum over states. Layers must be recurrences with a diagonal decay.
 
         Args:
             inputs: as in :meth:`attribute`.
-            channels: which ones, as in ``reduce=None``. No default: each has N matrices.
+            channels: channel indices, as in ``reduce=None``. No default, because each channel has
+                N matrices.
             layers: as in :meth:`matrices`. Default: None, all.
-            components: as in :meth:`attribute`; with the scan, without the skip. Default: ``"s6"``.
+            components: as in :meth:`attribute`, but with the scan and without the skip. Default:
+                ``"s6"``.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             verify: as in :meth:`matrices`, with the same defaults.
 
         Returns:
-            One tensor (B, len(channels), N, L, L) per layer.  Mixers that read both ways have 2 N
-            states: the forward direction's, then the backward one's, un-flipped.
+            One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
+            first of the forward direction, then of the backward direction, in the order of tokens.
         """
         chosen, make = each_state(channels, components, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
@@ -215,7 +217,7 @@ class ImplicitAttention(ImplicitMethod):
         *,
         verify: bool | float = True,
     ) -> list[Factors]:
-        """Return the factors of :meth:`states` in Mamba and Mamba-2: query, key, history.
+        """Return the query, key and history factors of :meth:`states` for Mamba and Mamba-2.
 
         Args:
             inputs, channels, layers, additional_forward_args, verify: as in
@@ -223,8 +225,8 @@ class ImplicitAttention(ImplicitMethod):
             simplified: replace softplus by relu (eqs. 18-20). Default: False, exact (eq. 17).
 
         Returns:
-            One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, states as in
-            :meth:`states`.
+            One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
+            order of :meth:`states`.
         """
         chosen, make = each_factor(channels, simplified, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

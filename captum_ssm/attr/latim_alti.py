@@ -1,4 +1,4 @@
-"""LATIM with ALTI: the shares of tokens in each token of the stream (LATIM, eq. 6 and table 1)."""
+"""LATIM (ALTI): each token's share in each token of a layer (LATIM, eq. 6 and table 1)."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ AGGREGATES = ("rollout", "mean")
 class LatimALTI(LatimMethod, ImplicitMethod):
     """LATIM (ALTI): C[i, j] proportional to relu(||y_i||_1 - ||y_i - T_i(x_j)||_1).
 
-    T_i(x_j) is the share of token j in a mixer's output at token i, y_i the sum of all shares
-    (LATIM, eqs. 6 and 16-25; Ferrando et al. 2022 for transformers). Rows sum to 1. A stage of
-    several mixers that write to the stream together has one map. :meth:`maps` gives the maps and
-    :meth:`attribute` the query's row of their product, or of their mean.
+    T_i(x_j) is the part of a mixer's output at token i that is due to token j; y_i is the sum over
+    j (LATIM, eqs. 6 and 16-25; Ferrando et al. 2022 for transformers). Rows sum to 1. Parallel
+    mixers of one block have one map together. :meth:`maps` returns the maps, and :meth:`attribute`
+    the query's row of the product, or of the mean, of all maps.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        residual: whether the residual stream x_i is added to y_i and to T_i(x_i), so the map
-            describes the token after the mixer. False maps the mixer alone, as in the paper's maps
-            of Mamba. Default: True.
-        activation: how an activation behind a short convolution is divided among its taps.
-            ``"linearized"`` (exact), ``"silu"`` (the paper's), ``"taylor1"``, ``"taylor2"``,
+        residual: whether the residual stream x_i is added to y_i and to T_i(x_i). False leaves the
+            residual stream out, as in the paper's maps of Mamba. Default: True.
+        activation: the rule that divides an activation among the taps of the convolution before it:
+            ``"linearized"`` (exact), ``"silu"`` (as in the paper), ``"taylor1"``, ``"taylor2"``,
             ``"relu"`` or ``"identity"``. Default: ``"linearized"``.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -84,18 +83,17 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the query's row over all layers, whose relevances sum to 1.
+        """Return the query's row of the product, or mean, of all maps; it sums to 1.
 
-        The rollout takes time quadratic in L, since it needs every row of the earlier layers' maps,
-        but no quadratic memory.
+        The rollout needs every row of all maps but the last. It takes time quadratic in L, and
+        memory linear in L.
 
         Args:
             inputs, target, additional_forward_args, query, start_layer, per_token: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
-            internal_batch_size, verify: likewise.
-            aggregate: ``"rollout"``, the product of the maps, later ones on the left; or
-                ``"mean"``. The rollout needs ``residual=True``, or a token would forget itself at
-                every layer. Default: ``"rollout"``.
+            internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
+            aggregate: ``"rollout"``, the product of the maps with later layers on the left; or
+                ``"mean"``. The rollout needs ``residual=True``. Default: ``"rollout"``.
 
         Returns:
             The relevance, as :meth:`ImplicitAttention.attribute`.
@@ -108,7 +106,8 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         if aggregate == "rollout" and not self.residual:
             raise OptionError(
                 "aggregate='rollout' multiplies maps that include the residual stream, but this "
-                "method was made with residual=False. Use aggregate='mean', or residual=True."
+                "method was created with residual=False. Pass aggregate='mean', or create the "
+                "method with residual=True."
             )
 
         def relevance(run: Run) -> Tensor:
@@ -145,21 +144,21 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         *,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the maps; row i is the share of each token in token i.
+        """Return the maps; entry (i, j) is the share of token j in token i.
 
         Args:
             inputs: as in :meth:`attribute`.
-            layers: indices of the maps wanted, in the order in which the layers ran; negative ones
-                count from the end. Parallel mixers of a block count as one, and so do a mixer and
-                the one that it feeds. Default: None, all.
-            positions: the tokens whose rows are wanted: Q positions common to all examples, or a
+            layers: indices of the maps, in the order in which layers ran; negative ones count from
+                the end. Parallel mixers of a block have one map, and so have a mixer and the mixer
+                that reads its output directly. Default: None, all.
+            positions: the tokens whose rows are returned: Q positions for all examples, or a
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             verify: as in :meth:`attribute`. Default: True.
 
         Returns:
-            One tensor (B, Q, L) per layer or stage, its rows summing to 1. Padded tokens belong
-            to nothing but themselves.
+            One tensor (B, Q, L) per map, in which rows sum to 1. The row of a padded token is 1 at
+            this token.
         """
         chosen = read_options(0, verify)
 
@@ -172,7 +171,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
-        """Return the mixing of a stage whose layers are verified."""
+        """Verify the parallel layers of a stage, and return their common mixing matrix."""
         for layer in stage:
             verify_layer(layer, verify)
         return AltiShares(

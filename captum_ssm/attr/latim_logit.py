@@ -30,7 +30,7 @@ class _Options:
     """The checked options of a call.
 
     Attributes:
-        make: function that returns the shares by which a layer's relevance is traced back.
+        make: function that returns the mixing matrix with which relevance is traced back.
         verify: whether operators are checked against their modules; a number is the tolerance.
     """
 
@@ -39,26 +39,27 @@ class _Options:
 
 
 class LatimLogit(LatimMethod, LinearMethod):
-    """LATIM (ALTI-Logit): the additions to an output, traced back to the input tokens.
+    """LATIM (ALTI-Logit): contributions of layers to an output, traced back to the input tokens.
 
         C[w <- k] = sum over layers and j of (T_i(x_j) . U_w) R[j, k],    R = P ... P of the layers
                                                                           before
 
-    A mixer's output at the token that the head reads is divided by source tokens, along the direct
-    path through the frozen final norm and the unembedding. The mixings of the earlier layers trace
-    these sources back to the input. MLPs and embeddings are credited to their own token. Rows of a
-    mixing sum to 1, so contributions and biases sum to the output.
+    Each mixer contributes to the output along its direct path, through the frozen final norm and
+    the unembedding. This contribution is divided among source tokens j. The mixing matrices P of
+    earlier layers trace the sources back to input tokens. Contributions of MLPs and embeddings
+    start at the token where they are computed. Rows of P sum to 1, so contributions and biases sum
+    to the output.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        activation: how an activation behind a short convolution is divided among its taps; see
-            :class:`LatimALTI`. Default: ``"linearized"``, for which the delta is 0.
+        activation: the rule that divides an activation among the taps of the convolution before it;
+            see :class:`LatimALTI`. Default: ``"linearized"``, for which the delta is 0.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -97,23 +98,25 @@ class LatimLogit(LatimMethod, LinearMethod):
                 None, for models that return one number per example.
             contrast: the alternative to the target: a second target, ``"mean"``, ``"others"``,
                 ``"all"`` or ``"runner-up"``; see :meth:`LatimFlow.attribute`. Default: None.
-            mixing: how tokens are traced back: ``"alti"``, the paper's, or ``"projection"``, signed
-                shares (:mod:`.vectors.shares`) in time linear in L. ``"alti"`` needs every row of
-                all maps but the last: a layer of Mamba-1 at 1024 tokens takes as long as 48 forward
-                and backward passes through it, for any number of targets. Default: ``"alti"``.
+            mixing: the matrices that trace tokens back: ``"alti"``, as in the paper, or
+                ``"projection"``, signed shares (:mod:`.vectors.shares`) in time linear in L.
+                ``"alti"`` needs every row of all maps but the last: for any number of targets, a
+                Mamba-1 layer at 1024 tokens takes as long as 48 forward and backward passes
+                through the layer. Default: ``"alti"``.
             return_convergence_delta: also return output - relevance - biases per example, (B,).
                 Default: False.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`, with the delta if asked for.
+            The relevance, as in :meth:`ImplicitAttention.attribute`; with
+            ``return_convergence_delta`` also the delta.
 
         Raises:
-            OptionError: for an unknown option.
-            InputError, TargetError: for inputs or a target that do not fit.
-            GradientModeError: when the output does not depend on the mixers' outputs.
-            NotLinearError: when the model uses a function without a known linear form.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that differs from its module.
+            OptionError: if an option is not known.
+            InputError, TargetError: if the inputs or the target do not fit the model.
+            GradientModeError: if the output does not depend on the mixers' outputs.
+            NotLinearError: if the model uses a function without a known linear form.
+            NonFiniteError: if an operator contains NaN or infinity.
+            ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         checks.flags(per_token=per_token)
         chosen = self._options(mixing, verify)
@@ -146,10 +149,10 @@ class LatimLogit(LatimMethod, LinearMethod):
         mixing: str = "alti",
         verify: bool | float = True,
     ) -> LogitContributions:
-        """Return all that :meth:`attribute` sums up: contributions by layer, biases.
+        """Return the contributions of layers and biases, which :meth:`attribute` sums.
 
         Each layer's contribution is traced back separately, in time quadratic in the number of
-        layers; :meth:`attribute` traces back their sum.
+        layers.
 
         Args:
             inputs, target, additional_forward_args, contrast, mixing, verify: as in
@@ -184,19 +187,20 @@ class LatimLogit(LatimMethod, LinearMethod):
 
         Args:
             attributions: the output of :meth:`attribute` for token ids or embeddings.
-            inputs, target, additional_forward_args, contrast, mixing: its arguments, with the same
-                defaults.
+            inputs, target, additional_forward_args, contrast, mixing: the arguments of that call,
+                with the same defaults.
 
         Returns:
-            (B,), 0 but for rounding with ``activation="linearized"``.
+            The delta (B,), 0 up to rounding with ``activation="linearized"``.
 
         Raises:
-            InputError: for images, whose relevance is spread over pixels.
+            InputError: if the inputs are images, whose relevance is interpolated over pixels.
         """
         if single_input(inputs)[0].dim() == 4:
             raise InputError(
-                "inputs are images, whose relevance is bilinear in the patch grid and does not sum "
-                "to the output. attribute(..., return_convergence_delta=True) returns the delta."
+                f"inputs of shape {tuple(single_input(inputs)[0].shape)} are images, whose "
+                "relevance is interpolated over pixels and does not sum to the output. Call "
+                "attribute(..., return_convergence_delta=True) for the delta."
             )
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
@@ -215,7 +219,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         chosen: _Options,
         by_layer: bool = False,
     ) -> tuple[Run, list[LogitContributions]]:
-        """Run the model once; return the run, and the contributions to each question's number."""
+        """Run the model once; return the run, and the contributions to each target's number."""
         request = replace(request, direct=True, verify=chosen.verify is not False)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         run = traced(replace(request, kept=kept))
@@ -236,7 +240,7 @@ class LatimLogit(LatimMethod, LinearMethod):
 
 
 def _question(run: Run, asked: Against) -> Question:
-    """Return a target and its number (B,), with the graph of the direct paths."""
+    """Return a target with its number (B,), whose graph has the direct paths of all mixers."""
     kept = run.request.kept
     whole = run.output if kept is None else kept.whole(run.output)
     require_real_target(target_index(asked.target, whole), whole, run.mask)
@@ -248,9 +252,9 @@ def _question(run: Run, asked: Against) -> Question:
 
 
 def _require_sums(found: Sequence[LogitContributions], run: Run) -> None:
-    """Raise unless the parts of every output sum to it."""
+    """Raise unless contributions sum to each explained number."""
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
-        return  # parts that cancel each other may round to more than the sum
+        return  # large terms that cancel may have rounding errors above the tolerance
     for parts, question in zip(found, run.questions, strict=True):
         written = torch.cat([parts.layers, parts.locals, parts.embedding[None]])  # (parts, B, L)
         if not sums_up(parts, written.transpose(0, 1), together=True):

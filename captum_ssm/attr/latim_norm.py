@@ -1,4 +1,4 @@
-"""LATIM with norms: how long each token's contribution vectors are (LATIM, eq. 5 and table 1)."""
+"""LATIM (l_p): norms of the contribution vectors of tokens (LATIM, eq. 5 and table 1)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .vectors.latim import LatimMethod, query_index, read_options, weighted_rows
 class LatimNorm(LatimMethod, ImplicitMethod):
     """LATIM (l_p): C[i, j] = || T_i(x_j) ||_p, one map per layer.
 
-    T_i(x_j) is the share of token j in a mixer's output at token i (LATIM, eqs. 16-25), for
-    attention the transformed vectors of Kobayashi et al. 2020. :meth:`maps` gives the maps and
-    :meth:`attribute` the query's row, averaged over layers without normalization: a layer counts by
-    the size of its output.
+    T_i(x_j) is the part of a mixer's output at token i that is due to token j (LATIM, eqs. 16-25);
+    for attention, the transformed vectors of Kobayashi et al. 2020. :meth:`maps` returns the maps,
+    and :meth:`attribute` the mean over layers of the query's rows. Rows are not normalized, so
+    layers with large outputs count more.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
         p: the norm, 1 or 2. Default: 2.
-        activation: how an activation behind a short convolution is divided among its taps.
-            ``"linearized"`` (exact), ``"silu"`` (the paper's), ``"taylor1"``, ``"taylor2"``,
+        activation: the rule that divides an activation among the taps of the convolution before it:
+            ``"linearized"`` (exact), ``"silu"`` (as in the paper), ``"taylor1"``, ``"taylor2"``,
             ``"relu"`` or ``"identity"``. Default: ``"linearized"``.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -80,19 +80,19 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the query's row of the mean over layers; for one layer name it in ``layers``.
+        """Return the mean over layers of the query's rows.
 
         Args:
             inputs, target, additional_forward_args, query, start_layer, per_token: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
-            internal_batch_size, verify: likewise.
+            internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`.
+            The relevance, as in :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            CaptumSSMError: as :meth:`ImplicitAttention.attribute`; NonFiniteError also if a norm
-                overflows.
+            CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
+            NonFiniteError: also if a norm overflows.
         """
         chosen = read_options(start_layer, verify)
 
@@ -126,13 +126,13 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         *,
         verify: bool | float = True,
     ) -> list[Tensor]:
-        """Return the maps; row i holds the size of each token's share in token i.
+        """Return the maps; entry (i, j) is the norm of token j's contribution to token i.
 
         Args:
             inputs: as in :meth:`attribute`.
-            layers: indices of the layers wanted, in the order in which they ran; negative ones
-                count from the end. Default: None, all.
-            positions: the tokens whose rows are wanted: Q positions common to all examples, or a
+            layers: indices of layers, in the order in which they ran; negative ones count from the
+                end. Default: None, all.
+            positions: the tokens whose rows are returned: Q positions for all examples, or a
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             verify: as in :meth:`attribute`. Default: True.
@@ -162,12 +162,12 @@ class LatimNorm(LatimMethod, ImplicitMethod):
             out[:, tile.queries, tile.sources] = norms
         if not all_finite(out):
             raise NonFiniteError(
-                f"Layer {layer.name!r}: norms of its contributions overflow {out.dtype}, "
-                f"with p={self.p}. Use p=1, or the model in float64."
+                f"Layer {layer.name!r}: with p={self.p}, norms of contribution vectors overflow in "
+                f"{out.dtype}. Pass p=1, or the model in float64."
             )
         return out
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
-        """Return the sum of a layer's rows, weighted by the query ``weights`` (B, L)."""
+        """Return the sum of a layer's rows (B, L), weighted by the query weights (B, L)."""
         parts = Contributions(layer, self.activation, layer.way)
         return weighted_rows(weights, lambda index: self._map(layer, parts, index))

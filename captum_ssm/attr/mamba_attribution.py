@@ -1,4 +1,4 @@
-"""Class-specific rollout (hidden-attention paper, eqs. 23-24)."""
+"""Class-specific rollout of implicit attention (hidden-attention paper, eqs. 23-24)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .engine.method import ImplicitMethod, options
 from .engine.run import Run
 from .engine.strips import Budget, MemoryBudget, in_strips
 
-#: Treatment of negative entries, in place.
+#: In-place functions that treat negative matrix entries, by the value of ``clamp``.
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda matrix: matrix.clamp_min_(0),
     "abs": torch.abs_,
@@ -33,23 +33,21 @@ class MambaAttribution(ImplicitMethod):
 
     The relevance is the query's row of the product over layers, later ones on the left, of beta = I
     + (g . mean over channels of alpha)+ (hidden-attention paper, eqs. 23-24). g[i] is the mean over
-    channels of the target's gradient at the mixer's output for token i. The same class serves every
-    architecture (the unified paper calls it Griffin- or RWKV-attribution).
+    channels of the target's gradient at the mixer's output for token i. The class works for all
+    architectures (the unified paper calls it Griffin- or RWKV-attribution). Tokens that a network
+    merges are treated as in :class:`~captum_ssm.ImplicitAttentionRollout`.
 
-    Convolutions between the stages of MambaVision are passed as in
-    :class:`~captum_ssm.ImplicitAttentionRollout`.
-
-    If only LayerNorms read the residual stream (ViT, GPT-2, GPT-NeoX, RWKV), use the rollout
-    instead. There g is zero but for rounding, since a shift of all channels changes nothing.
+    If the residual stream is only read by LayerNorms (ViT, GPT-2, GPT-NeoX, RWKV), use the rollout
+    instead. A LayerNorm ignores a shift of all channels, so g is 0 up to rounding.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -87,25 +85,25 @@ class MambaAttribution(ImplicitMethod):
         Args:
             inputs, additional_forward_args, query, components, reduce, heads, start_layer: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
-            per_token, internal_batch_size, verify: likewise.
+            per_token, internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
             target: in Captum's forms: a class for outputs (B, classes), a tuple (position, token)
-                for outputs (B, L, V), a list or tensor of them per example. Default: None, for
-                models that return one number per example.
+                for outputs (B, L, V), or a list or tensor with one of them per example. Default:
+                None, for models that return one number per example.
             clamp: the treatment of negative entries of the weighted matrices: ``"relu"`` (zero),
                 ``"abs"`` or ``"none"`` (hidden-attention paper, table 6). Default: ``"relu"``.
             normalize_rows: divide every row of beta by its sum. Default: False.
             recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts: with
                 ``components="s6"`` the script of the hidden-attention paper, else of the unified
                 paper. Default: ``"paper"``.
-            memory_budget: memory for the rows of a layer's matrix that exist at a time: bytes, or a
-                string such as ``"512MiB"``. The model and the parts from which rows are made come
-                on top. Default: None, a share of the free memory.
+            memory_budget: memory for the matrix rows that exist at the same time: bytes, or a
+                string such as ``"512MiB"``. The model and its operators need additional memory.
+                Default: None, a share of the free memory.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`.
+            The relevance, as in :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
+            CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, verify)
@@ -114,8 +112,9 @@ class MambaAttribution(ImplicitMethod):
         checks.choice("clamp", clamp, CLAMPS)
         if recipe == "published_code" and (clamp != "relu" or normalize_rows):
             raise OptionError(
-                "recipe='published_code' fixes clamping and normalization; leave clamp and "
-                "normalize_rows at their defaults."
+                f"recipe='published_code' does not accept clamp={clamp!r} with "
+                f"normalize_rows={normalize_rows}. Pass clamp='relu' and normalize_rows=False, or "
+                "recipe='paper'."
             )
 
         def relevance(run: Run) -> Tensor:
@@ -164,14 +163,15 @@ class MambaAttribution(ImplicitMethod):
 
 
 def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
-    """Return the gradient with respect to each layer's output, (B, L, E)."""
+    """Return the target's gradient at each layer's output, (B, L, E); raise if one is missing."""
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
     found = run.gradients(outputs, names)
     for layer in run.layers:
         if layer.stage and not layer.is_reached:
             raise GradientModeError(
-                f"No gradient passes layer {layer.name!r} to the layers before it. Is its input "
-                "computed under no_grad, detached, or written by a kernel without a backward pass? "
-                "Use a method without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
+                f"No gradient passes through layer {layer.name!r} to earlier layers. Is the "
+                "layer's input detached, computed under no_grad, or by a kernel without a backward "
+                "pass? Use a method without gradients: LatimALTI, LatimNorm, "
+                "ImplicitAttentionRollout."
             )
     return dict(zip(layers, found, strict=True))

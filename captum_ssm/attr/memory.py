@@ -1,4 +1,4 @@
-"""Memories of states and caches: each token's share, how long it lasts, and who erased it."""
+"""States and caches as memories: each token's share, half-life, and the tokens that erase it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from .engine.fold import verify_layer
 from .engine.memories import Memory, alike, memories_of
 from .engine.method import Explainer
 
-#: Elements of a recurrence's written vectors kept at a time (64 MiB in float32).
+#: Largest number of elements of keys or values computed at a time (64 MiB in float32).
 _ELEMENTS = 2**24
 
 
 class StateMemory(Explainer):
     """The share of each token in the states of recurrences, and in the caches of attention.
 
-    The state after token t is the sum of the shares of all tokens up to t. A token's share is the
-    part it wrote, less the losses by later decays and by corrections of delta rules along a key.
-    Shares are computed for one token at a time, in time linear in the length. The cache of causal
-    attention keeps each token's value unchanged until its window passes; beside the operator's
-    matrix its memory is linear in the length.
+    The state after token t is the sum of the shares of all tokens up to t. A token's share is its
+    write to the state, minus losses from later decay and from corrections by delta rules. The
+    shares after one token take time linear in the length. The cache of causal attention keeps each
+    token's value unchanged until the token leaves the attention window.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -72,13 +71,13 @@ class StateMemory(Explainer):
                 Default: True.
 
         Returns:
-            One for each recurrence or cache, in the order in which they ran; a mixer with two
-            directions has two. Tokens are the mixers' tokens.
+            One memory per recurrence or cache, in the order in which they ran; a mixer with two
+            directions has two. Token numbers are those of the mixer, not of the input.
 
         Raises:
-            OptionError: when no layer has a state or a cache, such as non-causal attention.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            OptionError: if no layer has a state or a cache, as with non-causal attention.
+            NonFiniteError: if an operator contains NaN or infinity.
+            ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         verify = checks.tolerance("verify", verify)
         found = []
@@ -94,9 +93,9 @@ class StateMemory(Explainer):
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
-                "No layer has a state or a cache with known shares of tokens: the "
-                f"model's mixers are {', '.join(kinds)}. Recurrences of one step per token have a "
-                "state, and attention a cache where no token reads a later one."
+                f"The model's mixers ({', '.join(kinds)}) have no state or cache with known shares "
+                "of tokens. Pass a model with recurrences or causal attention, or use "
+                "ImplicitAttention."
             )
         return found
 
@@ -106,10 +105,10 @@ class LayerMemory:
     """The memory of one recurrence, or the cache of one attention.
 
     Attributes:
-        name: name of the mixer.
-        linear: the mixer at the input.
-        which: number of the recurrence among the recurrences of its heads.
-        heads: the mixer's heads that have this recurrence.
+        name: the name of the mixer.
+        linear: the linearized mixer at this input.
+        which: index of the recurrence, if these heads have several, such as two directions.
+        heads: the heads of the mixer that have this recurrence.
     """
 
     name: str
@@ -123,22 +122,22 @@ class LayerMemory:
 
     @property
     def is_cache(self) -> bool:
-        """Return True for the cache of attention, from which only a window drops tokens."""
+        """Return True for the cache of attention, and False for the state of a recurrence."""
         return isinstance(self._of_one_head(), Cache)
 
     @underflow_flushed()
     def held(self, token: int, *, by_head: bool = False) -> Tensor:
-        """Return the size of each token's share in the state after a token was read.
+        """Return the norm of each token's share in the state after ``token``.
 
-        For a cache, the size of a token's value behind the head's output weights.
+        For a cache, the norm of each token's value times the head's output weights.
 
         Args:
-            token: the token; negative ones count from the end.
-            by_head: whether heads (of Mamba-1, channels) are separate. Default: False, the norm of
-                all heads together.
+            token: a position; negative ones count from the end.
+            by_head: whether to return one norm per head (for Mamba-1, channel). Default: False, the
+                norm over all heads.
 
         Returns:
-            (B, L), or (B, H, L); 0 for tokens that are read later.
+            Norms (B, L) or (B, H, L); 0 for tokens that are read after ``token``.
         """
         at = self._at("token", token)
         sizes = self._by_head(lambda memory: memory.sizes(at))
@@ -146,9 +145,9 @@ class LayerMemory:
 
     @underflow_flushed()
     def state(self, token: int) -> Tensor:
-        """Return the state after a token was read, (B, H, N, P), the sum of all shares.
+        """Return the state after ``token`` (B, H, N, P), the sum of all shares.
 
-        For a cache, N is L: each token's value in its own place.
+        For a cache, N is L, with one value per token.
         """
         return self._states([self._at("token", token)])[:, 0]
 
@@ -162,14 +161,14 @@ class LayerMemory:
         return torch.cat([memory.states(at) for memory in self._memories()], 2)
 
     def read(self, query: int, until: int | None = None) -> Tensor:
-        """Return the share of each token in a later token's read, (B, L).
+        """Return the share of each token in the recurrence's output at a later token, (B, L).
 
-        Each share projects the vector that the query takes from the token onto the sum of these
-        vectors. The shares sum to 1.
+        The output at ``query`` is a sum of one vector per token. Each share is the projection of
+        one vector onto the sum, so shares sum to 1.
 
         Args:
-            query: the token that reads.
-            until: return 0 for tokens after this one. Default: None, all.
+            query: position of the output; negative ones count from the end.
+            until: the last token with a share; later ones are 0. Default: None, all.
         """
         at = self._at("query", query)
         operator, values = self._some(self.heads)
@@ -184,19 +183,19 @@ class LayerMemory:
 
     @underflow_flushed()
     def erased(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
-        """Divide the loss of a source's share up to a token among the tokens in between.
+        """Return how much of the source's share each token between ``source`` and ``token`` erased.
 
-        Losses by decay are divided in proportion to the logarithms of the decays. A correction of a
-        delta rule, or an output that the state reads, counts for its token. A cache loses nothing;
-        a token that leaves its window counts for the first token that does not read it.
+        Losses from decay are divided in proportion to the logarithms of the decays. Losses from
+        delta rules or feedback of outputs are assigned to the token of the step. In a cache, the
+        whole value is lost at the first token that no longer attends to the source.
 
         Args:
-            source: the token that wrote.
-            token: the token after which the state is read.
-            by_head: whether heads are separate. Default: False, their sum.
+            source: position of the token whose share is lost.
+            token: position after which the state is considered.
+            by_head: whether to return one loss per head. Default: False, the sum over heads.
 
         Returns:
-            The loss, (B, L) or (B, H, L); 0 for tokens not in between.
+            The loss at each token, (B, L) or (B, H, L); 0 for tokens not in between.
         """
         first, last = self._at("source", source), self._at("token", token)
         found = self._by_head(lambda memory: memory.erased(first, last))
@@ -204,40 +203,40 @@ class LayerMemory:
 
     @underflow_flushed()
     def held_without(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
-        """Return the size of a source's share with one token's step undone, for each token.
+        """Return the norm of the source's share if one token's step is undone, for each token.
 
-        The token's decay and its correction by a delta rule are undone; all other steps stay.
-        Subtract :meth:`held` for the size that the token took. In a text without the token, later
-        steps may change as well.
+        Undoing a step removes its decay and its correction by a delta rule, but changes no later
+        step. Subtract :meth:`held` for the loss at each token.
 
         Args:
-            source: the token that wrote.
-            token: the token after which the state is read.
-            by_head: whether heads are separate. Default: False, the norm of all heads together.
+            source: position of the token whose share is measured.
+            token: position after which the state is considered.
+            by_head: whether to return one norm per head. Default: False, the norm over all heads.
 
         Returns:
-            (B, L) or (B, H, L), by the token undone; :meth:`held` for tokens not in between.
+            Norms (B, L) or (B, H, L), one per undone token; equal to :meth:`held` for tokens not in
+            between.
         """
         first, last = self._at("source", source), self._at("token", token)
         found = self._by_head(lambda memory: memory.without(first, last))
         return found if by_head else found.norm(dim=1)
 
     def half_lives(self) -> Tensor:
-        """Return the number of tokens after which decays halve a share, (B, H, N).
+        """Return the number of tokens after which decay halves a share, (B, H, N).
 
-        N is 1 if heads fade as a whole; for a cache, which does not fade, it is infinite.  Erasing
-        by a delta rule, outputs that a state reads, and windows shorten it further.
+        N is 1 if each head has one decay. For a cache the half-life is infinite. It ignores delta
+        rules, feedback of outputs and attention windows, which shorten it.
         """
         return self._by_head(lambda memory: memory.half_lives())
 
     def reach(self, queries: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the mean and spread of the distance at which tokens read, (B, H, Q) each.
+        """Return the mean and standard deviation of the reading distance, (B, H, Q) each.
 
-        The moments of the operator's rows by the size of their entries: the effective receptive
-        field.
+        The distance from each query to its sources is weighted by the absolute values of the
+        operator's entries, as in an effective receptive field.
 
         Args:
-            queries: the tokens that read; negative ones count from the end.
+            queries: positions of the queries; negative ones count from the end.
         """
         at = [self._at("queries", q) for q in checks.integers("queries", queries, "tokens")]
         operator, _ = self._some(self.heads)
@@ -250,11 +249,11 @@ class LayerMemory:
         return mean, spread.sqrt()
 
     def _by_head(self, of: Callable[[Memory | Cache], Tensor]) -> Tensor:
-        """Concatenate the results of a function of a few heads' memory, (B, H, ...)."""
+        """Apply a function to the memories of a few heads at a time; concatenate to (B, H, ...)."""
         return torch.cat([of(memory) for memory in self._memories()], 1)
 
     def _memories(self) -> Iterator[Memory | Cache]:
-        """Yield the memories of the heads, a few heads at a time."""
+        """Yield this recurrence's memory for a few heads at a time, to limit memory use."""
         batch, tokens, heads, per_head = self.linear.operator.shape
         each = batch * tokens * max(self._of_one_head().width, per_head)
         count = max(1, _ELEMENTS // each)
@@ -277,12 +276,12 @@ class LayerMemory:
         return operator.select(heads), values[:, :, heads.start : heads.stop]
 
     def _at(self, name: str, token: Any) -> int:
-        """Return a token counted from 0; raise if it is outside."""
+        """Return a nonnegative token position; raise if it is outside the sequence."""
         tokens = self.linear.operator.shape.tokens
         number = checks.integer(name, token)
         if not -tokens <= number < tokens:
             raise QueryError(
-                f"{name}={number} is outside the sequence of {tokens} tokens; positions run from "
+                f"{name}={number} is outside the sequence of {tokens} tokens. Pass a position from "
                 f"{-tokens} to {tokens - 1}."
             )
         return number % tokens

@@ -24,22 +24,22 @@ class ImplicitAttentionRollout(ImplicitMethod):
     """Rollout: the query's row of the product over layers of I + alpha.
 
     rho = prod over layers (I + mean over channels of alpha), later layers on the left
-    (hidden-attention paper, eqs. 21-22; Abnar & Zuidema 2020 for transformers). Class-agnostic.
-    Only one row is carried through the layers. With the mean over channels and no entrywise option,
-    the cost is linear in L.
+    (hidden-attention paper, eqs. 21-22; Abnar & Zuidema 2020 for transformers). It does not depend
+    on the target class. Only one row is multiplied through the layers, so the cost is linear in L
+    with ``reduce="mean"`` and without ``absolute`` and ``discard_ratio``.
 
-    A convolution between stages of MambaVision makes the map of tokens coarser: the finer tokens
-    that it reads share the coarser token's relevance equally. The relevance is per token of the
-    first layer; convolutions before it count as a patch embedding.
+    If a convolution between layers merges tokens, as in MambaVision, a merged token's relevance is
+    divided equally among the tokens in the convolution's window. The result has the tokens of the
+    first layer; convolutions before this layer count as a patch embedding.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -76,22 +76,22 @@ class ImplicitAttentionRollout(ImplicitMethod):
         Args:
             inputs, target, additional_forward_args, query, components, reduce, heads, start_layer:
                 as in :meth:`ImplicitAttention.attribute`, with the same defaults.
-            per_token, internal_batch_size, verify: likewise.
+            per_token, internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
             normalize_rows: divide every row of I + alpha by its sum. Default: False.
             absolute: take absolute values of the reduced matrices. Default: False.
-            discard_ratio: set this fraction of each reduced matrix' smallest non-zero entries to
-                zero. This forms each layer's whole matrix, whatever memory_budget says. Default:
-                0.0.
+            discard_ratio: set this fraction of the nonzero entries of each reduced matrix, the
+                smallest ones, to 0. It needs each layer's whole matrix in memory, for any value of
+                memory_budget. Default: 0.0.
             recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts; see
                 :meth:`MambaAttribution.attribute`. Default: ``"paper"``.
-            memory_budget: as in :meth:`MambaAttribution.attribute`; used if rows are needed, for
-                another reduction than the mean or ``absolute``. Default: None.
+            memory_budget: as in :meth:`MambaAttribution.attribute`; used only with ``absolute`` or
+                with a reduction other than the mean. Default: None.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`.
+            The relevance, as in :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
+            CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, verify)
         checks.flags(normalize_rows=normalize_rows, absolute=absolute)
@@ -100,8 +100,9 @@ class ImplicitAttentionRollout(ImplicitMethod):
         entrywise = absolute or discard_ratio > 0
         if recipe == "published_code" and (entrywise or normalize_rows):
             raise OptionError(
-                "recipe='published_code' fixes the normalization; leave normalize_rows, absolute "
-                "and discard_ratio at their defaults."
+                f"recipe='published_code' does not accept normalize_rows={normalize_rows}, "
+                f"absolute={absolute}, discard_ratio={discard_ratio}. Leave these three options "
+                "out, or pass recipe='paper'."
             )
 
         def step(layer: Layer, operator: Operator) -> LayerMatrix:
@@ -139,7 +140,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
 
 
 def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:
-    """Zero in place of the fraction ``ratio`` of each example's smallest non-zero entries."""
+    """Set the fraction ``ratio`` of each example's nonzero entries, the smallest ones, to 0."""
     flat = matrix.flatten(1)
     present = flat != 0
     order = flat.masked_fill(~present, torch.inf).argsort(-1)

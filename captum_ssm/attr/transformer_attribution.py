@@ -1,4 +1,4 @@
-"""Transformer-Attribution: rollout of attention weighted by relevance and gradient, by head."""
+"""Transformer-Attribution: rollout of attention weighted by relevance and gradient per head."""
 
 from __future__ import annotations
 
@@ -24,46 +24,44 @@ from .engine.run import Run
 
 FORMS = ("lrp", "gradient")
 
-#: Elements of the matrices of heads formed at a time (16 MiB in float32).
+#: Largest number of elements of the heads' matrices computed at a time (16 MiB in float32).
 _MATRIX_ELEMENTS = 2**22
 
 
 class TransformerAttribution(ImplicitMethod):
-    """Transformer-Attribution (Chefer et al. 2021), for attention and for every other mixer.
+    """Transformer-Attribution (Chefer et al. 2021), for attention and all other mixers.
 
     The relevance is the query's row of the product over layers, later ones on the left, of beta = I
-    + mean over heads of (grad . R)+, with products by entry. grad is the gradient of the target
-    with respect to the matrices A of a head, R their relevance:
+    + mean over heads of (grad . R)+, with entrywise products. grad is the gradient of the target
+    with respect to a head's matrix A, and R is the relevance of A:
 
-    - ``form="lrp"`` ("Transformer Interpretability Beyond Attention Visualization"): by layer-wise
-      relevance propagation, R = A . the gradient in the network that LRP's rules make linear. The
-      authors' rules are not used: theirs divide relevance by the signs of the contributions (the
-      alpha-beta rule) and between both factors of each product of attention. The rules here are
-      :class:`MambaLRP`'s, with probabilities as coefficients: an entry of R is the contribution of
-      one token to the target through another one. - ``form="gradient"`` ("Generic Attention-model
-      Explainability"): R = A.
+    - ``form="lrp"`` ("Transformer Interpretability Beyond Attention Visualization"): R is A times
+      the gradient in the linear network of layer-wise relevance propagation. The rules are those of
+      :class:`MambaLRP`, with attention probabilities as constants. The authors' rules differ: they
+      treat positive and negative contributions differently (alpha-beta rule), and divide relevance
+      between both factors of a product in attention.
+    - ``form="gradient"`` ("Generic Attention-model Explainability"): R = A.
 
     With y = A v, G the gradient with respect to y, and sums over a head's channels,
 
         grad[i, j] = sum of G[i] v[j],      R[i, j] = sum of A[i, j] g[i] v[j]
 
-    where g is G of the linear network, and in ``form="gradient"`` grad . A is the sum of A[i, j]
-    G[i] v[j]. Matrices common to a head, such as attention's, are the authors' case; if they differ
-    between its channels, grad is with respect to a common summand. In Mamba-1 every channel is a
-    head. The matrices of a few heads are formed at a time.
+    where g is G in the linear network. With ``form="gradient"``, grad . A is the sum of A[i, j]
+    G[i] v[j]. In attention all channels of a head have the same matrix; if the matrices differ,
+    grad is the gradient with respect to a term added to all of them. In Mamba-1 every channel is a
+    head.
 
     LRP is patented in some countries: check whether this concerns your commercial use.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
-        model: the module, if forward_func does not reveal it. Default: None.
+        model: the module, if it cannot be found from forward_func. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        form: ``"lrp"`` or ``"gradient"``; the former runs the model once more, under the rules.
-            Default: ``"lrp"``.
+        form: ``"lrp"``, which runs the model twice, or ``"gradient"``. Default: ``"lrp"``.
 
     Raises:
-        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
+        ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
+        NoMixerError, UnsupportedMixerError: if the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -108,24 +106,24 @@ class TransformerAttribution(ImplicitMethod):
         Args:
             inputs, additional_forward_args, query, heads, start_layer, per_token: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
-            internal_batch_size, verify: likewise.
+            internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
             target, normalize_rows: as in :meth:`MambaAttribution.attribute`, with the same
                 defaults.
-            components: the parts of A, for mixers that are more than attention; see
+            components: the components of A, for mixers other than attention; see
                 :meth:`ImplicitAttention.attribute`. Default: ``"unified"``.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`.
+            The relevance, as in :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
+            CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
         chosen = options(components, "mean", heads, start_layer, "paper", verify)
         checks.flags(normalize_rows=normalize_rows)
 
-        # For each question that is left, the coefficients g of all layers.  ``relevance`` is called
-        # for each question of a run in turn: the first call fills the list for all of them.
+        # The coefficients g of all layers, for each target that is left.  ``relevance`` is called
+        # once per target of a run; the first call fills the list for all targets.
         pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:
@@ -165,10 +163,10 @@ def _beta(
     coefficient: Tensor | None,
     heads: Sequence[int] | None,
 ) -> Tensor:
-    """Return a layer's matrix beta, the mean over heads of (G . R)+, (B, L, L).
+    """Return a layer's matrix beta - I, the mean over heads of (grad . R)+, (B, L, L).
 
-    ``gradient`` (behind hooks of others) and ``coefficient`` are at the layer's output (B, L, E).
-    Without a coefficient R = A, the ``operator`` of the ``heads``.
+    ``gradient`` (G) and ``coefficient`` (g) are at the layer's output (B, L, E). Without a
+    coefficient, R = A, the ``operator`` restricted to ``heads``.
     """
     linear, factor = layer.linear, layer.factor
     at = range(linear.operator.shape.heads) if heads is None else heads
@@ -180,7 +178,7 @@ def _beta(
 
 
 def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
-    """Pull a gradient at a mixer's output (B, L, E) back to before W_out, (B, L, H, P)."""
+    """Convert a gradient at a mixer's output (B, L, E) to one before W_out, (B, L, H, P)."""
     with torch.enable_grad():
         before = torch.zeros_like(linear.values, requires_grad=True)
         out = linear.project(before)
@@ -191,9 +189,9 @@ def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
 def _weighted(
     operator: Operator, values: Tensor, gradient: Tensor, coefficient: Tensor | None
 ) -> Tensor:
-    """Return the mean over heads of (G . R)+, some heads at a time, (B, L, L).
+    """Return the mean over heads of (grad . R)+ (B, L, L), computed for some heads at a time.
 
-    A is the operator; v, G and g are (B, L, H, P); without g, R = A.
+    ``operator`` is A. ``values`` v, ``gradient`` G and ``coefficient`` g are (B, L, H, P).
     """
     batch, tokens, heads, per_head = operator.shape
     total = values.new_zeros(batch, tokens, tokens)

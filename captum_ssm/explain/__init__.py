@@ -1,1 +1,1 @@
-"""``captum-ssm explain``, ``knockout`` and ``methods``."""
+"""The computations of the commands ``captum-ssm explain``, ``knockout`` and ``methods``."""

@@ -1,4 +1,4 @@
-"""Sources of the spans of a generated or given answer, as the command writes them."""
+"""Output of explained answers (generated or given texts) as lines, pages, numbers or pictures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..viz import plot_contributions
 from ..viz.html import generated
 from ..viz.html.writing import check_format, picture_files
 
-#: Endings and contents of files of answers.
+#: Accepted file name endings, and the contents of each kind of file.
 FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
-#: Features of the prompt that are printed for a span.
+#: The number of prompt features printed for each span.
 _SHOWN = 3
 
 
 def told(result: SSMLLMAttributionResult) -> str:
-    """Return one line per span of an answer: the span and its strongest sources."""
+    """Return one line per span of an answer, with the prompt features of largest relevance."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]
@@ -45,7 +45,7 @@ def write_answers(
     about: str = "",
     identity: bool = False,
 ) -> list[Path]:
-    """Write a page or numbers of all answers, or a picture of each, numbered from the second on."""
+    """Write all answers to one .html or .json file, or each to a .png file; return the paths."""
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title

@@ -1,9 +1,9 @@
-"""The memory of a call before it is made: its own code runs on tensors that hold no numbers.
+"""An estimate of the memory of a :class:`~captum_ssm.LatimFlow` call, without making the call.
 
-A language model is built from its configuration, and :class:`~captum_ssm.LatimFlow` explains it.
-Every tensor has a shape and a type, and none has memory, so a model of any size takes seconds to
-minutes.  The bytes of the tensors that live at one time are counted.  They grow with the tokens,
-and in eager attention with their square, so short runs tell those of long ones.
+A language model is built from its configuration and explained with fake tensors, which have a shape
+and a dtype but no memory.  This takes seconds to minutes for a model of any size.  The bytes of the
+tensors that exist at the same time are counted.  They grow linearly with the number of tokens (with
+eager attention, quadratically), so long runs are extrapolated from short ones.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..attr import LatimFlow
 from ..errors import CaptumSSMError, OptionError
 from ..linear import Rule
 
-#: Tokens of the shortest run, of which others have a multiple; the chunks of all kernels divide it.
+#: Tokens of the shortest run; longer runs have a multiple.  All kernels' chunk sizes divide it.
 _STEP = 256
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory that a call takes.
+    """The estimated memory of a call.
 
     Attributes:
         weights: bytes of the model's parameters and buffers.
-        activations: bytes of all that a call adds at its peak.
+        activations: largest number of bytes that a call adds to the weights.
 
     Example:
         >>> from captum_ssm.explain.estimate import Estimate
@@ -46,25 +46,25 @@ class Estimate:
     activations: int
 
     def fits(self, gib: float) -> bool:
-        """Return True if both are at most 0.95 of a device's memory in GiB."""
+        """Return True if weights and activations take at most 95 % of ``gib`` GiB of memory."""
         return self.weights + self.activations <= 0.95 * gib * 2**30
 
 
 def estimate_memory(
     config: Any, tokens: int, *, rule: Rule = "balanced", recompute: bool = False
 ) -> Estimate:
-    """Estimate the memory of a call of LatimFlow, of one example.
+    """Estimate the memory of a call of LatimFlow with one example.
 
     Args:
-        config: configuration of a language model of transformers, with its ``dtype``.
-        tokens: how many tokens the example has.
+        config: the configuration of a transformers language model, with its ``dtype``.
+        tokens: the number of tokens of the example.
         rule, recompute: the options of :class:`~captum_ssm.LatimFlow`, with the same defaults.
 
     Returns:
         The :class:`Estimate`.
 
     Raises:
-        OptionError: for a model whose code reads numbers of its own activations.
+        OptionError: if the model's code depends on values of activations.
 
     Example:
         >>> from transformers import MambaConfig
@@ -75,13 +75,13 @@ def estimate_memory(
         True
     """
     if tokens < 1:
-        raise OptionError(f"tokens={tokens!r} must be at least 1.")
+        raise OptionError(f"tokens={tokens!r} is below 1. Pass at least 1.")
     transformers = optional("transformers", "transformers", "An estimate")
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
-    config = copy.deepcopy(config)  # to which a model writes
+    config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        # by name: other packages replace the models of transformers' Auto classes
+        # class names, because other packages replace the entries of transformers' Auto classes
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         kind = getattr(transformers, names.get(config.model_type, ""), None)
         build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
@@ -109,7 +109,7 @@ def estimate_memory(
 
 
 def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
-    """Return the bytes that a call adds at its peak."""
+    """Return the largest number of bytes that a call with ``tokens`` tokens adds."""
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
     held = _LiveUnread()
@@ -120,17 +120,17 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
         raise
     except RuntimeError as error:
         raise OptionError(
-            f"{type(model).__name__} reads numbers of its own activations, so that its memory "
-            f"cannot be estimated: {error}"
+            f"The memory of {type(model).__name__} cannot be estimated, because the code depends "
+            f"on values of activations: {error} Measure a call with a few tokens instead."
         ) from error
     return held.peak
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that were made and live.
+    """Counts the bytes of all tensors created inside the ``with`` that are not freed yet.
 
     Attributes:
-        peak: the most that lived at one time.
+        peak: the largest number of bytes at the same time.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveUnread(Live):  # type: ignore[no-untyped-call]
-    """Counts tensors that hold no numbers; those that are read are 0."""
+    """Counts fake tensors; a value that is read is 0 or True, and comparisons are True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""Image files as models take them."""
+"""Conversion of image files to the inputs of models."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from ..errors import InputError
 from ..models import VisionMamba, VMamba
 from ..models.image_files import read_image
 
-#: Mean and standard deviation of the colors of ImageNet, which the released models were trained
-#: with, and the side of their images.
+#: Mean and standard deviation of ImageNet colors, with which the released models were trained.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+#: Side length in pixels of the released models' images.
 _RELEASED = 224
-#: The side of the scenes that a bundled VMamba was trained with.
+#: Side length in pixels of the images with which a bundled VMamba was trained.
 _SCENE = 32
-#: Images are resized to this multiple of the model's side, and their middle is cut out.
+#: Images are resized to this multiple of the model's image size before a center crop.
 _MARGIN = 256 / 224
-#: The most that an image's longer side may be of its shorter one.
+#: Largest accepted ratio of an image's sides.
 _LONGEST = 100
 
 
 def processed(processor: Any, files: Sequence[Path]) -> Tensor:
-    """Return images (B, C, H, W) as a classifier of transformers takes them."""
+    """Read image files and convert them with a transformers image processor, (B, C, H, W)."""
     pictures = [_read(file).numpy() for file in files]
     found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
     return found
 
 
 def scene(file: Path, side: int) -> Tensor:
-    """Return an image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
+    """Read an image file and resize it to (3, S, S), from -1 to 1, for bundled classifiers."""
     image = _read(file)[None].float() / 255
     resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
     return 2 * resized - 1
 
 
 def side_of(model: Any) -> int:
-    """Return the side S of the square images that a bundled image classifier takes."""
-    if isinstance(model, VMamba):  # it has no positions that would tell
+    """Return the side length of the square input images of a bundled image classifier."""
+    if isinstance(model, VMamba):  # it has no position embeddings with a fixed size
         return _SCENE
     side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
     return side
 
 
 def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
-    """Return an image (3, H, W) for the released models: resized, cropped, normalized."""
+    """Read an image file; resize, crop and normalize it for released models, (3, H, W)."""
     projection: Any = next(m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d))
     if projection.in_channels != 3:
         raise InputError(
-            f"The model takes images of {projection.in_channels} color channels; files are read "
-            "with three. Prepare the image in Python and use captum_ssm.report."
+            f"The model needs images with {projection.in_channels} color channels, but files are "
+            "read with 3. Prepare the image in Python, and use captum_ssm.report."
         )
     height, width = _size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)
     image = _read(file)[None].float() / 255  # (1, 3, h, w)
@@ -68,7 +68,7 @@ def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
 
 
 def _size(model: VisionMamba) -> tuple[int, int]:
-    """Return height and width of the images whose patches a model has positions for."""
+    """Return height and width of images that fit the model's position embeddings."""
     projection = model.patch_embed.proj
     height, width = (
         (cells - 1) * stride + patch
@@ -80,12 +80,12 @@ def _size(model: VisionMamba) -> tuple[int, int]:
 
 
 def _read(file: Path) -> Tensor:
-    """Read an image (3, h, w), uint8; refuse extreme ratios of the sides."""
+    """Read an image file as uint8 (3, h, w); raise for extreme ratios of the sides."""
     image = read_image(file)
     height, width = image.shape[1:]
     if max(height, width) > _LONGEST * min(height, width):
         raise InputError(
-            f"{file} is of {width} x {height} pixels: one side is more than {_LONGEST} times the "
-            "other, so that little of it would be seen. Crop it."
+            f"{file} has {width} x {height} pixels: one side is more than {_LONGEST} times the "
+            "other, and most of the image would be cut off. Crop the image."
         )
     return image

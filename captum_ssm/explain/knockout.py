@@ -1,4 +1,4 @@
-"""Effects of cutting edges on one example: the prediction with and without them."""
+"""The prediction for one example with and without some edges (messages between tokens)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..edges.cut import Replacement
 from ..errors import OptionError
 from ..tracing import find_model
 
-#: So many of the likeliest answers are told, of those with the edges and of those without.
+#: The number of most probable answers listed, for each of the runs with and without the edges.
 _NAMED = 3
 
 _POSITION = re.compile(r"-?\d+")
@@ -24,7 +24,7 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 
 class ChangedAnswer(NamedTuple):
-    """A class or a token, and its probabilities before the cut and without the edges."""
+    """The probabilities of a class or token (``label``) with the edges, and without them."""
 
     label: str
     before: float
@@ -35,11 +35,12 @@ class Cut(NamedTuple):
     """The effect of cutting edges on one example.
 
     Attributes:
-        answers: the likeliest answers before the cut and without the edges, and the explained
-            answer; empty for a model that returns one number.
-        before: the explained number of the whole model.
+        answers: the explained answer, and the most probable answers with and without the edges;
+            empty for a model that returns one number.
+        before: the explained number with all edges.
         without: the explained number without the edges.
-        estimated: the estimated loss; None with ``selection`` or a replacement.
+        estimated: the estimated loss of the explained number; None with ``selection`` or a
+            replacement.
     """
 
     answers: list[ChangedAnswer]
@@ -49,7 +50,7 @@ class Cut(NamedTuple):
 
     @property
     def true(self) -> float:
-        """The loss of the explained number."""
+        """The true loss of the explained number."""
         return self.before - self.without
 
 
@@ -63,23 +64,23 @@ def cut_edges(
     additional: Any = None,
     replace: Replacement = None,
 ) -> Cut:
-    """Run one example without edges.
+    """Run one example with and without some edges, and estimate their effect.
 
     Args:
-        method: estimates effects on the model.
+        method: the method that estimates effects, with the model.
         inputs: the example, a batch of one.
         target: the explained output, in Captum's forms.
-        edges: the edges to cut, together if there are several.
-        label: returns the name of a class or token, by its index and the model's output.
+        edges: the edges to cut; several are cut together.
+        label: function from the index of a class or token, and the model's output, to a name.
         additional: further arguments of the model. Default: None.
         replace: the replacement of messages, as in :func:`~captum_ssm.knock_out`. Default: None,
-            nothing.
+            messages are removed.
 
     Returns:
-        The prediction with and without the edges, and their effect, estimated and true.
+        The predictions, and the estimated and true effect of the edges.
 
     Raises:
-        CaptumSSMError: as :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute
+        CaptumSSMError: as in :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute
             <captum_ssm.EdgeEffects.attribute>`.
 
     Example:
@@ -123,20 +124,20 @@ def cut_edges(
 def read_tokens(
     option: str, given: Sequence[str], names: Sequence[str], text: str
 ) -> slice | list[int]:
-    """Return the tokens that a user named by positions, words, or one slice.
+    """Convert positions, words or one slice from the command line to token positions.
 
     Args:
-        option: the option that named the tokens, for errors.
+        option: the name of the command's option, for errors.
         given: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
         names: the names of the text's tokens.
         text: the text.
 
     Returns:
-        A slice, or positions.
+        A slice, or a list of positions.
 
     Raises:
-        OptionError: when a word is not in the text or occurs several times, or a slice is
-            combined with other tokens.
+        OptionError: if a word is not in the text or occurs several times, or if a slice is combined
+            with other tokens.
 
     Example:
         >>> from captum_ssm.explain.knockout import read_tokens
@@ -153,14 +154,17 @@ def read_tokens(
     positions: list[int] = []
     for one in given:
         if _SLICE.fullmatch(one):
-            raise OptionError(f"{option} {one}: a slice stands alone. Name positions one by one.")
+            raise OptionError(
+                f"{option} {one}: a slice cannot be combined with other tokens. Pass only the "
+                "slice, or list all positions."
+            )
         found = [int(one)] if _POSITION.fullmatch(one) else _places(option, one, names, text)
         positions += [position for position in found if position not in positions]
     return positions
 
 
 def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
-    """Return the positions of a word's tokens."""
+    """Return the positions of a word's tokens; raise if the word is missing or repeated."""
     places = []
     for first in range(len(names)):
         for last in range(first, len(names) if word in text else first + 1):
@@ -174,19 +178,20 @@ def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int
     if not places:
         known = ", ".join(f"{i} {name.strip()!r}" for i, name in enumerate(names))
         raise OptionError(
-            f"{option} {word}: the text has no such word. Its tokens are {known}. Name a word or a "
-            "position."
+            f"{option} {word}: the text does not contain this word. The tokens are {known}. Pass a "
+            "word of the text, or a position."
         )
     at = " and ".join(", ".join(map(str, place)) for place in places)
     raise OptionError(
-        f"{option} {word}: the text has it {len(places)} times, at {at}. Name the position of the "
-        "one that is meant."
+        f"{option} {word}: the word occurs {len(places)} times, at {at}. Pass the position of one "
+        "of them."
     )
 
 
 def _answers(
     before: Tensor, without: Tensor, target: Any, label: Callable[[int, Tensor], str]
 ) -> list[ChangedAnswer]:
+    """Return the explained answer and the most probable ones, with both probabilities."""
     index = target_index(target, before)
     if index is None or before.shape[-1] == 1:
         return []

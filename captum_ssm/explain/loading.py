@@ -1,4 +1,4 @@
-"""Loading the model to explain, and its tokenizer or image processor."""
+"""Loading of a model to explain, with its tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
 from .image_inputs import for_vim, processed, scene, side_of
 
-#: Makes images (B, C, H, W), as the model wants them, of files.
+#: A function from image files to the model's input (B, C, H, W).
 Prepare = Callable[[Sequence[Path]], Tensor]
 
-#: Endings of the class in a configuration, and the class of transformers that loads it.
+#: Endings of class names in configurations, and the Auto class of transformers that loads them.
 _KINDS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -38,12 +38,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Source:
-    """The place of a model, and permissions to load it.
+    """The name or path of a model, and options for loading the model.
 
     Attributes:
-        name: the bundled model, a folder of transformers or ``captum-ssm-bench train``, a file of
-            Vision Mamba's or VMamba's weights, or with ``hub`` a name on the hub.
-        tokenizer: the folder of a tokenizer, or with ``hub`` a name. Default: None, the model's.
+        name: the name of a bundled model, a folder saved by transformers or ``captum-ssm-bench
+            train``, a weights file of Vision Mamba or VMamba, or with ``hub`` a name on the hub.
+        tokenizer: the folder of a tokenizer, or with ``hub`` a name. Default: None, ``name``.
         hub: whether the model may be downloaded. Default: False.
         trust_remote_code: whether Python files beside the weights may be run. Default: False.
 
@@ -60,7 +60,7 @@ class Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments for transformers."""
+        """Keyword arguments for ``from_pretrained`` of transformers."""
         return {"local_files_only": not self.hub, "trust_remote_code": self.trust_remote_code}
 
 
@@ -70,10 +70,10 @@ class Loaded:
 
     Attributes:
         model: the model.
-        tokenizer: the tokenizer of a model of texts. Default: None.
-        prepare: converts image files for a model of images. Default: None.
+        tokenizer: the tokenizer, for a model of texts. Default: None.
+        prepare: function from image files to inputs, for a model of images. Default: None.
         is_language: whether the model predicts the next token. Default: False.
-        is_dense: whether the model predicts every pixel. Default: False.
+        is_dense: whether the model returns logits for every pixel. Default: False.
         labels: class names, if the model's configuration lacks them. Default: None.
 
     Example:
@@ -91,39 +91,45 @@ class Loaded:
     labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
-        """Move the model to a device and a precision; return this :class:`Loaded`.
+        """Move the model to a device and a dtype; return this :class:`Loaded`.
 
         Args:
-            device: name of the device, such as ``"cuda:0"``.
-            dtype: name of a dtype of torch; ``"auto"`` keeps the file's.
+            device: the name of the device, such as ``"cuda:0"``.
+            dtype: the name of a torch dtype; ``"auto"`` keeps the dtype of the weights file.
         """
         try:
             self.model.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise OptionError(f"--device {device}: {error}") from error
+            raise OptionError(
+                f"--device {device} is not available: {error} Pass a device of this machine, such "
+                "as cpu."
+            ) from error
         if dtype != "auto":
             self.model.to(getattr(torch, dtype))
         return self
 
     def prepared(self, files: Sequence[Path]) -> Tensor:
-        """Return images (B, C, H, W) in the model's precision, on its device."""
+        """Read image files to a batch (B, C, H, W) with the model's dtype and device."""
         if self.prepare is None:
-            raise OptionError(f"{type(self.model).__name__} takes no images.")
+            raise OptionError(
+                f"{type(self.model).__name__} does not take images. Pass a text, or choose a model "
+                "of images."
+            )
         return self.prepare(files).to(next(self.model.parameters()))
 
 
 def load(source: Source) -> Loaded:
-    """Load the model; nothing is fetched unless ``source.hub``.
+    """Load a model; nothing is downloaded unless ``source.hub`` is True.
 
     Returns:
         The model with its tokenizer or image processor.
 
     Raises:
-        DataNotFoundError: when there is no such model, folder or file.
-        OptionError: when the folder holds neither a language model, a classifier nor a model that
-            segments images.
-        CheckpointError: when configuration and weights do not fit, or weights are missing:
-            transformers would fill these at random.
+        DataNotFoundError: if there is no such model, folder or file.
+        OptionError: if the folder contains neither a language model, a classifier nor a
+            segmentation model.
+        CheckpointError: if configuration and weights do not fit, or if weights are missing, which
+            transformers would replace by random numbers.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -143,8 +149,8 @@ def load(source: Source) -> Loaded:
 
 
 def _is_trained_here(folder: Path) -> bool:
-    """Return True if a folder holds a classifier written by ``captum-ssm-bench train``."""
-    with suppress(CaptumSSMError, OSError):  # of folders of others
+    """Return True if ``captum-ssm-bench train`` wrote the classifier in a folder."""
+    with suppress(CaptumSSMError, OSError):  # other folders have no such files
         named = read_config(folder).get("architectures")
         return any(named == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
             folder / VOCABULARY
@@ -153,6 +159,7 @@ def _is_trained_here(folder: Path) -> bool:
 
 
 def _trained_here(folder: Path) -> Loaded:
+    """Load a model that is bundled or was trained with ``captum-ssm-bench train``."""
     model, key = load_folder(folder)
     if not isinstance(key, WordVocabulary):
         side = side_of(model)
@@ -170,25 +177,25 @@ def _trained_here(folder: Path) -> Loaded:
 
 
 class SentenceClassifier(nn.Module):
-    """A language model that learned two words alone, as a classifier of sentences."""
+    """A sentence classifier made from a language model that predicts one of two class words."""
 
     def __init__(self, model: nn.Module, reader: TextReader) -> None:
         super().__init__()
         self.model, self._reader = model, reader
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of the classes, (B, 2), for words and mark (B, L)."""
+        """Return the logits of the two classes (B, 2), for token ids (B, L)."""
         return self._reader.logits(self.model, ids)
 
 
 class _Sentences:
-    """The tokenizer of a bundled classifier of sentences."""
+    """The tokenizer of a bundled sentence classifier."""
 
     def __init__(self, reader: TextReader) -> None:
         self._reader = reader
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text's words, with or without the mark of the class."""
+        """Return the token ids of a text, with or without the special class token."""
         known = self._reader.vocabulary
         if not add_special_tokens:
             return [known.id_of(word) for word in ([text] if text in known else text_words(text))]
@@ -196,19 +203,19 @@ class _Sentences:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the words of ids."""
+        """Return the text of token ids."""
         return self._reader.vocabulary.decode(ids)
 
 
 def config_of(source: Source) -> Any:
-    """Return the configuration of a model of transformers, or of a bundled one."""
+    """Load the configuration of a transformers model or a bundled model."""
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
     name = str(weights_of(source.name).parent) if source.name in BUNDLED else source.name
     if not Path(name).is_dir() and not source.hub:
         raise DataNotFoundError(
-            f"{source.name}: there is no such folder or file, and no bundled model of that name "
-            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To fetch a model of that name "
-            "from the hub, add --hub."
+            f"{source.name} is neither a folder, a file nor a bundled model "
+            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To download a model of this "
+            "name from the hub, add --hub."
         )
     with naming(f"{source.name} has no usable configuration"):
         plain, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
@@ -217,27 +224,28 @@ def config_of(source: Source) -> Any:
 
 
 def _of_transformers(source: Source) -> Loaded:
+    """Load a transformers model with its tokenizer or image processor."""
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
     config = config_of(source)
     kinds = list(getattr(config, "architectures", None) or [])
     ends = dict(_KINDS)
-    if not hasattr(config, "vision_config"):  # others of that name encode one text to write another
+    if not hasattr(config, "vision_config"):  # without images, these are encoder-decoder models
         ends.pop("ForConditionalGeneration")
     found = next(
         ((kind, auto) for end, auto in ends.items() for kind in kinds if kind.endswith(end)), None
     )
     if found is None:
         raise OptionError(
-            f"{source.name} holds {' or '.join(kinds) or 'a model that its config does not name'}, "
-            "which is none of a language model, a classifier of texts or images, or a model that "
-            "segments images. Load it in Python and use captum_ssm.report."
+            f"{source.name} contains {' or '.join(kinds) or 'a model without architectures'}. The "
+            "command accepts language models, text and image classifiers, and image segmentation "
+            "models. Load other models in Python, and use captum_ssm.report."
         )
     kind, auto = found
     remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
-    # asked for by name: other packages replace the models of transformers' Auto classes
+    # by class name, because other packages replace the entries of transformers' Auto classes
     model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
-    with naming(f"{source.name}: its configuration and its weights make no model"):
-        # weights of another shape would be refused as well, but not named
+    with naming(f"{source.name}: configuration and weights do not fit"):
+        # otherwise transformers' error would not name weights of a wrong shape
         model, info = model_class.from_pretrained(
             source.name,
             output_loading_info=True,
@@ -255,7 +263,7 @@ def _of_transformers(source: Source) -> Loaded:
 
 
 def _tokenizer(transformers: Any, source: Source) -> Any:
-    """Return a model's tokenizer; for models of captum-ssm-bench train their vocabulary."""
+    """Load a model's tokenizer, or the word vocabulary of ``captum-ssm-bench train``."""
     where = source.name if source.tokenizer is None else source.tokenizer
     folder = Path(where)
     words = folder / VOCABULARY

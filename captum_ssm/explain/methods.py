@@ -1,4 +1,4 @@
-"""The methods as the command names and lists them."""
+"""Selection of methods and options by the command line, and a table of all methods."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..linear import Rule
 
 
 def method_classes(names: list[str] | None) -> list[type[Attribution]]:
-    """Return the classes of methods, of this package and of Captum, by names in any spelling.
+    """Return the classes of methods of this package and of Captum, by name.
 
     Args:
-        names: of the methods; None for LatimFlow.
+        names: names of methods, in which case and dashes are ignored; None for LatimFlow.
 
     Returns:
-        The classes, each once, in the order of their names.
+        The classes in the order of ``names``, without repetitions.
 
     Raises:
-        OptionError: when a name belongs to no method.
+        OptionError: if a name is not the name of a method.
 
     Example:
         >>> from captum_ssm.explain.methods import method_classes
@@ -41,19 +41,19 @@ def under_rules(
     rules: Sequence[Rule] | None,
     baselines: str | None,
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Return the methods by name, LatimFlow under each of several rules, and their options.
+    """Return methods and options by name, with one entry of LatimFlow per rule.
 
     Args:
         methods: the classes.
-        rules: the rules of LatimFlow; None for its default rule.
-        baselines: for methods that take baselines, ``"mean"`` or a number as text; None for
-            nothing.
+        rules: the rules of LatimFlow; None for the default rule.
+        baselines: the baseline for methods with this option: ``"mean"``, or a number as text; None
+            for the default.
 
     Returns:
-        The classes and their options, as :func:`captum_ssm.compare` takes them.
+        The arguments ``methods`` and ``options`` of :func:`captum_ssm.compare`.
 
     Raises:
-        OptionError: when none of the methods takes an option.
+        OptionError: if none of the methods accepts the option.
 
     Example:
         >>> from captum_ssm import LatimFlow
@@ -71,12 +71,15 @@ def under_rules(
         if method is not LatimFlow or not rules:
             named[method.get_name()] = method
     if rules and LatimFlow not in methods:
-        raise OptionError("--rule is LatimFlow's. Name LatimFlow by --method, or leave it out.")
+        raise OptionError(
+            "--rule is an option of LatimFlow. Add --method LatimFlow, or leave --rule out."
+        )
     if baselines is not None:
         taking = [name for name, method in named.items() if issubclass(method, LatimFlow)]
         if not taking:
             raise OptionError(
-                "--baselines is for LatimFlow and MambaLRP. Name one by --method, or leave it out."
+                "--baselines is an option of LatimFlow and MambaLRP. Add one of them with "
+                "--method, or leave --baselines out."
             )
         for name in taking:
             options.setdefault(name, {})["baselines"] = _baselines(baselines)
@@ -90,7 +93,7 @@ def with_option(
     value: Any,
     asked: str,
 ) -> None:
-    """Add an option to each method that accepts the option.
+    """Add an option to each method that accepts it, in place; ``asked`` is the option's flag.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow
@@ -104,8 +107,8 @@ def with_option(
     if not taking:
         methods = ", ".join(kind.__name__ for kind in OFFERED if name in _arguments(kind))
         raise OptionError(
-            f"{asked} is taken by {methods or 'no method'}, and none of them is named by --method. "
-            "Name one, or leave it out."
+            f"{asked} is accepted by {methods or 'no method'}, but none of these is selected. Add "
+            f"one with --method, or leave {asked} out."
         )
     for key in taking:
         options.setdefault(key, {})[name] = value
@@ -114,7 +117,7 @@ def with_option(
 def against(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Return the methods and their options, with a given contrast in the methods' names.
+    """Add the text of a contrast to the names of the methods that have this option.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm
@@ -144,11 +147,13 @@ def _baselines(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        raise OptionError(f"--baselines {text}: use mean, or a number such as 0.") from None
+        raise OptionError(
+            f"--baselines {text} is not accepted. Pass mean, or a number such as 0."
+        ) from None
 
 
 def methods_table(markdown: bool = False) -> str:
-    """Return the methods, one line each.
+    """Return a table of the methods, as aligned text or Markdown.
 
     Example:
         >>> from captum_ssm.explain.methods import methods_table

@@ -1,4 +1,4 @@
-"""The explained pixels of a dense prediction, from the user's choice."""
+"""Selection of the explained pixels of a segmentation model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models.image_files import read_image
 if TYPE_CHECKING:
     from .loading import Loaded
 
-#: From this mean of its colors on, of 0 to 255, a pixel of a mask is light.
+#: A mask pixel is light if the mean of its colors (0 to 255) is at least this value.
 _LIGHT = 128
 
 
@@ -28,25 +28,25 @@ def over_pixels(
     mask: Path | None = None,
     pixel: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """Return the function to explain: the model, or means over some pixels of a dense model.
+    """Return the function to explain: the model, or for segmentation the mean over some pixels.
 
     Args:
         loaded: the model.
         inputs: the model's inputs.
-        mask: image file whose light pixels count, scaled to the model's output. Default: None,
-            ``pixel`` counts.
-        pixel: row and column of the only pixel that counts. Default: None, the pixels that the
+        mask: an image file, scaled to the model's output; the mean is over its light pixels.
+            Default: None, use ``pixel``.
+        pixel: row and column of the single explained pixel. Default: None, the pixels that the
             model assigns to the class.
 
     Raises:
-        OptionError: when the model has one answer for an image, or mask or pixel do not fit.
-        DataError: when the file is not an image.
+        OptionError: if the model is no segmentation model, or if mask or pixel do not fit.
+        DataError: if the file is not an image.
     """
     if not loaded.is_dense:
         if mask is not None or pixel is not None:
             raise OptionError(
-                "--target-mask and --target-pixel are for models that answer for every pixel of an "
-                "image. Leave them out."
+                "--target-mask and --target-pixel need a segmentation model, but this model "
+                "returns one prediction per image. Leave these options out."
             )
         return loaded.model
     if mask is None and pixel is None:
@@ -57,8 +57,9 @@ def over_pixels(
         row, column = pixel
         if not (0 <= row < height and 0 <= column < width):
             raise OptionError(
-                f"--target-pixel {row} {column}: the model answers for {height} rows and {width} "
-                "columns, numbered from 0."
+                f"--target-pixel {row} {column} is outside the model's output of {height} rows and "
+                f"{width} columns. Pass a row from 0 to {height - 1} and a column from 0 to "
+                f"{width - 1}."
             )
         chosen = torch.zeros(height, width, dtype=torch.bool)
         chosen[row, column] = True
@@ -68,9 +69,12 @@ def over_pixels(
 
 
 def _light(file: Path, size: tuple[int, int]) -> Tensor:
-    """Return the light pixels of an image file, scaled to ``size``."""
+    """Return a boolean mask of the light pixels of an image file, scaled to ``size``."""
     light = read_image(file).float().mean(0) >= _LIGHT
     found = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
     if not bool(found.any()):
-        raise OptionError(f"--target-mask {file} has no light pixels, at {size[0]} x {size[1]}.")
+        raise OptionError(
+            f"--target-mask {file} has no light pixels after scaling to {size[0]} x {size[1]}. "
+            "Pass an image that is light at the pixels to explain."
+        )
     return found

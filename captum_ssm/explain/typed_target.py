@@ -1,4 +1,4 @@
-"""Targets, from the user's text."""
+"""Conversion of a target typed on the command line to Captum's form."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ID = re.compile(r"id:(\d+)")
 
 
 def read_target(subject: Subject, text: str, *, language: bool, option: str = "--target") -> Any:
-    """Return the target in Captum's form.
+    """Convert the text of a target to Captum's form.
 
     Returns:
-        A class's number; or, for a language model, the last position and the token's id.
+        The index of a class; or, for a language model, (-1, token id) for the last position.
 
     Raises:
-        OptionError: when the text is not one token, or no class.
+        OptionError: if the text is not one token, or not a class.
 
     Example:
         >>> from captum_ssm.explain.typed_target import read_target
@@ -42,13 +42,16 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         found = Reader(codec, subject.forward_func, subject.module).target(text)
     except TargetError as error:
         told = str(error).removeprefix("target=")
-        raise OptionError(f"{option} {told} An id is written as id:NUMBER.") from error
+        raise OptionError(f"{option} {told} To pass a token id, write id:NUMBER.") from error
     if isinstance(found, tuple) is language and not isinstance(found, str):
         return found
     if language:
-        raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
+        raise OptionError(
+            f"{option} {text} needs a tokenizer, but the model has none. Pass the token as "
+            "id:NUMBER."
+        )
     known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
     raise OptionError(
-        f"{option} {text!r} is neither a number nor one of the classes ({known}). Give a "
-        "class's number, or name the classes by --labels."
+        f"{option} {text!r} is neither a number nor one of the classes ({known}). Pass the number "
+        "of a class, or the names of all classes with --labels."
     )

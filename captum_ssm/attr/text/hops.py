@@ -1,8 +1,8 @@
-"""Relevance of the answer followed back to the prompt, through the generated text.
+"""Relevance of generated tokens, passed on to the prompt in several hops.
 
-Relevance r of a token of the text is passed on along the row of that token's own explanation. The
-row explains its logit less the mean of all, since a log-probability vanishes for a sure model. The
-row is divided by its sum, so it passes on r in total. All tokens share one backward pass.
+A hop replaces the relevance r of a generated token by the explanation (row) of this token, scaled
+so that the row's sum is r. The row explains the token's logit minus the mean of all logits, because
+a log-probability is near 0 if the model is certain. All tokens of a hop share one backward pass.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ..call.targets import Against, SumTarget
 
-#: A token's row has no sum to divide by if its number is less than this share of the largest entry
-#: that it is compared with: relevance divided by it would grow without bound.
+#: A row is not used if its sum is below this fraction of the largest |logit - mean|, because
+#: division by a small sum would give large relevance.
 _LEAST = 0.1
-#: Share of a span's relevance on the text from which on hops go on.
+#: Hops end if less than this fraction of the relevance is left on generated tokens.
 _LEFT = 0.01
 
 
 class Row(Protocol):
-    """A decomposed number."""
+    """A decomposition of one number over tokens and constants."""
 
     @property
     def tokens(self) -> Tensor:
@@ -36,18 +36,18 @@ class Row(Protocol):
 
     @property
     def output(self) -> Tensor:
-        """The number (B,)."""
+        """The explained number (B,)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """The relevance of S spans after some hops, which adds up to the spans' output.
+    """The relevance for S explained spans after some hops; it sums to the spans' outputs.
 
     Attributes:
-        prompt: relevance of each token of the prompt (S, P).
-        text: relevance of each token of the text, to be passed on (S, n).
-        unresolved: relevance that stays on tokens of the text whose row has no sum (S, n).
-        constants: relevance of constants, and of tokens that the model was not given (S,).
+        prompt: relevance of each prompt token (S, P).
+        text: relevance of each token of the generated text (S, n), to be passed on.
+        unresolved: relevance (S, n) that stays on generated tokens, whose row's sum is too small.
+        constants: relevance of constants and of tokens that the model inserts (S,).
     """
 
     prompt: Tensor
@@ -57,7 +57,7 @@ class Hop:
 
     @property
     def total(self) -> Tensor:
-        """All of it (S,)."""
+        """The sum of all relevance (S,)."""
         on_text = self.text + self.unresolved
         return self.prompt.sum(1) + on_text.sum(1) + self.constants
 
@@ -70,23 +70,21 @@ def follow(
     hops: int,
     logits: Callable[[], Tensor],
 ) -> Generator[Against, Row, list[Hop]]:
-    """Ask for the spans of a text, and hop by hop for the text's tokens with relevance.
-
-    A hop replaces the relevance of a text's token by its own row, scaled to the same sum.
+    """Explain the spans of a text, then pass relevance on from the text's tokens in several hops.
 
     Args:
-        text: token ids (n,).
+        text: token ids of the text (n,).
         spans: ranges of the text's tokens.
-        prompt: how many tokens the prompt has.
+        prompt: the number of prompt tokens.
         contrast: the contrast of the spans' tokens.
-        hops: how often relevance is passed on.
-        logits: returns the model's logits at all tokens of the text (n, V).
+        hops: the largest number of hops.
+        logits: function that returns the model's logits for all tokens of the text (n, V).
 
     Yields:
-        Questions; it is sent their answers.
+        Targets to decompose. The caller sends each decomposition back.
 
     Returns:
-        The spans' relevance after 0, 1, ... hops.
+        The relevance after 0, 1, ... hops.
     """
     count = len(text)
     first = []
@@ -119,7 +117,7 @@ def follow(
 
 
 def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a decomposed number as one of S entries of a :class:`Hop`."""
+    """Split a decomposition into prompt, text, unresolved and constants, as in :class:`Hop`."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
@@ -129,14 +127,15 @@ def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return zeros in the form of :func:`_parts`, for a span without relevance to pass on."""
     empty = torch.zeros_like(latest.text[0])
     return torch.zeros_like(latest.prompt[0]), empty, empty, torch.zeros_like(latest.constants[0])
 
 
 def _row_sums(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum (n,) of each token's row, and 1 if it is large enough.
+    """Return each token's logit minus the mean (n,), the sum of its row; and 1 if large, else 0.
 
-    Both are 0 if the sum, the logit less the mean, is too small to divide by, see :data:`_LEAST`.
+    A sum is large enough to divide by if it exceeds the limit of :data:`_LEAST`.
     """
     logits = logits.detach().cpu().double()
     rest = logits - logits.mean(-1, keepdim=True)

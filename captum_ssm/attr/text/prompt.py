@@ -1,4 +1,4 @@
-"""A prompt in any accepted form, as token ids and the features that they belong to."""
+"""Conversion of prompts in any accepted form to token ids and features."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from ...errors import InputError, OptionError
 from .codec import Codec, Pieces
 
-#: Ids or strings of tokens.
+#: The option ``skip_tokens``: ids or strings of tokens.
 SkipTokens = Sequence[int] | Sequence[str] | None
 
-#: The first of the private characters that mark a template's values.
+#: The first of the private Unicode characters that mark the values of a template.
 _MARK = 0xF0000
 
 ACCEPTED = (
@@ -28,15 +28,15 @@ ACCEPTED = (
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt.
+    """The token ids and features of one prompt.
 
     Attributes:
-        ids: its token ids (L,).
-        names: names of its features.
-        features: function of relevance by token (..., L) that returns it by feature (..., names).
+        ids: token ids (L,).
+        names: names of the features.
+        features: function from relevance of tokens (..., L) to relevance of features (..., n_in).
         kept: True for tokens that belong to a feature (L,).
-        pieces: the piece of the text of each feature; None if not known, or if features are not
-            one behind the other.
+        pieces: each feature's piece of the text; None if not known, or if features are not
+            contiguous.
     """
 
     ids: Tensor
@@ -47,12 +47,13 @@ class Prompt:
 
 
 def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
-    """Read a prompt in any accepted form."""
+    """Convert a prompt in any accepted form to a :class:`Prompt`."""
     if isinstance(prompt, TextTemplateInput):
         if skip_tokens is not None:
             raise OptionError(
-                "skip_tokens names tokens, but the features of a TextTemplateInput are its values. "
-                "Leave skip_tokens out, or pass the prompt as a str."
+                f"skip_tokens={skip_tokens!r} does not apply to a TextTemplateInput, whose "
+                "features are its values, not tokens. Leave skip_tokens out, or pass the prompt as "
+                "a str."
             )
         return _template(prompt, codec)
     if isinstance(prompt, TextTokenInput):
@@ -71,7 +72,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
     if not len(places):
         raise InputError(
             f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
-            "tokens to explain. Skip fewer."
+            "tokens to explain. Pass fewer tokens to skip."
         )
     pieces, chosen = codec.pieces(ids), places.tolist()
     if pieces is not None:
@@ -80,33 +81,33 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
 
 
 def read_ids(value: Any, what: str) -> Tensor:
-    """Read token ids (L,) from a list, a tensor or an array (L,) or (1, L)."""
+    """Convert a list, tensor or array (L,) or (1, L) to token ids (L,); errors use ``what``."""
     try:
         ids = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what} does not consist of token ids: {value!r}.") from None
+        raise InputError(f"{what} is {value!r}. Pass token ids, which are integers.") from None
     if ids.dim() == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.dim() != 1:
         raise InputError(
-            f"{what} has shape {tuple(ids.shape)}, but one sequence (L,) or (1, L) is explained at "
-            "a time."
+            f"{what} has shape {tuple(ids.shape)}. Pass one sequence of token ids, (L,) or (1, L)."
         )
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise InputError(f"{what} must hold token ids, which are integers, not {ids.dtype}.")
+        raise InputError(f"{what} has dtype {ids.dtype}. Pass token ids, which are integers.")
     if bool((ids < 0).any()):
-        raise InputError(f"{what} holds {int(ids.min())}, but token ids count from 0.")
+        raise InputError(f"{what} contains {int(ids.min())}. Pass token ids of at least 0.")
     return _filled(ids.long(), what)
 
 
 def _filled(ids: Tensor, what: str) -> Tensor:
+    """Return the ids on the CPU; raise if there are none."""
     if not len(ids):
-        raise InputError(f"{what} is empty: it has no tokens. Pass at least one.")
+        raise InputError(f"{what} has no tokens. Pass at least one token.")
     return ids.cpu()
 
 
 def _ids_of(prompt: Any, codec: Codec) -> Tensor:
-    """Return the token ids (L,) of a str, a chat, a list or a tensor."""
+    """Return the token ids (L,) of a str, a conversation, a list or a tensor."""
     if isinstance(prompt, str):
         return codec.ids_of(prompt)
     if isinstance(prompt, list | tuple) and prompt:
@@ -114,8 +115,8 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
             return codec.ids_of(prompt)
         if any(isinstance(text, str) for text in prompt):
             raise InputError(
-                f"The prompt is a {type(prompt).__name__} of {len(prompt)} entries with text among "
-                f"them, but one prompt is explained at a time. {ACCEPTED}"
+                f"The prompt is a {type(prompt).__name__} of {len(prompt)} entries that contains "
+                f"text. Pass one prompt per call. {ACCEPTED}"
             )
     if not isinstance(prompt, list | tuple | Tensor) and not hasattr(prompt, "__array__"):
         raise InputError(f"The prompt is of type {type(prompt).__name__}. {ACCEPTED}")
@@ -123,12 +124,12 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
 
 
 def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
-    """Return True for tokens (L,) that are named by id or by string."""
+    """Return True (L,) for tokens whose id or text is in ``skip_tokens``."""
     listed = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
     if not listed or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
         raise OptionError(
-            f"skip_tokens={skip_tokens!r} must be a list of token ids or of strings, for example "
-            f"skip_tokens=[{skip_tokens!r}]."
+            f"skip_tokens={skip_tokens!r} is not a list of token ids or strings. Pass a list, such "
+            f"as skip_tokens=[{skip_tokens!r}]."
         )
     named = set(skip_tokens or ())
     if not named:
@@ -138,9 +139,9 @@ def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
 
 
 def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
-    """Read a prompt whose features are the values of a template.
+    """Convert a template to a :class:`Prompt` whose features are the template's values.
 
-    A token's relevance is divided among values by their shares of its characters.
+    A token's relevance is divided among values by the fraction of its characters in each value.
     """
     text = prompt.to_model_input()
     ids, tokens = codec.encode_with_spans(text)
@@ -150,7 +151,7 @@ def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
         feature = value if prompt.mask is None else prompt.formatted_mask[value]
         for token, (first, last) in enumerate(tokens):
             shares[feature, token] += max(0, min(end, last) - max(start, first))
-    shares /= shares.sum(0).clamp_min(1)  # tokens that lie in no value have no share
+    shares /= shares.sum(0).clamp_min(1)  # tokens outside all values have share 0
 
     def features(relevance: Tensor) -> Tensor:
         found: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
@@ -160,7 +161,7 @@ def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
 
 
 def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
-    """Find the values in the template's text: number, start and end of each occurrence."""
+    """Return (value number, start, end) for each occurrence of a value in the filled template."""
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
         filled = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))
@@ -177,7 +178,7 @@ def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
             begun[value] = len(plain)
     if begun or "".join(plain) != text:
         raise InputError(
-            "The template changes its values or depends on them, so that they cannot be found in "
-            "its text. Use one that only puts them in, such as '{} feels {} right now'."
+            "The template changes its values or depends on them, so the values cannot be found in "
+            "the text. Pass a template that only inserts values, such as '{} feels {} right now'."
         )
     return found

@@ -1,4 +1,4 @@
-"""The relevance of a prompt to a text, as Captum's own result."""
+"""The result of SSMLLMAttribution, a subclass of Captum's LLMAttributionResult."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .prompt import Prompt
 @part
 @dataclass(frozen=True, eq=False)
 class SpanHop:
-    """The relevance of S spans after some hops, which adds up to their outputs.
+    """The relevance for S explained spans after some hops; it sums to the spans' outputs.
 
     Attributes:
         prompt: relevance of each feature of the prompt (S, n_in).
-        text: relevance of each span of the text, to be passed on (S, S).
-        unresolved: relevance that stays on spans of the text, since the explanations of their
-            tokens have no sum (S, S).
-        constants: relevance of biases, and of tokens of no feature or span (S,).
+        text: relevance of each span of the text (S, S), to be passed on in the next hop.
+        unresolved: relevance (S, S) that stays on spans of the text, because the sums of their
+            tokens' explanations are too small to divide by.
+        constants: relevance of biases, and of tokens that belong to no feature or span (S,).
     """
 
     prompt: Tensor
@@ -38,7 +38,7 @@ class SpanHop:
 
     @property
     def total(self) -> Tensor:
-        """All of it (S,)."""
+        """The sum of all relevance (S,)."""
         return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
 
 
@@ -48,10 +48,10 @@ class SpanParts:
     """Explanations of the spans of a text.
 
     Attributes:
-        ranges: the tokens of each span.
+        ranges: the range of tokens of each span.
         names: the text of each span.
         features: the names of the prompt's features.
-        hops: the spans' relevance after 0, 1, ... hops.
+        hops: the relevance for all spans after 0, 1, ... hops.
     """
 
     ranges: Sequence[range]
@@ -61,16 +61,16 @@ class SpanParts:
 
     @property
     def outputs(self) -> Tensor:
-        """The explained number of each span (S,); the sum of relevance if parts have no sum."""
+        """The explained number of each span (S,), or the sum of relevance for other methods."""
         return self.hops[0].total
 
     @property
     def delta(self) -> Tensor:
-        """Return the spans' outputs less the sum of the last hop (S,): 0, but for rounding."""
+        """The spans' outputs minus all relevance after the last hop (S,), 0 up to rounding."""
         return self.outputs - self.hops[-1].total
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry for each span, part and hop, as ``pandas.DataFrame(...)`` takes them."""
+        """Return one dictionary per hop, span and source of relevance, for a DataFrame."""
         found = []
         for number, hop in enumerate(self.hops):
             kinds = (
@@ -111,7 +111,7 @@ def result_of_spans(
     names: list[str],
     pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
-    """Sum relevance by token over spans and features, and return it as a result."""
+    """Sum relevance of tokens over features and spans, and return the result."""
 
     def by_span(on_text: Tensor) -> Tensor:
         return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
@@ -137,9 +137,9 @@ def result_of_spans(
 
 
 def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
-    """Subtract another text's relevance of the prompt from a text's.
+    """Return ``one`` minus the prompt's relevance in ``other``, the result for a second text.
 
-    The other text's remaining relevance and constants count as a constant.
+    All other relevance and the constants of ``other`` are subtracted from the constants.
     """
     assert one.spans is not None and other.spans is not None
     count = max(len(one.spans.hops), len(other.spans.hops))
@@ -162,29 +162,29 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
 
 
 class SSMLLMAttributionResult(Result, LLMAttributionResult):
-    """Captum's LLMAttributionResult, with the relevance of the text's tokens to later ones.
+    """Captum's LLMAttributionResult, extended by the relevance of the text's tokens to later ones.
 
-    :class:`~captum_ssm.SSMLLMAttribution` returns it.
+    It is the result of :class:`~captum_ssm.SSMLLMAttribution`.
 
     Args:
-        generated_attr: as below.
-        **parts: ``seq_attr``, ``token_attr``, ``input_tokens`` and ``output_tokens``, as Captum's
-            LLMAttributionResult takes them.
+        generated_attr, spans, input_pieces, output_pieces: see the attributes below.
+        **parts: ``seq_attr``, ``token_attr``, ``input_tokens`` and ``output_tokens``, as in
+            Captum's LLMAttributionResult.
 
     Attributes:
         seq_attr: relevance of each feature of the prompt to the whole text (n_in,).
         token_attr: relevance of each feature of the prompt to each token of the text
             (n_out, n_in).
-        generated_attr: relevance of each token of the text to each later one (n_out, n_out), zero
-            from the diagonal on.
+        generated_attr: relevance of each token of the text (column) to each later token (row),
+            (n_out, n_out); 0 on and above the diagonal.
         input_tokens: the names of the prompt's features.
         output_tokens: the names of the text's tokens.
-        spans: explanations of the text's spans, if these were asked for; then ``token_attr``,
+        spans: explanations of spans, if ``attribute`` was called with spans; then ``token_attr``,
             ``generated_attr`` and ``output_tokens`` have one row per span. Default: None.
-        input_pieces: the piece of the prompt's text of each feature; joined, they are the text. The
-            first of several tokens of one character has it, the others ``""``; a special token has
-            None. Default: None, not known.
-        output_pieces: likewise of the text's tokens, or spans. Default: None, not known.
+        input_pieces: each feature's piece of the prompt's text; joined, the pieces are the text. If
+            several tokens make one character, the first has the character and the others ``""``.
+            A special token has None. Default: None, not known.
+        output_pieces: the same for the text's tokens or spans. Default: None, not known.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
@@ -217,7 +217,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry for each token of the text and feature of the prompt; see also spans."""
+        """Return one dictionary per token of the text and feature of the prompt, or per span."""
         if self.spans is not None:
             return self.spans.rows()
         return [
@@ -227,11 +227,11 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         ]
 
     def _state(self) -> dict[str, Any]:
-        """Return the state to save, by the names of the constructor's arguments."""
+        """Return the constructor arguments by name, for ``save``."""
         of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
         found = {name: getattr(self, name) for name in names}
-        probabilities = getattr(self, "output_probs", None)  # which Captum 0.8 does not have
+        probabilities = getattr(self, "output_probs", None)  # missing in Captum 0.8
         return found if probabilities is None else {**found, "output_probs": probabilities}
 
     def plot_token_attr(self, show: bool = False) -> Any:
@@ -261,7 +261,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
 
 @contextmanager
 def _no_mathematics() -> Iterator[None]:
-    """Let matplotlib take dollar signs in tokens for text, not for formulas."""
+    """Make matplotlib draw dollar signs in tokens as text, not as formulas."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):

@@ -1,4 +1,4 @@
-"""Answers to questions kept on disk, from which an interrupted run continues."""
+"""Decompositions saved on disk, so that an interrupted call can continue."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .hops import Row
 
 T = TypeVar("T")
 
-#: In the folder, the fingerprint of the run.
+#: The file in the folder that has the fingerprint of the call.
 _OF = "run.txt"
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A row that was read back; see :class:`~captum_ssm.attr.text.hops.Row`."""
+    """A decomposition loaded from disk, with the attributes of :class:`.Row`."""
 
     tokens: Tensor
     bias: Tensor
@@ -35,29 +35,29 @@ class SavedRow:
 def kept(
     questions: Generator[Against, Row, T], folder: Path, of: str
 ) -> Generator[Against, Row, T]:
-    """Yield the questions whose answers are not in a folder, and keep their answers there.
+    """Yield the targets whose decompositions are not saved in a folder, and save the new ones.
 
     Args:
-        questions: the questions, which depend on the answers alone.
-        folder: stores each answer as soon as it is found; created if missing.
-        of: the :func:`fingerprint` of the run.
+        questions: a generator of targets, which depend only on earlier decompositions.
+        folder: the folder for decompositions, each saved at once; created if missing.
+        of: the :func:`fingerprint` of the call.
 
     Yields:
-        The questions that are left; it is sent their answers.
+        Targets to decompose. The caller sends each decomposition back.
 
     Returns:
-        The result of ``questions``.
+        The return value of ``questions``.
 
     Raises:
-        OptionError: when the folder holds answers of another run.
-        WriteError: when nothing can be written in it.
+        OptionError: if the folder has decompositions of a different call.
+        WriteError: if the folder is not writable.
     """
     make_folder(folder)
     note = folder / _OF
     if note.exists() and note.read_text("utf-8") != of:
         raise OptionError(
-            f"resume={str(folder)!r} holds the answers of another model, text, span or option. "
-            "Name an empty folder, or the one of this run."
+            f"resume={str(folder)!r} holds results for a different model, text, span or option. "
+            "Pass an empty folder, or the folder of this call."
         )
     write_whole(note, of)
     number, answer = 0, None
@@ -79,7 +79,7 @@ def kept(
 
 
 def counted(questions: Generator[Against, Row, T], total: int) -> Generator[Against, Row, T]:
-    """Yield the same questions, each a step of the bar."""
+    """Yield the same targets, and show each one as a step of the progress bar."""
     answer, numbers = None, shown(range(total))
     while True:
         next(numbers, None)
@@ -92,7 +92,7 @@ def counted(questions: Generator[Against, Row, T], total: int) -> Generator[Agai
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:
-    """Hash the model's parameters and buffers, of offloaded ones the shapes, and all options."""
+    """Hash the options and the model's parameters and buffers (if offloaded, only their shapes)."""
     digest = hashlib.sha256()
     for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())
@@ -105,10 +105,10 @@ def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> st
 
 
 def _plain(value: Any) -> Iterator[Tensor]:
-    """Yield the ordinary tensors that an entry of a state dict consists of, if it is a tensor."""
-    if hasattr(value, "full_tensor"):  # of which each process has a part
+    """Yield the plain tensors in an entry of a state dict, which may be sharded or quantized."""
+    if hasattr(value, "full_tensor"):  # a distributed tensor
         value = value.full_tensor()
-    if hasattr(value, "__tensor_flatten__"):  # such as a quantized one, and its scales
+    if hasattr(value, "__tensor_flatten__"):  # a tensor subclass, such as a quantized weight
         for name in value.__tensor_flatten__()[0]:
             yield from _plain(getattr(value, name))
     elif isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Stretches of a text: tokens by the sentence, paragraph, turn or feature that they belong to."""
+"""Spans of a text: ranges of tokens of a word, sentence, paragraph, chat message or feature."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from ..call import checks
 from .codec import NO_TEXT, Codec, Pieces
 from .prompt import Prompt
 
-#: Patterns of the characters behind a stretch, at which it ends.
+#: Patterns of the separators between spans, by name.
 _ENDS = {
     "word": r"\s+",
     "sentence": r"(?:(?<=[.!?…。！？])|(?<=[.!?…。！？][\"'”’)\]]))\s+|(?<=[。！？])|\s*\n\s*",
     "paragraph": r"\s*\n\s*\n\s*",
 }
-#: Stretches by name, of a text and of a prompt.
+#: Names of spans of a text, and of a prompt.
 TEXT_SPANS = ("token", "word", "sentence", "paragraph", "all")
 PROMPT_SPANS = (*TEXT_SPANS, "turn")
 
-#: Stretches of a text: a name, a pattern of the separators, or ranges of tokens.
+#: The option ``spans``: a name, a compiled pattern of the separators, or ranges of tokens.
 Spans = str | re.Pattern[str] | Sequence[Any]
 
 
 def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range]:
-    """Return the spans of a text, as ranges of its tokens in rising order.
+    """Return the spans of a text as ascending ranges of its tokens.
 
     Args:
-        name: name of the argument.
-        spans: its value.
-        ids: the text's tokens (n,).
+        name: the name of the argument, for errors.
+        spans: the value of the argument.
+        ids: token ids of the text (n,).
         codec: the tokenizer.
 
     Raises:
-        OptionError: for a value that is not a name, pattern or list of ranges.
-        InputError: for ranges that overlap, are empty or lie outside, and for tokens whose
-            characters cannot be found.
+        OptionError: if the value is not a name, pattern or list of ranges.
+        InputError: if ranges overlap, are empty or lie outside the text, or if the characters of
+            tokens cannot be found.
     """
     count = len(ids)
     if isinstance(spans, str):
@@ -55,8 +55,8 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
             return [range(count)]
         if codec.text_of(ids).endswith(NO_TEXT):
             warnings.warn(
-                f"The text ends inside a character, so that {name}={spans!r} cannot be told: each "
-                "token is a span of its own.",
+                f"The text ends inside a character, so {name}={spans!r} cannot be found. Each "
+                "token is a span instead.",
                 stacklevel=2,
             )
             return [range(i, i + 1) for i in range(count)]
@@ -65,41 +65,44 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
         return _between(spans, ids, codec)
     if not isinstance(spans, list | tuple):
         raise OptionError(
-            f"{name}={spans!r} must be one of {', '.join(map(repr, TEXT_SPANS))}, a compiled "
-            "pattern of the separators, or a list of ranges of tokens such as [(0, 5)]."
+            f"{name}={spans!r} is not accepted. Pass one of {', '.join(map(repr, TEXT_SPANS))}, a "
+            "compiled pattern of the separators, or a list of ranges of tokens such as [(0, 5)]."
         )
     found = [_range(name, one) for one in spans]
     if not found:
-        raise InputError(f"{name} is empty: it names no tokens. Name at least one span.")
+        raise InputError(f"{name} is an empty list. Pass at least one span.")
     for span in found:
         if not 0 <= span.start < span.stop <= count:
             raise InputError(
-                f"{name} names tokens {span.start} to {span.stop}, but a span has at least one, "
-                f"and there are {count}, numbered 0 to {count - 1}."
+                f"{name} contains ({span.start}, {span.stop}), but the text has {count} tokens. "
+                f"Pass spans (start, stop) with 0 <= start < stop <= {count}."
             )
     found.sort(key=lambda span: span.start)
     for one, other in pairwise(found):
         if other.start < one.stop:
             raise InputError(
-                f"{name} names tokens {other.start} to {min(one.stop, other.stop)} twice: the "
-                f"spans {one.start} to {one.stop} and {other.start} to {other.stop} overlap."
+                f"{name} contains ({one.start}, {one.stop}) and ({other.start}, {other.stop}), "
+                "which overlap. Pass spans without common tokens."
             )
     return found
 
 
 def _range(name: str, one: Any) -> range:
-    """Read a range of tokens from a range, a slice, or (first, behind the last)."""
+    """Convert a range, a slice or a pair (start, stop) to a range of tokens."""
     if isinstance(one, range) and one.step == 1:
         return one
     ends = (one.start or 0, one.stop) if isinstance(one, slice) else one
     numbers = [checks.as_integer(end) for end in ends] if isinstance(ends, tuple | list) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise OptionError(f"{name} holds {one!r}; a span is (first token, token behind the last).")
+        raise OptionError(
+            f"{name} contains {one!r}, which is not a span. Pass (start, stop), the first token "
+            "and the token after the last."
+        )
     return range(numbers[0], numbers[1])
 
 
 def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """Return the stretches between separators; a token belongs to that of its first character."""
+    """Return the spans between separators; a token's first character decides its span."""
     text, places = codec.read(ids)
     begins = [0, *(match.end() for match in separator.finditer(text))]
     return _of_characters(begins, text, places)
@@ -108,7 +111,10 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return the stretches that begin at characters ``begins``, by the tokens' ``places``."""
+    """Return ranges of tokens for spans that begin at the characters ``begins``.
+
+    ``places`` has the start and end of each token in the text.
+    """
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):
@@ -124,14 +130,14 @@ def _of_characters(
 
 
 def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Prompt:
-    """Return the prompt with stretches of it as features.
+    """Return the prompt with spans of tokens as features.
 
     Args:
-        prompt: the prompt, by token.
-        spans: as for :func:`read_spans`, ``"turn"`` for the messages of a chat, or Captum's
-            feature mask: integers (L,) or (1, L), one for each feature.
+        prompt: the prompt, with tokens as features.
+        spans: as for :func:`read_spans`; ``"turn"`` for the messages of a chat; or Captum's
+            feature mask, which has the number of each token's feature, (L,) or (1, L).
         codec: the tokenizer.
-        messages: the user's argument.
+        messages: the prompt as the user passed it.
     """
     ids = prompt.ids
     if isinstance(spans, Tensor):
@@ -158,7 +164,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
 
 
 def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
-    """Join the pieces of the tokens of each span."""
+    """Concatenate the text pieces of the tokens of each span; None for only special tokens."""
     if pieces is None:
         return None
     texts = [[x for x in pieces[span.start : span.stop] if x is not None] for span in spans]
@@ -166,10 +172,10 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
 
 
 def stretches(pieces: Pieces, name: str) -> list[range]:
-    """Return the stretches, ``"word"``, ``"sentence"`` or ``"paragraph"``, as ranges of pieces."""
+    """Return the spans of a ``name`` such as ``"word"`` or ``"sentence"`` as ranges of pieces."""
     text, places = "", list[tuple[int, int]]()
     for piece in pieces:
-        if piece == "" and places:  # of the same character
+        if piece == "" and places:  # a further token of the same character
             places.append(places[-1])
             continue
         places.append((len(text), len(text) + len(piece or "")))
@@ -179,24 +185,24 @@ def stretches(pieces: Pieces, name: str) -> list[range]:
 
 
 def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
-    """Read Captum's feature mask: the number of each token's feature (L,), and their names."""
+    """Return each token's feature number (L,) and the features' names, from a feature mask."""
     found = mask[0] if mask.dim() == 2 and len(mask) == 1 else mask
     if found.shape != ids.shape or found.is_floating_point():
         raise OptionError(
-            f"prompt_spans is a mask {tuple(mask.shape)} of {mask.dtype}, but the prompt has "
-            f"{len(ids)} tokens. Pass integers (L,), the same for tokens of one feature."
+            f"prompt_spans is a mask of shape {tuple(mask.shape)} and {mask.dtype}, but the prompt "
+            f"has {len(ids)} tokens. Pass integers ({len(ids)},), equal for tokens of one feature."
         )
     values, groups = torch.unique(found.cpu().long(), return_inverse=True)
     return groups, [f"feature {value}" for value in values.tolist()]
 
 
 def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
-    """Return the messages of a chat, each with the template's text in front of it."""
+    """Return one span per chat message, including the template's text before the message."""
     contents = [m.get("content") for m in messages] if _is_chat(messages) else []
     if not contents or not all(isinstance(content, str) for content in contents):
         raise OptionError(
-            "prompt_spans='turn' is for a prompt that is a list of chat messages {'role': ..., "
-            "'content': ...}. Use 'paragraph', a compiled pattern, or ranges of tokens."
+            "prompt_spans='turn' needs a prompt that is a list of chat messages {'role': ..., "
+            "'content': ...}. Pass 'paragraph', a compiled pattern, or ranges of tokens."
         )
     text, places = codec.read(ids)
     begins, at = [0], 0
@@ -204,8 +210,8 @@ def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
         where = text.find(content.strip(), at)
         if where < 0:
             raise InputError(
-                f"prompt_spans='turn': the message {content[:20]!r} is not found in the text that "
-                "the template makes. Pass ranges of tokens."
+                f"prompt_spans='turn' cannot find the message {content[:20]!r} in the text from "
+                "the chat template. Pass ranges of tokens."
             )
         at = where + len(content.strip())
         begins.append(at)

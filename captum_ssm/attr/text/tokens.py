@@ -1,4 +1,4 @@
-"""The tokens of a text: their names, and their pieces of the text."""
+"""Names of the tokens of a text, and each token's piece of the text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .codec import Codec, Pieces
 
 @dataclass(frozen=True)
 class Tokens(Sequence[str]):
-    """Names of the tokens of a text, with the text's pieces.
+    """Names of the tokens of a text, with each token's piece of the text.
 
-    Pass them as names of tokens to pictures, reports, Insights and ``named()``. Parts of a word are
-    then drawn without a gap, and several tokens of one character as that character.
+    Pass the object as names of tokens to pictures, reports, Insights and ``named()``. Parts of a
+    word are then drawn without a gap, and several tokens of one character as this character.
 
     Attributes:
-        names: the names.
-        pieces: each token's piece of the text; joined, they are the text. The first of several
-            tokens of one character has it, the others ``""``; a special token has None. Default:
-            None, not known: tokens are drawn apart.
+        names: the name of each token.
+        pieces: each token's piece of the text; joined, the pieces are the text. If several tokens
+            make one character, the first has the character and the others ``""``. A special token
+            has None. Default: None, not known, which draws tokens with gaps.
 
     Raises:
-        InputError: when names and pieces are not equally many.
+        InputError: if the numbers of names and pieces differ.
 
     Example:
         >>> from captum_ssm.models import load_bundled
@@ -43,32 +43,32 @@ class Tokens(Sequence[str]):
     def __post_init__(self) -> None:
         if self.pieces is not None and len(self.pieces) != len(self.names):
             raise InputError(
-                f"pieces has {len(self.pieces)} entries for {len(self.names)} names; give one for "
-                "each, None for a special token."
+                f"pieces has {len(self.pieces)} entries for {len(self.names)} names. Pass one "
+                "piece per name, with None for a special token."
             )
 
     @classmethod
     def of(cls, tokenizer: Any, ids: Any) -> Tokens:
-        """Name the tokens of a text, as a tokenizer reads them.
+        """Decode token ids to names and pieces of the text.
 
         Args:
-            tokenizer: anything with ``encode(text)`` and ``decode(ids)``.
-            ids: of one text (L,), as a tensor or a list.
+            tokenizer: any object with ``encode(text)`` and ``decode(ids)``.
+            ids: token ids of one text (L,), as a tensor or a list.
 
         Raises:
-            InputError: when ids are not of one text.
+            InputError: if ids do not have the shape (L,).
         """
         listed = torch.as_tensor(ids).detach().cpu()
         if listed.dim() != 1:
             raise InputError(
-                f"ids has shape {tuple(listed.shape)}, but names are for one text. Pass its ids "
-                "(L,), such as ids[0]."
+                f"ids has shape {tuple(listed.shape)}. Pass the token ids (L,) of one text, such "
+                "as ids[0]."
             )
         codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
         return cls(codec.names(listed), codec.pieces(listed))
 
     def chosen(self, indices: Iterable[int]) -> Tokens:
-        """Keep some tokens, by their indices in rising order."""
+        """Return the tokens at some indices, which must be ascending."""
         listed = list(indices)
         pieces = None if self.pieces is None else [self.pieces[i] for i in listed]
         return Tokens([self.names[i] for i in listed], pieces)
