@@ -170,7 +170,7 @@ class NotLinearError(CaptumSSMError, NotImplementedError):
 
 
 class ReconstructionError(CaptumSSMError, RuntimeError):
-    """A linearized mixer does not reproduce the module's output, so the adapter is wrong.
+    """A linearized mixer, or the explained run, does not reproduce the model's output.
 
-    The check is controlled by the option ``verify``.
+    The option ``verify`` controls this check.
     """

@@ -216,7 +216,7 @@ def test_two_prompts_and_two_models_by_aligned_tokens():
     plain = compare(model, ids, ["LatimFlow"], (-1, 3))
     difference = changed.against(plain)["LatimFlow, difference"]
     torch.testing.assert_close(difference, changed["LatimFlow"] - plain["LatimFlow"])
-    with pytest.raises(InputError, match="without names to align"):
+    with pytest.raises(InputError, match="aligned without names"):
         changed.against(compare(model, ids[:, :4], ["LatimFlow"], (-1, 3)))
-    with pytest.raises(InputError, match="by the same methods"):
+    with pytest.raises(InputError, match="the same methods"):
         changed.against(compare(model, ids, ["LatimNorm"], (-1, 3)))

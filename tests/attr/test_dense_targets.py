@@ -125,5 +125,5 @@ def test_masks_that_do_not_fit(mask: Tensor, message: str) -> None:
 def test_targets_that_do_not_fit() -> None:
     with pytest.raises(TargetError, match=r"names 1 index per example .* which takes 3"):
         LatimFlow(u_mamba()).attribute(images(), target=1)
-    with pytest.raises(OutputError, match=r"\(2, 4\), which are no logits for every pixel"):
+    with pytest.raises(OutputError, match=r"needs logits for every pixel .* returned \(2, 4\)"):
         mean_over(lambda pictures: torch.zeros(2, 4))(images())

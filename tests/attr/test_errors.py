@@ -65,9 +65,9 @@ CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], list[str]]] = {
                       ["'published_code'", "clamp"]),
     "one example": (lambda m, x: Row(m).matrices(x[0]), ["(5,)", "batch dimension"]),
     "positions": (lambda m, x: LatimNorm(m).maps(x, positions=torch.zeros(3, 1).long()),
-                  ["positions has 3 rows, but the batch holds 2"]),
+                  ["positions has 3 rows, but the batch has 2"]),
     "mean": (lambda m, x: LatimALTI(m, residual=False).attribute(x, query="last"),
-             ["residual=False. Use aggregate='mean'"]),
+             ["residual=False. Pass aggregate='mean'"]),
 }  # fmt: skip
 
 
@@ -83,12 +83,15 @@ def test_calls(case: str) -> None:
 #: What is given as inputs, and the advice; the contract of methods refuses others.
 INPUTS: dict[str, tuple[Any, list[str]]] = {
     "two inputs": ((IDS, IDS), ["inputs holds 2 tensors", "additional_forward_args"]),
-    "a ragged list": ([[1, 2], [3]], ["inputs must be a tensor", "list", "torch.tensor(inputs)"]),
-    "text": ("hello", ["inputs must be a tensor", "str", "tokenizer="]),
-    "words": (np.array(["a"]), ["inputs must be a tensor, got ndarray"]),
+    "a ragged list": (
+        [[1, 2], [3]],
+        ["inputs is of type list, not a tensor", "torch.tensor(inputs)"],
+    ),
+    "text": ("hello", ["inputs is of type str, not a tensor", "tokenizer="]),
+    "words": (np.array(["a"]), ["inputs is of type ndarray, not a tensor"]),
     "tensors": ([torch.ones(3), torch.ones(3)], ["torch.stack(inputs)"]),
-    "other names": ({"ids": IDS}, ["one of its values, out of ['ids']"]),
-    "ids of three dimensions": (torch.ones(2, 5, 1).long(), ["token ids are (B, L)"]),
+    "other names": ({"ids": IDS}, ["one of the tensors in it (['ids'])"]),
+    "ids of three dimensions": (torch.ones(2, 5, 1).long(), ["token ids of shape (B, L)"]),
     "pixels that are integers": (torch.ones(2, 3, 4, 4).byte(), ["image processor"]),
     "complex numbers": (torch.ones(2, 5, WIDTH) * 1j, ["dtype torch.complex64"]),
 }
@@ -110,7 +113,7 @@ LARGE = torch.tensor([[3, VOCABULARY, 4]])
 #: A function over a model, what it is asked, and fragments of every method's error.
 OF_ALL: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], list[str]]] = {
     "floats": (lambda m: m, (IDS.float(),), ["integers (B, L)", "NoiseTunnel, need embeddings"]),
-    "large ids": (lambda m: m, (LARGE,), ["from 3 to 19, of which", "tokenizer"]),
+    "large ids": (lambda m: m, (LARGE,), ["from 3 to 19, which", "tokenizer"]),
     "embeddings": (lambda m: lambda x: m(x).logits, (VECTORS,), ["model(inputs_embeds=inputs)"]),
     "embeddings twice": (lambda m: m, (VECTORS, (-1, 3), (None, VECTORS)),
                          ["additional_forward_args", "both hold embeddings"]),
@@ -214,7 +217,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 def test_outputs(name: str) -> None:
     model = mamba_lm()
     odd = Weighted(lambda x: OUTPUTS[name](model(x).logits), model=model)
-    said = [name, "neither a tensor nor", "logits", "forward_func", "model=module"]
+    said = [name, "not a tensor", "logits", "forward_func", "model=module"]
     check(lambda: odd.attribute(token_ids(), target=(-1, 3)), TypeError, said)
 
 
@@ -254,8 +257,8 @@ def cut(model: Any) -> Any:
 
 #: What takes the gradient of a model away, and fragments of the error.
 GRADIENTS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "no_grad": (without_grad, ["no gradients", "no_grad", "detach"]),
-    "detached": (lambda m: lambda x: m(x).logits.detach(), ["no gradients", "no_grad", "detach"]),
+    "no_grad": (without_grad, ["no autograd graph", "no_grad", "detach"]),
+    "detached": (lambda m: lambda x: m(x).logits.detach(), ["no autograd graph", "no_grad", "detach"]),
     "a layer": (cut, ["No gradient of the target reaches", f"'{LAYERS}0.mixer'", "layers=[...]"]),
 }
 

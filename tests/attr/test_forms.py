@@ -228,7 +228,9 @@ def test_a_tokenizers_output_without_padding():
     typed = {**encoding, "token_type_ids": torch.zeros(1, 3).long()}
     assert torch.equal(LatimFlow(model).attribute(typed, target=(-1, 3)), expected)
     typed["token_type_ids"][0, 1] = 1
-    with pytest.raises(InputError, match=r"token_type_ids= is given, but .* takes it by no name"):
+    with pytest.raises(
+        InputError, match=r"token_type_ids= is given, but .* has no positional parameter"
+    ):
         LatimFlow(model).attribute(typed, target=(-1, 3))
 
 

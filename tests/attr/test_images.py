@@ -152,8 +152,12 @@ def pairs(model: Any, pictures: Tensor) -> Tensor:
 
 #: How a model reads an image, a method, and its refusal.
 READS: dict[str, tuple[Any, Any, str]] = {
-    "no convolution": (unfolded, ImplicitAttention, r"\(2, 3, 12, 12\) look.*no 2-D convolution"),
-    "patches in a row": (lambda m, x: m.row(x), LatimFlow, "no 2-D convolution before its first"),
+    "no convolution": (
+        unfolded,
+        ImplicitAttention,
+        r"\(2, 3, 12, 12\) are treated.*no 2-D convolution",
+    ),
+    "patches in a row": (lambda m, x: m.row(x), LatimFlow, "2-D convolution that makes patches"),
     "pairs of patches": (pairs, ImplicitAttention, r"6 tokens.*grid is 3 x 4.*per_token=True"),
 }
 

@@ -187,7 +187,7 @@ def mapped_norm(x: Tensor, weight: Tensor) -> Tensor:
 def test_out_of_sight(method: Any, norm: Norm) -> None:
     ids, model = tokens(), Model(norm=norm).eval()
     if method in (*LINEAR, TransformerAttribution):
-        with pytest.raises(NotLinearError, match="not the sum of what its inputs"):
+        with pytest.raises(NotLinearError, match="do not sum to the model's output"):
             method(model).attribute(ids, target=TARGET)
         return
     expected = method(Model().eval()).attribute(ids, target=TARGET)
@@ -195,7 +195,7 @@ def test_out_of_sight(method: Any, norm: Norm) -> None:
 
 
 def test_effects_by_a_rule_are_refused_there() -> None:
-    with pytest.raises(NotLinearError, match="not the sum of what its inputs"):
+    with pytest.raises(NotLinearError, match="do not sum to the model's output"):
         EdgeEffects(Model(norm=mapped_norm).eval(), rule="half").attribute(tokens(), TARGET)
 
 

@@ -139,5 +139,5 @@ def test_one_layer_by_hand():
 @pytest.mark.parametrize("method", METHODS.values())
 def test_the_script_of_scans_knows_no_other_mixer(method):
     model, ids = make_model("mamba2"), token_ids(2, 5)
-    with pytest.raises(ValueError, match=r"components='s6'.*selective scans alone.*'unified'"):
+    with pytest.raises(ValueError, match=r"components='s6'.*needs selective scans.*'unified'"):
         method(model).attribute(ids, target=(-1, 0), components="s6", recipe="published_code")

@@ -109,5 +109,5 @@ def test_the_query_is_found_whatever_the_output_is() -> None:
 
 def test_cls_means_a_single_token():
     model, ids = classifier("mean"), token_ids(2, 6)
-    with pytest.raises(ValueError, match=r"query='cls'.*no cls token.*'last', 'mean'"):
+    with pytest.raises(ValueError, match=r"query='cls'.*needs a class token.*'last', 'mean'"):
         asked(model, ids, "cls")

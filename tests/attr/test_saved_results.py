@@ -131,7 +131,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     ]:
         assert old in whole
         path.write_text(whole.replace(old, new))
-        with pytest.raises(DataError, match=r"found\.json holds no result .* that is whole"):
+        with pytest.raises(DataError, match=r"found\.json holds no result .* that can be read"):
             load(path)
 
 

@@ -73,7 +73,7 @@ def test_reads_until_a_token() -> None:
 def test_what_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NONE:
         case = ZOO[name](monkeypatch)
-        with pytest.raises(OptionError, match="reads a later one"):
+        with pytest.raises(OptionError, match="no state or cache"):
             StateMemory(case.model).of(case.inputs)
     layer = StateMemory(mamba_lm()).of(torch.randint(15, (1, 6)))[0]
     with pytest.raises(QueryError, match="token=6"):

@@ -86,9 +86,9 @@ BAD = {
     "bool": (True, rf"target=True does not consist of integers.*of class bool. {INT}"),
     "list of another length": ([0, 1, 2], rf"3 entries for a batch of 2 examples. {INT}"),
     "long list": ([7] * 300, r"target=\[7, 7, .{60,80}\.\.\. has 300 entries for a batch of 2"),
-    "pair": ((0, 1), rf"names 2 indices.*\(2, 5\), \(batch, classes\), which takes 1. {INT}"),
-    "tensor of pairs": (torch.tensor([[0, 1], [0, 2]]), r"shape \(2, 2\).* names 2 indices"),
-    "none": (None, rf"5,\) numbers per example.*a target is needed. {INT}"),
+    "pair": ((0, 1), rf"has 2 indices.*\(2, 5\), \(batch, classes\), which takes 1. {INT}"),
+    "tensor of pairs": (torch.tensor([[0, 1], [0, 2]]), r"shape \(2, 2\).* has 2 indices"),
+    "none": (None, rf"target=None.*5,\) numbers per example. {INT}"),
 }
 
 
@@ -104,13 +104,13 @@ def test_an_int_on_logits_of_every_position(method):
 PAIR = r"Pass a tuple \(position, token\), for example target=\(-1, 0\), or one such tuple per "
 PAIR += r"example as a list or a tensor of shape \(2, 2\)\."
 BAD_PAIRS = {
-    "triple": ((1, 2, 3), rf"names 3 indices per example.*vocabulary\), which takes 2. {PAIR}"),
-    "one of the list": ([(1, 2), (1, 2, 3)], r"names 3 indices"),
-    "a list": ([-1, 3], r"if \(-1, 3\) is meant for all examples, it must be a tup"),
-    "tensor of triples": (torch.ones(2, 3).long(), rf"\(2, 3\).*3 indices.*takes 2\. {PAIR}"),
-    "word": ((-1, "lamp"), r"holds 'lamp', of class str"),
-    "none": (None, rf"6, 19\) numbers per example, so a target is needed. {PAIR}"),
-    "position": ((6, 0), r"\(2, 6, 19\): position 6 is not in.* from 0 to 5, or from the"),
+    "triple": ((1, 2, 3), rf"has 3 indices per example.*vocabulary\), which takes 2. {PAIR}"),
+    "one of the list": ([(1, 2), (1, 2, 3)], r"has 3 indices"),
+    "a list": ([-1, 3], r"to use \(-1, 3\) for all examples, pass a tup"),
+    "tensor of triples": (torch.ones(2, 3).long(), rf"\(2, 3\).*3 indices.*needs 2\. {PAIR}"),
+    "word": ((-1, "lamp"), r"contains 'lamp' of type str"),
+    "none": (None, rf"target=None.*6, 19\) numbers per example. {PAIR}"),
+    "position": ((6, 0), r"\(2, 6, 19\): position 6 is not in.* from 0 to 5, or from -6 to -1"),
     "token": ((0, 19), "token 19 is not in.* from 0 to 18, or from the"),
 }
 REFUSED = {

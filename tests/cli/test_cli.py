@@ -146,7 +146,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str
         asked = ["explain", "no-such-model", "--text", SHORT, SHORT, "--out", out]
         said = run(*asked, code=1)
         assert said.startswith(f"captum-ssm: {tmp_path / name} is already") and "--force" in said
-        assert "no such folder" in run(*asked, "--force", code=1)
+        assert "neither a folder, a file nor" in run(*asked, "--force", code=1)
     text = ["explain", "recall-mamba", "--text", SHORT]
     for asked in (
         ["demo", "--out", tmp_path],

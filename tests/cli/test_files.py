@@ -96,6 +96,6 @@ def test_a_full_disk(tmp_path: Path, kind: str) -> None:
     write(folder, 2)
     assert contents(folder).keys() >= before.keys()
     (tmp_path / "file").write_text("first")
-    with pytest.raises(WriteError, match=r"file could not be written: .*name another place"):
+    with pytest.raises(WriteError, match=r"file could not be written: .*pass a different path"):
         write(tmp_path / "file", 1)
     assert (tmp_path / "file").read_text() == "first"

@@ -133,7 +133,11 @@ def test_models_and_inputs_must_fit(vim, prompts, photos, language_model, tmp_pa
     for error, said, arguments in (
         (OptionError, "--images: recall-mamba reads texts", [recall, "--images", photos]),
         (OptionError, "--texts: .*safetensors reads images", [vim, "--texts", prompts]),
-        (DataNotFoundError, "no such folder or file", ["a/mamba-130m-hf", "--texts", prompts]),
+        (
+            DataNotFoundError,
+            "is neither a folder, a file nor",
+            ["a/mamba-130m-hf", "--texts", prompts],
+        ),
         (DataError, r"cat is named after none of the 3 classes \(0", [vim, "--images", photos]),
         (DataError, "holds no text", [recall, "--texts", blank]),
         (DataError, "holds no file", [recall, "--texts", empty]),

@@ -87,7 +87,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert head.split()[:3] == ["rule", "recompute", "weights"] and len(rows) == 4
     assert all(row.endswith("yes") for row in rows) and note.startswith("Computed")
     assert main(["estimate", "no-such-model", "--tokens", "300"]) == 1
-    assert "no bundled model of that name" in capsys.readouterr().err
+    assert "neither a folder, a file nor a bundled model" in capsys.readouterr().err
 
 
 def test_no_tokens() -> None:

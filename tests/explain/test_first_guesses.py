@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LatimFlow(m, layer=2)": (lambda: LatimFlow(MODEL, layer=2), "LayerLatimFlow.model, layer"),
     "LatimFlow()": (lambda: LatimFlow(), "LatimFlow: missing .* takes forward_func, model"),
     "LatimFlow(m, tokenizer)": (lambda: LatimFlow(MODEL, WORDS), "Pass it to the call"),
-    "LatimFlow('mamba-130m')": (lambda: LatimFlow("mamba-130m"), "Load the model first"),
+    "LatimFlow('mamba-130m')": (lambda: LatimFlow("mamba-130m"), "Load the model"),
     "target=' lamp kite'": (
         lambda: FLOW.attribute(IDS, " lamp kite", tokenizer=WORDS), r"2 tokens, \['lamp', 'kite'\]",
     ),
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mask that is not taken": (
         lambda: LatimFlow(lambda x: MODEL(x), MODEL).attribute(IDS, TARGET, attention_mask=MASK),
-        "takes it by no name",
+        "has no positional parameter",
     ),
 }  # fmt: skip
 

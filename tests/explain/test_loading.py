@@ -45,8 +45,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
-    ({"hidden_size": 10**9}, "mine: its configuration and its weights make no model"),
-    ({"state_size": -1}, "make no model.*(negative|lower bound)"),
+    ({"hidden_size": 10**9}, "mine: configuration and weights do not fit"),
+    ({"state_size": -1}, "do not fit.*(negative|lower bound)"),
     ({"hidden_size": "wide"}, "mine has no usable configuration"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 4096"),
     ({"model_type": "../x"}, "mine has no usable configuration"),

@@ -241,7 +241,7 @@ def test_broken_folders(tmp_path: Path) -> None:
         SparseAutoencoder.load(tmp_path)
     folder_of(tmp_path)
     (tmp_path / "sae_weights.safetensors").write_bytes(b"no weights")
-    with pytest.raises(CheckpointError, match="not a whole file of safetensors"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         SparseAutoencoder.load(tmp_path)
     (tmp_path / "sae_weights.safetensors").unlink()
     with pytest.raises(DataNotFoundError, match=r"sae_weights\.safetensors does not exist"):

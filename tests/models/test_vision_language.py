@@ -191,5 +191,7 @@ def test_options_of_several_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
             method.attribute(both, TARGET, more, **options)
     with pytest.raises(InputError, match=r"inputs\[1\] is a tensor of dtype torch.int64 .* order"):
         method.attribute(both[::-1], TARGET, more)
-    with pytest.raises(InputError, match=r"2 tensors; .* LatimFlow and MambaLRP explain several"):
+    with pytest.raises(
+        InputError, match=r"2 tensors, .* LatimFlow or MambaLRP, which explain several"
+    ):
         ImplicitAttentionRollout(given.of(model), model).attribute(both)

@@ -173,8 +173,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
 
     Attributes:
         seq_attr: relevance of each feature of the prompt to the whole text (n_in,).
-        token_attr: relevance of each feature of the prompt to each token of the text
-            (n_out, n_in).
+        token_attr: relevance of each feature of the prompt to each token of the text (n_out, n_in).
         generated_attr: relevance of each token of the text (column) to each later token (row),
             (n_out, n_out); 0 on and above the diagonal.
         input_tokens: the names of the prompt's features.
