@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The module of each public name. Modules are imported on first use, so ``import captum_ssm`` is
-#: fast.
+#: The module of each public name, imported on first use so that ``import captum_ssm`` is fast.
 _WHERE = {
     name: place
     for place, names in {

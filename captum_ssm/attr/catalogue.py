@@ -273,8 +273,7 @@ def with_rules(
 
     Args:
         methods: the ``methods`` argument of the user.
-        options: the options of each method, by name. Options of LatimFlow go to both default
-            methods.
+        options: each method's options, by name; both default methods get those of LatimFlow.
 
     Example:
         >>> from captum_ssm.attr.catalogue import DEFAULT, with_rules

@@ -79,8 +79,7 @@ class Comparison(dict[str, Tensor], NamedTokens):
         """Return the relevance in two runs and the difference, by aligned tokens.
 
         The runs differ in the prompt, or in the model, such as before and after fine-tuning.
-        A replaced token has the same position as its replacement. An inserted token has relevance
-        0 in the run before.
+        A replaced token shares its replacement's position. A new token has relevance 0 before.
 
         Args:
             before: the result of :func:`compare` for the other run, with the same methods.
@@ -100,9 +99,8 @@ class Comparison(dict[str, Tensor], NamedTokens):
         (count, here), (count_before, there) = self._tokens(), before._tokens()
         if list(self) != list(before) or count > 1 or count_before > 1:
             raise InputError(
-                f"before has {count_before} examples for the methods {', '.join(before)}, but this "
-                f"result has {count} for {', '.join(self)}. Pass results of compare() with one "
-                "example each and the same methods."
+                f"before has {count_before} examples for {', '.join(before)}, but this result has "
+                f"{count} for {', '.join(self)}. Pass one example each, and the same methods."
             )
         if (self.names is None or before.names is None) and here != there:
             raise InputError(
@@ -188,8 +186,7 @@ def compare(
         additional_forward_args: further positional arguments of forward_func, for example an
             attention mask. Default: None.
         model: the module, if it cannot be found from forward_func. Default: None.
-        layers: names or modules of the mixers that methods passed as classes use. Default: None,
-            all of them.
+        layers: names or modules of the mixers, for methods passed as classes. Default: None, all.
         options: further arguments of ``attribute`` for each method, by the method's name in the
             result. Default: None.
         tokenizer: the model's tokenizer, if inputs or target are texts. Default: None.
@@ -403,10 +400,7 @@ def _chosen(
         )
     for name in named:
         if name not in names:
-            raise OptionError(
-                f"options has the key {name!r}, which is not compared. Pass keys from "
-                f"{list(names)}."
-            )
+            raise OptionError(f"options has the key {name!r}. Pass keys from {list(names)}.")
     return {name: named.get(name, {}) for name in names}
 
 

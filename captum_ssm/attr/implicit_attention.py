@@ -192,11 +192,9 @@ class ImplicitAttention(ImplicitMethod):
 
         Args:
             inputs: as in :meth:`attribute`.
-            channels: channel indices, as in ``reduce=None``. No default, because each channel has
-                N matrices.
+            channels: channel indices, as in ``reduce=None``. Each channel has N matrices.
             layers: as in :meth:`matrices`. Default: None, all.
-            components: as in :meth:`attribute`, but with the scan and without the skip. Default:
-                ``"s6"``.
+            components: as in :meth:`attribute`; with the scan, without the skip. Default: ``"s6"``.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             verify: as in :meth:`matrices`, with the same defaults.
 

@@ -106,8 +106,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         if aggregate == "rollout" and not self.residual:
             raise OptionError(
                 "aggregate='rollout' multiplies maps that include the residual stream, but this "
-                "method was created with residual=False. Pass aggregate='mean', or create the "
-                "method with residual=True."
+                "method has residual=False. Pass aggregate='mean', or create it with residual=True."
             )
 
         def relevance(run: Run) -> Tensor:

@@ -107,8 +107,7 @@ class LatimLogit(LatimMethod, LinearMethod):
                 Default: False.
 
         Returns:
-            The relevance, as in :meth:`ImplicitAttention.attribute`; with
-            ``return_convergence_delta`` also the delta.
+            The relevance, as in :meth:`ImplicitAttention.attribute`, and on request the delta.
 
         Raises:
             OptionError: if an option is not known.
@@ -198,9 +197,8 @@ class LatimLogit(LatimMethod, LinearMethod):
         """
         if single_input(inputs)[0].dim() == 4:
             raise InputError(
-                f"inputs of shape {tuple(single_input(inputs)[0].shape)} are images, whose "
-                "relevance is interpolated over pixels and does not sum to the output. Call "
-                "attribute(..., return_convergence_delta=True) for the delta."
+                "inputs are images, whose relevance is interpolated and does not sum to the "
+                "output. Call attribute(..., return_convergence_delta=True) for the delta."
             )
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing

@@ -112,9 +112,8 @@ class MambaAttribution(ImplicitMethod):
         checks.choice("clamp", clamp, CLAMPS)
         if recipe == "published_code" and (clamp != "relu" or normalize_rows):
             raise OptionError(
-                f"recipe='published_code' does not accept clamp={clamp!r} with "
-                f"normalize_rows={normalize_rows}. Pass clamp='relu' and normalize_rows=False, or "
-                "recipe='paper'."
+                f"recipe='published_code' with clamp={clamp!r}, normalize_rows={normalize_rows}. "
+                "Pass clamp='relu' and normalize_rows=False, or recipe='paper'."
             )
 
         def relevance(run: Run) -> Tensor:
@@ -169,9 +168,8 @@ def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
     for layer in run.layers:
         if layer.stage and not layer.is_reached:
             raise GradientModeError(
-                f"No gradient passes through layer {layer.name!r} to earlier layers. Is the "
-                "layer's input detached, computed under no_grad, or by a kernel without a backward "
-                "pass? Use a method without gradients: LatimALTI, LatimNorm, "
-                "ImplicitAttentionRollout."
+                f"No gradient passes through layer {layer.name!r} to earlier layers. Is its input "
+                "detached, or computed under no_grad or by a kernel without a backward pass? Use a "
+                "method without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
             )
     return dict(zip(layers, found, strict=True))

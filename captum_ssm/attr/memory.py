@@ -214,8 +214,7 @@ class LayerMemory:
             by_head: whether to return one norm per head. Default: False, the norm over all heads.
 
         Returns:
-            Norms (B, L) or (B, H, L), one per undone token; equal to :meth:`held` for tokens not in
-            between.
+            Norms (B, L) or (B, H, L), one per undone token; others equal :meth:`held`.
         """
         first, last = self._at("source", source), self._at("token", token)
         found = self._by_head(lambda memory: memory.without(first, last))

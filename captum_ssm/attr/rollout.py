@@ -100,9 +100,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
         entrywise = absolute or discard_ratio > 0
         if recipe == "published_code" and (entrywise or normalize_rows):
             raise OptionError(
-                f"recipe='published_code' does not accept normalize_rows={normalize_rows}, "
-                f"absolute={absolute}, discard_ratio={discard_ratio}. Leave these three options "
-                "out, or pass recipe='paper'."
+                f"recipe='published_code' with normalize_rows={normalize_rows}, {absolute=}, "
+                f"{discard_ratio=}. Leave these options out, or pass recipe='paper'."
             )
 
         def step(layer: Layer, operator: Operator) -> LayerMatrix:

@@ -39,8 +39,7 @@ class Cut(NamedTuple):
             empty for a model that returns one number.
         before: the explained number with all edges.
         without: the explained number without the edges.
-        estimated: the estimated loss of the explained number; None with ``selection`` or a
-            replacement.
+        estimated: the estimated loss of this number; None with ``selection`` or a replacement.
     """
 
     answers: list[ChangedAnswer]
@@ -154,10 +153,7 @@ def read_tokens(
     positions: list[int] = []
     for one in given:
         if _SLICE.fullmatch(one):
-            raise OptionError(
-                f"{option} {one}: a slice cannot be combined with other tokens. Pass only the "
-                "slice, or list all positions."
-            )
+            raise OptionError(f"{option} {one}: pass only a slice, or list all positions instead.")
         found = [int(one)] if _POSITION.fullmatch(one) else _places(option, one, names, text)
         positions += [position for position in found if position not in positions]
     return positions

@@ -100,10 +100,7 @@ class Loaded:
         try:
             self.model.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise OptionError(
-                f"--device {device} is not available: {error} Pass a device of this machine, such "
-                "as cpu."
-            ) from error
+            raise OptionError(f"--device {device}: {error}. Pass a device such as cpu.") from error
         if dtype != "auto":
             self.model.to(getattr(torch, dtype))
         return self
@@ -111,10 +108,7 @@ class Loaded:
     def prepared(self, files: Sequence[Path]) -> Tensor:
         """Read image files to a batch (B, C, H, W) with the model's dtype and device."""
         if self.prepare is None:
-            raise OptionError(
-                f"{type(self.model).__name__} does not take images. Pass a text, or choose a model "
-                "of images."
-            )
+            raise OptionError(f"{type(self.model).__name__} does not take images. Pass a text.")
         return self.prepare(files).to(next(self.model.parameters()))
 
 

@@ -71,15 +71,12 @@ def under_rules(
         if method is not LatimFlow or not rules:
             named[method.get_name()] = method
     if rules and LatimFlow not in methods:
-        raise OptionError(
-            "--rule is an option of LatimFlow. Add --method LatimFlow, or leave --rule out."
-        )
+        raise OptionError("--rule is an option of LatimFlow. Add --method LatimFlow.")
     if baselines is not None:
         taking = [name for name, method in named.items() if issubclass(method, LatimFlow)]
         if not taking:
             raise OptionError(
-                "--baselines is an option of LatimFlow and MambaLRP. Add one of them with "
-                "--method, or leave --baselines out."
+                "--baselines is an option of LatimFlow and MambaLRP. Add --method LatimFlow."
             )
         for name in taking:
             options.setdefault(name, {})["baselines"] = _baselines(baselines)
@@ -147,9 +144,7 @@ def _baselines(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        raise OptionError(
-            f"--baselines {text} is not accepted. Pass mean, or a number such as 0."
-        ) from None
+        raise OptionError(f"--baselines {text}: pass mean, or a number such as 0.") from None
 
 
 def methods_table(markdown: bool = False) -> str:

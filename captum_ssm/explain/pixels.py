@@ -57,9 +57,8 @@ def over_pixels(
         row, column = pixel
         if not (0 <= row < height and 0 <= column < width):
             raise OptionError(
-                f"--target-pixel {row} {column} is outside the model's output of {height} rows and "
-                f"{width} columns. Pass a row from 0 to {height - 1} and a column from 0 to "
-                f"{width - 1}."
+                f"--target-pixel {row} {column} is outside the model's output. Pass a row from 0 "
+                f"to {height - 1} and a column from 0 to {width - 1}."
             )
         chosen = torch.zeros(height, width, dtype=torch.bool)
         chosen[row, column] = True
@@ -74,7 +73,6 @@ def _light(file: Path, size: tuple[int, int]) -> Tensor:
     found = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
     if not bool(found.any()):
         raise OptionError(
-            f"--target-mask {file} has no light pixels after scaling to {size[0]} x {size[1]}. "
-            "Pass an image that is light at the pixels to explain."
+            f"--target-mask {file} has no light pixels at {size}. Pass another image."
         )
     return found

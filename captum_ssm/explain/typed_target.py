@@ -46,10 +46,7 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
     if isinstance(found, tuple) is language and not isinstance(found, str):
         return found
     if language:
-        raise OptionError(
-            f"{option} {text} needs a tokenizer, but the model has none. Pass the token as "
-            "id:NUMBER."
-        )
+        raise OptionError(f"{option} {text} needs a tokenizer. Pass the token as id:NUMBER.")
     known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
     raise OptionError(
         f"{option} {text!r} is neither a number nor one of the classes ({known}). Pass the number "

@@ -289,7 +289,7 @@ OF_RECALL = [
     ("--layers 0", "--layers changes"),
     ("--rule half --method MambaLRP", "--rule is an option of LatimFlow"),
     ("--baselines 0 --method LatimNorm", "--baselines is an option of LatimFlow"),
-    ("--baselines zero", "--baselines zero is not accepted. Pass mean, or a number"),
+    ("--baselines zero", "--baselines zero: pass mean, or a number"),
     ("--option n_steps", "--option n_steps: write NAME=VALUE"),
     ("--option n_steps=5", "is taken by IntegratedGradients, and none of them is named"),
     ("--method integrated-gradients --option n_steps=many", "use a whole number"),

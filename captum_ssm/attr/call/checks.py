@@ -49,9 +49,7 @@ def integer(name: str, value: Any, example: int = 0) -> int:
     """Return an integer option as an int; the error message suggests ``example``."""
     found = as_integer(value)
     if found is None:
-        raise OptionError(
-            f"{name}={value!r} is not an integer. Pass an integer, such as {name}={example}."
-        )
+        raise OptionError(f"{name}={value!r} is not an integer. Pass one, such as {example}.")
     return found
 
 
@@ -82,10 +80,7 @@ def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
     found = [as_integer(entry) for entry in listed]
     for entry, number in zip(listed, found, strict=True):
         if number is None:
-            raise OptionError(
-                f"{name} contains {entry!r}, which is not an integer. Pass a list of integers: "
-                f"{meant} are numbered from 0."
-            )
+            raise OptionError(f"{name} contains {entry!r}. Pass {meant} as integers, from 0 on.")
     return tuple(number for number in found if number is not None)
 
 
@@ -115,9 +110,7 @@ def ratio(name: str, value: Any) -> float:
     """Return an option that is a number of at least 0 and below 1."""
     found = as_number(value)
     if found is None or not 0 <= found < 1:
-        raise OptionError(
-            f"{name}={value!r} is not accepted. Pass a number of at least 0 and below 1."
-        )
+        raise OptionError(f"{name}={value!r} is not accepted. Pass a number from 0 to below 1.")
     return found
 
 

@@ -61,9 +61,7 @@ def bound(
                 f"{other} is not an argument of {name}. {_INSTEAD[other]}"
             ) from None
         hint = "" if other is None else meant(other, taken)
-        raise ArgumentError(
-            f"{name}: {error}.{hint} Pass only these arguments: {', '.join(taken)}."
-        ) from None
+        raise ArgumentError(f"{name}: {error}.{hint} Pass only {', '.join(taken)}.") from None
 
 
 def check_model(forward_func: Any, model: Any) -> None:
@@ -106,8 +104,7 @@ class Reader:
     """Converts inputs and targets from the forms of other tools to Captum's forms.
 
     Args:
-        tokenizer: a tokenizer for texts, or a :class:`.Codec`. None for the tokenizer of a
-            pipeline, if forward_func is one.
+        tokenizer: a tokenizer or :class:`.Codec`; None for that of a pipeline as forward_func.
         forward_func: the function that runs the model.
         model: the module, if it cannot be found from forward_func. Default: None.
     """
@@ -130,10 +127,7 @@ class Reader:
         beside = {key: value for key, value in beside.items() if value is not None}
         if beside and arguments.get("additional_forward_args") is not None:
             passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(
-                f"{passed} and additional_forward_args are both given. Pass all further arguments "
-                "in additional_forward_args, or none."
-            )
+            raise InputError(f"{passed} and additional_forward_args are both given. Pass only one.")
         if beside:
             behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
             arguments["additional_forward_args"] = behind

@@ -52,9 +52,8 @@ def behind_inputs(
         sizes = [len(x) if isinstance(x, Tensor) and x.dim() else 1 for x in (value, first)]
         if sizes[0] not in (1, sizes[1]):
             raise InputError(
-                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass {name} for the "
-                f"same examples. With Captum's NoiseTunnel, pass {name} in "
-                "additional_forward_args, which are repeated like inputs."
+                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass equally many; "
+                "with Captum's NoiseTunnel, use additional_forward_args, which it repeats, too."
             )
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
@@ -66,8 +65,7 @@ def behind_inputs(
     if not beside.keys() <= set(names):
         raise InputError(
             f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
-            "parameter of this name. Pass the tensor in additional_forward_args, in the order of "
-            "the parameters."
+            "parameter of this name. Pass the tensor in additional_forward_args, in their order."
         )
     last = max(names.index(name) for name in beside)
     return tuple(
@@ -89,9 +87,8 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"{name} holds {len(inputs)} tensors, but this method explains one. Pass one tensor, "
-            "and the others as additional_forward_args; or use LatimFlow or MambaLRP, which "
-            "explain several inputs."
+            f"{name} holds {len(inputs)} tensors, but this method explains one. Pass the others as "
+            "additional_forward_args, or use LatimFlow or MambaLRP, which explain several."
         )
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
@@ -104,9 +101,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
             f"such as {name}[None] for a batch of one."
         )
     if tensor.numel() == 0:
-        raise InputError(
-            f"{name} of shape {tuple(tensor.shape)} is empty. Pass at least one example and token."
-        )
+        raise InputError(f"{name} has shape {tuple(tensor.shape)}. Pass at least one token.")
     if not tensor.is_floating_point():
         _check_ids(tensor, name)
     return tensor, in_tuple
@@ -190,8 +185,7 @@ def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
         if of_tokens and len(value) not in (1, len(inputs)):
             raise InputError(
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
-                f"{len(value)} (shape {tuple(value.shape)}). Pass a tensor for {len(inputs)} "
-                "examples, or for 1."
+                f"{len(value)} (shape {tuple(value.shape)}). Pass equally many, or 1."
             )
 
 
@@ -221,19 +215,14 @@ def _call_on_embeddings(
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
-        raise InputError(
-            f"additional_forward_args do not fit the model: {error}. Pass the positional arguments "
-            f"of {type(function).__name__}.forward that follow the inputs, in their order."
-        ) from error
+        said = f"additional_forward_args do not fit {type(function).__name__}.forward: {error}."
+        raise InputError(f"{said} Pass its positional arguments after the inputs.") from error
     arguments = dict(bound.arguments)
     if next(iter(arguments)) != "input_ids":
         return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
         if arguments.get("inputs_embeds") is not None:
-            raise InputError(
-                "inputs and additional_forward_args both hold embeddings. Pass embeddings only as "
-                "inputs."
-            )
+            raise InputError("inputs and additional_forward_args both hold embeddings. Pass one.")
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
         return function(**_named(bound))
@@ -309,21 +298,13 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
     """Replace the output of the model's first embedding layer inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
-        raise InputError(
-            "inputs are floating embeddings, but the model takes input_ids and has no embedding "
-            "layer. Pass token ids (B, L)."
-        )
+        raise InputError("inputs are floating, but the model has no embedding layer. Pass ids.")
     with hooked(layer.register_forward_hook, lambda module, args, output: embeddings):
         yield
 
 
 class BatchPart:
-    """Selects a slice of the batch from inputs, targets and other values.
-
-    Args:
-        part: the slice of examples.
-        batch: the size of the whole batch.
-    """
+    """Selects the slice ``part`` of a batch of size ``batch`` from inputs, targets and options."""
 
     def __init__(self, part: slice, batch: int) -> None:
         self.part, self.batch = part, batch

@@ -136,10 +136,7 @@ class ImageProbe(PatchGrid):
                     run(image)
             except _Reached as reached:
                 return reached.stream
-        raise InputError(
-            "The model's blocks did not run on a different image, so patch tokens cannot be found. "
-            "Pass per_token=True for one number per token."
-        )
+        raise InputError("No block ran when patch tokens were searched. Pass per_token=True.")
 
 
 class _Reached(BaseException):
@@ -179,8 +176,7 @@ def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> 
     if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
         raise InputError(
             f"inputs of shape {tuple(inputs.shape)} became {relevance.shape[1]} tokens in the "
-            "model, so relevance cannot have the shape of inputs. Pass per_token=True for one "
-            "number per token."
+            "model, so relevance cannot have the shape of inputs. Pass per_token=True."
         )
     features = inputs.shape[-1]
     return (relevance / features).unsqueeze(-1).expand(-1, -1, features)
@@ -194,13 +190,7 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Converts relevance of tokens to the shape of the user's input.
-
-    Args:
-        inputs: the user's input.
-        per_token: whether to return one number per token or patch.
-        probe: the probe for the patch grid of images; None for other inputs.
-    """
+    """Converts relevance of tokens to the shape of ``inputs``, for images with the grid probe."""
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs

@@ -1,7 +1,6 @@
 """One progress bar per call of a method.
 
-Nested steps divide the part of the bar that the outer step has, so the bar shows the remaining time
-of the whole call.
+Nested steps divide the outer step's part of the bar, so the remaining time is of the whole call.
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ def check_query(query: Query, batch: int) -> None:
     if query is None or isinstance(query, str) or as_integer(query) is not None:
         return
     if not isinstance(query, list | tuple | range | Tensor):
-        raise OptionError(
-            f"query={query!r} is not accepted. Pass 'cls', 'last', 'mean', a position, or a list."
-        )
+        raise OptionError(f"query={query!r} is not accepted. Pass a name, position or list.")
     if not isinstance(query, Tensor) and not query:
         raise OptionError("query is an empty list. Pass at least one position.")
     positions = _positions(query)
@@ -44,8 +42,7 @@ def check_query(query: Query, batch: int) -> None:
     if of_each and len(positions) != batch:
         raise QueryError(
             f"query has positions for {len(positions)} examples, but the batch has {batch}. Pass "
-            "one row of positions per example. If a Captum method repeats the inputs, pass an int, "
-            "a list (the same positions for all examples) or a name."
+            f"{batch}; if a Captum method repeats the inputs, pass an int, a list or a name."
         )
 
 
@@ -86,10 +83,7 @@ def query_weights(
     total = chosen.sum(-1, keepdim=True)
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
-        raise QueryError(
-            f"Example {example} of inputs has no query token, because every token is padding. "
-            "Pass an attention mask with at least one 1 per example."
-        )
+        raise QueryError(f"Every token of example {example} is padding. Leave this example out.")
     return chosen.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 

@@ -69,8 +69,7 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     """Return the error for a target at a padded position.
 
-    ``padded`` (B,) is True for examples with this error; ``last`` (B,) has the last unpadded
-    position of each example.
+    ``padded`` (B,) is True for examples with this error; ``last`` (B,) are unpadded positions.
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])

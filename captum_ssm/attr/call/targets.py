@@ -173,9 +173,8 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
-            f"target={target!r} for {len(target.positions)} examples does not fit an output of "
-            f"shape {tuple(output.shape)}. Pass a SumTarget only for a language model's output "
-            "(B, L, vocabulary), with positions (n,) or (B, n)."
+            f"target={target!r} for {len(target.positions)} examples does not fit the output "
+            f"{tuple(output.shape)}. Pass a SumTarget only for outputs (B, L, vocabulary)."
         )
     found = []
     for place, values in enumerate((target.positions, target.tokens)):
@@ -298,10 +297,7 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
             f"target as contrast; or, if target is not None, one of {CONTRASTS}."
         )
     if contrast in ("others", "runner-up") and output.shape[-1] == 1:
-        raise OptionError(
-            f"contrast={contrast!r} needs several output entries, but the output has one. Pass "
-            "contrast=None."
-        )
+        raise OptionError(f"contrast={contrast!r}, but the output has one entry. Pass None.")
     several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
     several = several.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
@@ -319,8 +315,7 @@ def _against(
 ) -> tuple[Tensor, Tensor | None]:
     """Subtract the contrast from the ``chosen`` entries (B, n); return numbers, and constants.
 
-    ``entries`` (B, n, V) are all entries at the same positions, and ``tokens`` (B, n, 1) the
-    indices of the chosen entries.
+    ``entries`` (B, n, V) are all entries there, ``tokens`` (B, n, 1) indices of the chosen ones.
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None

@@ -75,8 +75,7 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
     """Expand a number or a tensor to a baseline in the shape of the input ``start``.
 
-    The error message uses ``what`` to name the input, and ``words`` and ``ids`` to name other
-    accepted forms.
+    In the error, ``what`` names the input, and ``words`` and ``ids`` other accepted forms.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         baseline = torch.as_tensor(found).to(start).expand_as(start)

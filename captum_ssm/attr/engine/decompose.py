@@ -37,8 +37,7 @@ class Decomposition(NamedTokens):
         streams: one tensor per mixer, the relevance of each token in the residual stream that
             enters the mixer's block, (B, L), or (B, L, E) by feature. Together with the constants
             added after that point, each tensor sums to the output.
-        mixers: one tensor of the same shape per mixer, the relevance of each token in the mixer's
-            output.
+        mixers: one tensor of the same shape per mixer, the relevance of tokens in its output.
         biases: contributions of biases and other constants (B,), by the name of the module that
             adds them. The key ``"cache"`` has the contribution of a cache passed to the call.
         output: the explained number (B,).
@@ -256,9 +255,7 @@ def _with_others(
     """Add the relevance of the inputs after the first to a decomposition.
 
     Args:
-        found: the decomposition without them.
-        others: the inputs after the first.
-        baselines: the baseline of each; None for 0.
+        baselines: the baseline of each input after the first; None for 0.
         by_example: for each example, the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
@@ -394,8 +391,7 @@ def account(
 def _per_example(x: Tensor, batch: int) -> Tensor:
     """Sum over all dimensions except the batch, (B,); the first may hold examples times tokens.
 
-    If the first dimension has no such size, as for tokens routed to an expert, the total is divided
-    equally among examples. :func:`exact` detects the resulting errors.
+    Otherwise (tokens routed to an expert) the total is divided equally; :func:`exact` detects this.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -405,8 +401,7 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
 def exact(found: Decomposition, apart: bool = False) -> bool:
     """Return True if inputs and biases sum to the output for every example.
 
-    In a batch the limit is a tenth of the tolerance, because constants may be assigned to the wrong
-    example.
+    A batch has a tenth of the tolerance, because constants may be assigned to the wrong example.
 
     Args:
         found: the decomposition.
@@ -486,9 +481,8 @@ def not_reached() -> GradientModeError:
     """Return the error for an output that does not depend linearly on the input."""
     return GradientModeError(
         "The model's output does not depend linearly on its input. Does forward_func end in a "
-        "softmax or another function that is frozen, or run under no_grad or detach? Return the "
-        "logits from forward_func; contrast='all' then explains log-probabilities, and "
-        "contrast='others' log-odds."
+        "softmax, or run under no_grad or detach? Return logits from forward_func; contrast='all' "
+        "explains log-probabilities, contrast='others' log-odds."
     )
 
 

@@ -28,16 +28,10 @@ def each_state(
     components: str | Collection[str],
     verify: bool | float,
 ) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
-    """Check the options of ``states()``, and return them with the function that computes it.
+    """Check the options of ``states()``; return them, and a function that computes the matrices.
 
-    Args:
-        channels: C channel indices; negative ones count from the end.
-        components: the ``components`` option, which must include the scan and not the skip.
-        verify: the ``verify`` option.
-
-    Returns:
-        The checked options; and a function that returns the matrices (B, C, N, L, L) of all N
-        states, given a run and one of its layers.
+    The function returns the matrices (B, C, N, L, L) of N states for C ``channels``, given a run
+    and one of its layers. ``components`` must include the scan and not the skip.
     """
     names = checks.parse_components(components)
     if "scan" not in names or "skip" in names:
@@ -60,15 +54,10 @@ def each_state(
 def each_factor(
     channels: Sequence[int], simplified: bool, verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Factors]]:
-    """Check the options of ``factors()``, and return them with the function that computes it.
+    """Check the options of ``factors()``; return them, and a function that computes the factors.
 
-    Args:
-        channels, verify: see :func:`each_state`.
-        simplified: whether relu replaces softplus.
-
-    Returns:
-        The checked options; and a function that returns the factors, given a run and one of its
-        layers.
+    The function returns the factors given a run and one of its layers. With ``simplified``, relu
+    replaces softplus.
     """
     wanted = _checked(channels)
     checks.flags(simplified=simplified)

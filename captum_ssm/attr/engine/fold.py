@@ -30,8 +30,7 @@ class Options:
         heads: indices of the heads (for Mamba-1: channels) used, or None for all.
         start_layer: index of the first layer used; layers before it are left out.
         recipe: ``"paper"`` or ``"published_code"``.
-        verify: whether to check every operator against its module's output; a number is the
-            tolerance.
+        verify: whether operators are checked against modules' outputs; a number is the tolerance.
     """
 
     components: frozenset[str]
@@ -69,9 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """The matrix M (B, L, L) of a layer as functions, so that M need not exist in memory.
-
-    A layer with a residual stream multiplies a row of relevance by I + M.
+    """The matrix M (B, L, L) of a layer as functions; relevance is multiplied by I + M.
 
     Attributes:
         rmatvec: function from a row (B, L) to the row times M.
@@ -234,7 +231,6 @@ def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
     for index in indices:
         if not -len(items) <= index < len(items):
             raise OptionError(
-                f"layers contains {index}, but the run has {len(items)} layers. Pass numbers from "
-                f"0 to {len(items) - 1}, or negative ones, which count from the end."
+                f"layers contains {index}. Pass numbers from {-len(items)} to {len(items) - 1}."
             )
     return [items[index] for index in indices]

@@ -76,11 +76,7 @@ class LinearMethod(SSMAttribution):
         internal_batch_size: int | None,
         return_convergence_delta: bool,
     ) -> Any:
-        """Return relevance in the input's shape, and on request the delta.
-
-        For an :class:`Each` target, the results for its targets are stacked in a new first
-        dimension.
-        """
+        """Return relevance (stacked for an :class:`Each` target), and on request the delta."""
         checks.flags(return_convergence_delta=return_convergence_delta)
         tensor, others = self._inputs(inputs)
         questions = [Against(each, contrast) for each in several(target)]
@@ -101,8 +97,7 @@ class LinearMethod(SSMAttribution):
         """Return output - attributions - biases (B,) for the user's ``attributions``.
 
         The result is the delta of ``found``, plus the sum of the relevance in ``explained`` minus
-        the sum of ``attributions``. Differences in inputs after the first are divided equally among
-        examples.
+        the sum of ``attributions``. Differences in further inputs are divided among examples.
         """
         first, others = several_inputs(attributions, "attributions")
         if 1 + len(others) != len(explained):
@@ -293,8 +288,7 @@ def coefficients(
     A mixer output's relevance is the output times this gradient.
 
     Returns:
-        For each target the number (B,), and one tensor (B, L, E) per mixer call, in the order of
-        the calls.
+        For each target the number (B,), and one tensor (B, L, E) per mixer call, in order.
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False)
     with _linear_run(request, rules) as (network, output):

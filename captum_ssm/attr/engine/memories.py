@@ -127,8 +127,7 @@ class Memory(NamedTuple):
     def without(self, source: int, token: int) -> Tensor:
         """Return the norm of the source's share if one token's step had not changed the state.
 
-        The result (B, H, L) has one entry per omitted token. It is the unchanged norm for tokens
-        that are not between ``source`` and ``token``.
+        The result (B, H, L) has one entry per omitted token; others have the unchanged norm.
         """
         first, last = self.step_of(source), self.step_of(token)
         if last < first:

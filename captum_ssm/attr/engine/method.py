@@ -106,8 +106,7 @@ class Explainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error that names ``attribute``, because methods are not functions."""
         raise ArgumentError(
-            f"A {self.name} object cannot be called. Call {self.name}(model).attribute(inputs, "
-            "target)."
+            f"{self.name} cannot be called. Call {self.name}(model).attribute(inputs, target)."
         )
 
     def _by_parts(
@@ -122,12 +121,8 @@ class Explainer:
         """Split the batch into parts and return, for each target, one result per part.
 
         Args:
-            inputs: the first input.
-            targets: the targets, each for the whole batch.
-            additional_forward_args: further arguments of forward_func.
             internal_batch_size: the largest number of examples in a part; None for all.
-            explain: function of a run's arguments, its targets and the part of the batch, that
-                returns one result per target.
+            explain: function of a run's arguments, targets and part of the batch: one result each.
             others: inputs after the first, which cannot be split by example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
@@ -136,9 +131,8 @@ class Explainer:
         elif internal_batch_size is not None and internal_batch_size < len(inputs):
             raise OptionError(
                 f"internal_batch_size={internal_batch_size} cannot split a batch of {len(inputs)} "
-                f"examples with {1 + len(others)} inputs, because the inputs after the first need "
-                "not have a batch dimension. Pass internal_batch_size=None, or explain the "
-                "examples one by one."
+                "with several inputs, because further inputs may have no batch dimension. Pass "
+                "internal_batch_size=None, or explain the examples one by one."
             )
         if self.needs_gradient and torch.is_inference_mode_enabled():
             raise GradientModeError(
@@ -190,12 +184,9 @@ class Explainer:
         """Run the model, and return ``make(run, layer)`` for each requested layer.
 
         Args:
-            inputs, additional_forward_args: the arguments of ``attribute``.
             layers: indices of layers, with repetitions allowed; None for all.
-            chosen: the checked options.
             make: function that returns the result for a run and a layer, or group of layers.
-            split: function that groups the layers, if the indices count groups. Default: each
-                layer is a group.
+            split: function that groups layers, if indices count groups. Default: no grouping.
         """
         named = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
@@ -235,9 +226,7 @@ class SSMAttribution(Explainer, Attribution):
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because no method is asynchronous."""
-        raise NotImplementedError(
-            f"{self.name}.attribute_future() is not implemented. Call attribute()."
-        )
+        raise NotImplementedError(f"{self.name} has no attribute_future(). Call attribute().")
 
     def attribute_each(
         self,
@@ -310,8 +299,7 @@ class ImplicitMethod(SSMAttribution):
     def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because relevance does not sum to the output."""
         raise NotImplementedError(
-            f"{self.name} has no convergence delta, because its relevance does not sum to the "
-            "output. Use LatimFlow for relevance with a delta."
+            f"{self.name} has no delta: relevance does not sum to the output. Use LatimFlow."
         )
 
     def _attribute(
@@ -410,10 +398,7 @@ def options(
         )
     checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
-        raise OptionError(
-            f"recipe='published_code' takes the mean over channels, but reduce={reduce!r} was "
-            "given. Pass reduce='mean', or recipe='paper'."
-        )
+        raise OptionError(f"reduce={reduce!r} with recipe='published_code'. Pass reduce='mean'.")
     chosen = None
     if heads is not None:
         chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")

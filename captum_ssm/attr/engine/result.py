@@ -236,17 +236,15 @@ def load(path: str | Path) -> Any:
         raise DataError(f"{wrong}. Pass a file that a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
-            f"{file} was written by captum_ssm {content['captum_ssm']} and contains "
-            f"{content['kind']} in format {content['form']}. This is captum_ssm {__version__}, "
-            f"which reads {', '.join(Result._kinds)} in format {_FORM}. Install captum_ssm "
-            f"{content['captum_ssm']} or newer."
+            f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in "
+            f"format {content['form']}. This is {__version__}, which reads "
+            f"{', '.join(Result._kinds)} in format {_FORM}. Install the version that wrote it."
         )
     try:
         return Result._kinds[content["kind"]](**_decoded(content["state"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise DataError(
-            f"{wrong} that can be read ({type(error).__name__}: {error}). The file is damaged; "
-            "save the result again."
+            f"{wrong} that can be read: {type(error).__name__}: {error}. Save it again."
         ) from error
 
 

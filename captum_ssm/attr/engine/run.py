@@ -80,8 +80,7 @@ class Request:
         streams: whether to keep the residual stream entering each mixer's block. Default: False.
         verify: whether to check operators against their modules' outputs. Default: True.
         folds: whether each layer must read the previous layer's output. Default: True.
-        direct: whether the autograd graph has only the direct paths, which bypass later mixers.
-            Default: False.
+        direct: whether the graph has only direct paths, which bypass later mixers. Default: False.
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
         cuts: further activations that are detached and start a new graph. Default: none.
@@ -282,16 +281,12 @@ class Run:
         return self.kept[layer]
 
     def gradients(self, tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        """Return the gradient at each tensor of the target's numbers, summed over the batch.
-
-        An error uses ``names``, the names of the layers that the tensors belong to.
-        """
+        """Return the target's gradient at each tensor; errors use the layers' ``names``."""
         selected = self.questions[0].selected
         if selected is None or not selected.requires_grad:
             raise GradientModeError(
-                "The model's output has no autograd graph, although gradients are enabled for this "
-                "run. Remove no_grad, inference_mode and detach from the model and forward_func, "
-                "or use a method without gradients, such as LatimALTI."
+                "The model's output has no autograd graph. Remove no_grad and detach from the "
+                "model and forward_func, or use a method without gradients, such as LatimALTI."
             )
         shared = self.questions[0].taken
         again = len(self.questions) > 1 or shared is not None
@@ -411,12 +406,7 @@ def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] |
 
 
 class Sharing:
-    """The latest run, which several methods reuse if they have the same arguments.
-
-    Args:
-        graph: the part of the autograd graph that runs keep.
-        streams: whether runs keep the residual streams.
-    """
+    """The latest run, which several methods reuse if they are called with the same arguments."""
 
     def __init__(self, graph: Graph, streams: bool) -> None:
         self._graph = graph

@@ -80,14 +80,7 @@ def selection_factors(
 
 
 class _Selected(NamedTuple):
-    """The parameters of a selective scan.
-
-    Attributes:
-        step: dt (B, L, H).
-        rate: A (H, N) or (H, 1).
-        key: B (B, L, N), or (B, L, G, N) for G groups of heads.
-        query: C, in the same shape.
-    """
+    """A selective scan's dt (B, L, H), A (H, N or 1), and B and C (B, L, [groups of heads,] N)."""
 
     step: Tensor
     rate: Tensor

@@ -5,8 +5,7 @@ one matrix per state (hidden-attention paper, eq. 16):
 
     alpha[m][i, j] = C[i, m] (product of the decays of m over j+1..i) B[j, m],   j <= i
 
-Factors around the recurrence (gate, convolution, flips, padding) are linear, and the same for every
-state.
+Factors around the recurrence (gate, convolution, flips, padding) are the same for every state.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def terms_of(operator: Operator) -> list[Term] | None:
     """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
     Returns:
-        The terms; None if a summand has no recurrence, several recurrences, or one whose states
-        mix.
+        The terms; None if a summand has no recurrence, several, or one with states that mix.
     """
     found = []
     for parts in products_of(operator):

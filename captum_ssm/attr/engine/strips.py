@@ -19,8 +19,7 @@ from ...operators.reduction import goes_by_channel
 from ...tracing.record import free_memory
 from .fold import LayerMatrix
 
-#: Compute single rows if less than 1 / _FEW of them are needed and the whole matrix loops over
-#: channels.
+#: Rows are computed one by one, not as a whole matrix, if at most 1 / _FEW of them are needed.
 _FEW = 8
 
 #: A function from a strip to new entries (B, R, W); it may overwrite the strip's entries.

@@ -165,9 +165,8 @@ def _accepts(function: Any, keyword: str) -> bool:
     return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-#: Each token's piece of a text, with leading spaces; joined, the pieces are the text.  If several
-#: tokens make one character, the first has the character and the others "".  Special tokens have
-#: None.
+#: Each token's piece of a text, with leading spaces; joined, the pieces are the text.  The first of
+#: several tokens of one character has this character, the others ""; special tokens have None.
 Pieces: TypeAlias = list[str | None]
 #: The first character of a token, and the character after the last.
 Span: TypeAlias = tuple[int, int]
@@ -215,9 +214,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
         spans += [(start, end)] * count
         at, before = end, list(ids[len(spans) - count : len(spans)])
     if text[at:].strip():
-        raise InputError(
-            f"The {len(ids)} decoded tokens end before {text[at : at + _QUOTED]!r} of the text."
-        )
+        raise InputError(f"The {len(ids)} tokens end before {text[at : at + _QUOTED]!r}.")
     return spans
 
 
@@ -243,7 +240,5 @@ def _place(text: str, at: int, piece: str) -> Span:
         at += 1
     end = at + len(word)
     if text[at:end].lower() != word.lower():
-        raise InputError(
-            f"A token decodes to {word!r}, but the text has {text[at : at + _QUOTED]!r}."
-        )
+        raise InputError(f"A token is {word!r}, but the text has {text[at : at + _QUOTED]!r}.")
     return at, end

@@ -33,8 +33,7 @@ _NEW_TOKENS = 25
 
 #: Number of tokens of an additional run that checks whether a model is causal.
 _FEW = 8
-#: Largest fraction of relevance on later tokens in a causal model, from rounding errors (of Fourier
-#: transforms).
+#: Largest accepted fraction of relevance on later tokens, from rounding in Fourier transforms.
 _ROUNDING = 1e-3
 
 #: Options of methods that :class:`SSMLLMAttribution` sets, so that users cannot.
@@ -91,9 +90,7 @@ class SSMLLMAttribution(Attribution):
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because no method is asynchronous."""
-        raise NotImplementedError(
-            "SSMLLMAttribution.attribute_future() is not implemented. Call attribute()."
-        )
+        raise NotImplementedError("SSMLLMAttribution has no attribute_future(). Call attribute().")
 
     def attribute(
         self,
@@ -153,10 +150,7 @@ class SSMLLMAttribution(Attribution):
         """
         for name in _FIXED:
             if name in options:
-                raise OptionError(
-                    f"{name}={options[name]!r} cannot be set, because SSMLLMAttribution sets it. "
-                    "Leave it out."
-                )
+                raise OptionError(f"{name}={options[name]!r} is set internally. Leave it out.")
         prompt = read_prompt(inp, self.codec, skip_tokens)
         if prompt_spans is not None:
             prompt = with_spans(prompt, prompt_spans, self.codec, inp)
@@ -173,11 +167,9 @@ class SSMLLMAttribution(Attribution):
                 f"against= compares whole texts, but spans={spans!r}. Pass spans='all'."
             )
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
-            raise OptionError(
-                f"resume={str(resume)!r} needs spans and a method whose relevance sums to the "
-                f"output, but spans={spans!r} and attr_method is "
-                f"{type(self.attr_method).__name__}. Pass spans= and LatimFlow(model)."
-            )
+            raise OptionError(f"resume= with spans={spans!r}. Pass spans= and LatimFlow(model).")
+        if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
+            options.setdefault("rule", "centered")  # the frozen rule gives nothing to queries
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
@@ -185,10 +177,7 @@ class SSMLLMAttribution(Attribution):
             None if resume is None else Path(resume),
         )
         if gen_args is not None and target is not None:
-            raise OptionError(
-                f"gen_args={gen_args!r} is for generating a target, but target is given, too. "
-                "Pass one of them."
-            )
+            raise OptionError(f"gen_args={gen_args!r} and target are both given. Pass only one.")
         if target is None:
             texts = [self._generated(prompt.ids, gen_args)]
         else:
@@ -202,9 +191,7 @@ class SSMLLMAttribution(Attribution):
     ) -> SSMLLMAttributionResult:
         """Explain one text (n,), by its spans or by its tokens."""
         length = len(prompt.ids)
-        ids = torch.cat([prompt.ids, text[:-1]])[None].to(
-            self._device
-        )  # the last token is no input
+        ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # without the last token
         if asked.spans is not None:
             found = self._of_spans(prompt, text, ids, asked, options)
             if asked.against is None:

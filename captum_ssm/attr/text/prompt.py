@@ -51,9 +51,8 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
     if isinstance(prompt, TextTemplateInput):
         if skip_tokens is not None:
             raise OptionError(
-                f"skip_tokens={skip_tokens!r} does not apply to a TextTemplateInput, whose "
-                "features are its values, not tokens. Leave skip_tokens out, or pass the prompt as "
-                "a str."
+                f"skip_tokens={skip_tokens!r} is not for a TextTemplateInput, whose features are "
+                "its values. Leave skip_tokens out, or pass the prompt as a str."
             )
         return _template(prompt, codec)
     if isinstance(prompt, TextTokenInput):

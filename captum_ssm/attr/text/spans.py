@@ -94,10 +94,7 @@ def _range(name: str, one: Any) -> range:
     ends = (one.start or 0, one.stop) if isinstance(one, slice) else one
     numbers = [checks.as_integer(end) for end in ends] if isinstance(ends, tuple | list) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise OptionError(
-            f"{name} contains {one!r}, which is not a span. Pass (start, stop), the first token "
-            "and the token after the last."
-        )
+        raise OptionError(f"{name} contains {one!r}. Pass (first token, token after the last).")
     return range(numbers[0], numbers[1])
 
 
@@ -111,10 +108,7 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return ranges of tokens for spans that begin at the characters ``begins``.
-
-    ``places`` has the start and end of each token in the text.
-    """
+    """Return token ranges of spans that begin at ``begins``; ``places`` are tokens' characters."""
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):

@@ -7,8 +7,7 @@ is a vector of the stream's width E for every pair of a query i and a source j, 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
 exactly if the activation is linearized. The constant comes from biases and belongs to no token.
-All L^2 vectors would not fit into memory, so they are computed in tiles of a few queries by a range
-of sources.
+L^2 vectors may exceed the memory, so they are computed in tiles of a few queries and sources.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class Contributions:
     def constant(self) -> Tensor:
         """Return the part of the output that belongs to no token, the biases, (B, L, E).
 
-        It includes biases behind the activation. With ``activation="linearized"`` it also includes
-        the bias before the activation, which is otherwise part of a convolution tap.
+        With ``activation="linearized"`` they include the bias before the activation.
         """
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
@@ -279,9 +277,8 @@ def _local_and_core(
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
-                f"The operator has no matrix per channel, because {type(part).__name__} acts on "
-                "tokens after a part that mixes channels. Put the parts that mix channels within "
-                "tokens last (outermost) in the adapter's Chain, or use LatimFlow."
+                f"The operator has no matrix per channel, because {type(part).__name__} acts after "
+                "a part that mixes channels. Put that part first in the Chain, or use LatimFlow."
             )
     identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity

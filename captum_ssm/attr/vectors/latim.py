@@ -88,14 +88,10 @@ def query_index(positions: Positions | None, size: tuple[int, int], device: torc
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
         raise QueryError(
-            f"positions has {len(index)} rows, but the batch has {batch} examples. Pass one row "
-            "per example, or a list of positions for all examples."
+            f"positions has {len(index)} rows, but the batch has {batch}. Pass {batch}."
         )
     if bool(((index < -tokens) | (index >= tokens)).any()):
-        raise QueryError(
-            f"positions={positions!r} is outside the sequence of {tokens} tokens. Pass integers "
-            f"from {-tokens} to {tokens - 1}."
-        )
+        raise QueryError(f"positions={positions!r}: pass integers from {-tokens} to {tokens - 1}.")
     return (index % tokens).expand(batch, -1)
 
 

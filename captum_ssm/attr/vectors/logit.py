@@ -1,7 +1,4 @@
-"""Contributions of mixers to an output, traced back to input tokens layer by layer.
-
-Each mixer contributes along its *direct path*, which bypasses all later mixers.
-"""
+"""Contributions along direct paths (past all later mixers), traced back to the input tokens."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ class LogitContributions(NamedTokens):
         locals: contributions through each of the M modules that act within tokens, such as an MLP,
             (M, B, L); with ``by_layer=False`` (0, B, L), because ``layers`` includes them.
         embedding: contributions of the embeddings without any layer (B, L).
-        biases: contributions of biases and other constants (B,), by the name of the module that
-            adds them.
+        biases: contributions of biases and other constants (B,), by the module that adds them.
         output: the explained number (B,).
         names: names of each example's tokens, shown in the HTML page. Default: None, positions.
     """

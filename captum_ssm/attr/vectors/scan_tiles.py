@@ -6,8 +6,7 @@ decay.  So a tile far from the diagonal is a product of two thin factors:
     alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
 
 for any token p between j and i, the *pivot* (hidden-attention paper, eq. 14).  Rows *near* the
-sources (within the reach of the short convolution) are computed differently.  No exponent is
-positive.
+sources (in the reach of the short convolution) are computed differently.  No exponent is positive.
 
 A backward scan is a scan of the tokens in reverse order.  It shares only the rows of the sources
 with a forward scan.  Shapes: S sources, T tokens from the first source on.
@@ -27,9 +26,8 @@ from ...operators.kernels.arithmetic import BINARY, doubled, sum_tensors
 from ...operators.kernels.portions import as_memory_allows, at_a_time, parts
 from ...operators.recurrences.selective_scan import SelectiveScan
 
-#: Number of sources whose states are in memory at a time.
+#: Number of sources whose states are in memory, and elements of a tile (4 MiB in float32).
 _SOURCES = 32
-#: Largest number of elements of a tile (4 MiB in float32).
 _TILE_ELEMENTS = 2**20
 #: On a GPU, the number of tokens (sources and near rows) whose matrices are computed at a time.
 _TOKENS_LAUNCHED = 64
@@ -54,8 +52,7 @@ class ScanRows:
 
     Args:
         scan: the scan, with B and C common to all heads.
-        shares: for each lag k >= 0, the contribution of token t - k to the scan's input at token
-            t, (B, L, H).
+        shares: token t - k's part of the scan's input at token t, (B, L, H) for each lag k >= 0.
         outer: diagonal factors after the scan, (B, L, H).
         skip: diagonal factors added to the scan, broadcastable to (B, L, H).
     """
@@ -106,12 +103,10 @@ class ScanRows:
         return entries.permute(0, 2, 3, 1)
 
     def _run(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
-        """Run the scan on each source separately, from the first source to token ``end - 1``.
-
-        The outputs are written to ``outputs`` (B, T, S, H).
+        """Run the scan on each source separately, up to token ``end - 1``; write ``outputs``.
 
         Returns:
-            The states after the last token (B, H, N, S).
+            The states after the last token (B, H, N, S); ``outputs`` are (B, T, S, H).
         """
         scan, start = self._scan, sources.start
         batch, _, heads, _ = scan.shape

@@ -44,13 +44,7 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
 
 
 class _Turned(NamedTuple):
-    """A product without reorderings: all parts and shares are in the scan's token order.
-
-    Attributes:
-        backwards: whether the scan reads the tokens in reverse order.
-        parts: the factors, outermost first.
-        shares: the contributions of tokens to the product's input, by lag.
-    """
+    """A product and its input by lag, with all tensors in the order in which the scan runs."""
 
     backwards: bool
     parts: Sequence[Operator]
@@ -83,8 +77,7 @@ def _split_off_permutes(
 
     Args:
         parts: the parts, from one end of a product.
-        order: function that returns the order in which diagonals before a reordering are
-            rearranged.
+        order: function that returns the order in which a reordering rearranges diagonals.
     """
     moved: list[Permute] = []
     diagonals: list[Diagonal] = []

@@ -86,8 +86,7 @@ def check_activation(activation: str) -> None:
 def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[TapPath]:
     """Expand a mixer's operator into a sum of paths, with the contribution of each token.
 
-    A mixer without an activation before its recurrence is one path for all values of
-    ``activation``.
+    A mixer without an activation before the recurrence is one path for any ``activation``.
 
     Args:
         linear: the linearized mixer.
@@ -176,8 +175,7 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
             return function
     raise UnsupportedMixerError(
         f"activation='silu' needs the activation function of {type(module).__name__}, which has "
-        f"none under the names {_ACTIVATION_NAMES}. Pass activation='linearized', which needs no "
-        "such function."
+        f"none of the attributes {_ACTIVATION_NAMES}. Pass activation='linearized'."
     )
 
 
