@@ -64,10 +64,10 @@ def pieces(*words: str) -> Any:
 
 
 @pytest.mark.parametrize(("text", "ids", "message"), [
-    ("a lamp", [1, 1], "reads 'a' where the text is 'lamp'"),
-    ("a lamp a", [1, 2], "Its 2 tokens end before ' a'"),
-    ("a zebra", [1, 3], "reads '<unk>' where the text is 'zebra'"),
-    ("a", [1, 2], "reads 'lamp' where the text is ''"),
+    ("a lamp", [1, 1], "is 'a', but the text has 'lamp'"),
+    ("a lamp a", [1, 2], "The 2 tokens end before ' a'"),
+    ("a zebra", [1, 3], "is '<unk>', but the text has 'zebra'"),
+    ("a", [1, 2], "is 'lamp', but the text has ''"),
 ])  # fmt: skip
 def test_tokens_that_do_not_read_as_the_text(text: str, ids: list[int], message: str) -> None:
     vocabulary = WordVocabulary(["<pad>", "a", "lamp", "<unk>"])

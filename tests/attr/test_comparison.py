@@ -129,8 +129,8 @@ def test_names_are_made_unique():
 
 
 MISUSE = {
-    "holds the class NoiseTunnel, which takes further arguments": ([NoiseTunnel], {}),
-    "LatimFlow returned tuple in place of one tensor": (
+    "contains the class NoiseTunnel, which needs further arguments": ([NoiseTunnel], {}),
+    "LatimFlow returned tuple, not one tensor": (
         [LatimFlow],
         {"options": {"LatimFlow": {"return_convergence_delta": True}}},
     ),

@@ -112,10 +112,10 @@ def test_a_box_and_its_class() -> None:
 
 
 @pytest.mark.parametrize(("mask", "message"), [
-    (torch.ones(6, 8), r"mask holds a tensor of torch\.float32\. Pass booleans"),
-    (torch.zeros(6, 8).bool(), r"mask holds no True\. Pass booleans"),
-    (torch.ones(8, 6).bool(), r"mask has shape \(8, 6\).*pass \(6, 8\) or \(2, 6, 8\)"),
-    (torch.ones(3, 6, 8).bool(), r"mask has shape \(3, 6, 8\), but the model answers for 2"),
+    (torch.ones(6, 8), r"mask contains a tensor of torch\.float32\. Pass booleans"),
+    (torch.zeros(6, 8).bool(), r"mask contains no True\. Pass booleans"),
+    (torch.ones(8, 6).bool(), r"mask has shape \(8, 6\).*Pass a mask of shape \(6, 8\) or \(2, 6, 8\)"),
+    (torch.ones(3, 6, 8).bool(), r"mask has shape \(3, 6, 8\), but the model returned logits for 2"),
 ])  # fmt: skip
 def test_masks_that_do_not_fit(mask: Tensor, message: str) -> None:
     with pytest.raises(InputError, match=message):
@@ -123,7 +123,7 @@ def test_masks_that_do_not_fit(mask: Tensor, message: str) -> None:
 
 
 def test_targets_that_do_not_fit() -> None:
-    with pytest.raises(TargetError, match=r"names 1 index per example .* which takes 3"):
+    with pytest.raises(TargetError, match=r"has 1 index per example.* needs 3"):
         LatimFlow(u_mamba()).attribute(images(), target=1)
     with pytest.raises(OutputError, match=r"needs logits for every pixel .* returned \(2, 4\)"):
         mean_over(lambda pictures: torch.zeros(2, 4))(images())

@@ -149,7 +149,7 @@ NONE: dict[str, tuple[Any, type[Exception], str]] = {
             "a partial": functools.partial(F.softmax, dim=-1), "a number": 3,
         }.items()
     },
-    "a word": ("model", ModelNotFoundError, "'model' is a name. Load the model first"),
+    "a word": ("model", ModelNotFoundError, "'model' is a string. Load the model"),
     "a class": (Holder, ModelNotFoundError, "forward_func"),
     "a class of modules": (nn.Linear, ModelNotFoundError, "forward_func"),
     "an unknown mixer": (UnknownMixer(), UnsupportedMixerError,
@@ -245,7 +245,7 @@ def test_methods_by_name():
     assert all(torch.equal(found[name], expected[name]) for name in found)
     for name in ("latimflow", "latim_flow", "LATIM-FLOW", "Latim Flow"):
         assert torch.equal(compare(model, ids, name, (-1, 3))["LatimFlow"], found["LatimFlow"])
-    with pytest.raises(OptionError, match=r"names 'latinflow'.*Did you mean LatimFlow\?"):
+    with pytest.raises(OptionError, match=r"contains 'latinflow'.*Did you mean LatimFlow\?"):
         compare(model, ids, ["latinflow"], (-1, 3))
 
 
@@ -261,7 +261,7 @@ def test_gradients_at_ids():
         (lambda x: model(x).logits, InputXGradient),
         (model, InputXGradient(lambda x: model(x).logits)),
     ):
-        with pytest.raises(InputError, match="Input X Gradient takes gradients at the inputs"):
+        with pytest.raises(InputError, match="Input X Gradient needs gradients at inputs"):
             compare(forward, ids, [method], (-1, 3))
 
 

@@ -43,15 +43,15 @@ def check(call, builtin, fragments):
 
 
 PROMPTS: dict[str, tuple[Any, list[str]]] = {
-    "nothing": ([], ["The prompt is empty"]),
+    "nothing": ([], ["The prompt has no tokens"]),
     "two sequences": (token_ids(2, 3), ["The prompt", "(2, 3)", "(1, L)"]),
     "embeddings": (torch.randn(1, 3), ["The prompt", "integers", "float32"]),
     "fractions": ([0.5, 2.0], ["The prompt", "integers"]),
     "several texts": (["anna", "bob"], ["list of 2", "one prompt", "TextTokenInput"]),
     "ids and text": ([3, "bob"], ["list of 2", "one prompt"]),
     "a dictionary": ({"role": "user"}, ["dict", "a list of"]),
-    "an id too large": ([1, 19], ["19", "embeds", "tokenizer"]),
-    "an id below zero": ([-1, 2], ["The prompt holds -1", "from 0"]),
+    "an id too large": ([1, 19], ["19", "vocabulary", "tokenizer"]),
+    "an id below zero": ([-1, 2], ["The prompt contains -1", "at least 0"]),
     "a chat": ([{"role": "user", "content": "the"}], ["messages", "chat_template", "str"]),
 }
 TARGETS: dict[str, tuple[Any, list[str]]] = {
@@ -61,7 +61,7 @@ TARGETS: dict[str, tuple[Any, list[str]]] = {
     "two sequences": (token_ids(2, 3), ["The target", "(2, 3)"]),
     "fractions": ([0.5], ["The target", "integers"]),
     "a position and a token as text": ([(3, "x")], ["The target", "token ids"]),
-    "an id too large": ([19], ["19", "embeds", "tokenizer"]),
+    "an id too large": ([19], ["19", "vocabulary", "tokenizer"]),
 }
 #: Options, beside the target "lamp" where they have none.
 OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -86,10 +86,10 @@ TEMPLATES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }  # fmt: skip
 #: Of a tokenizer with no more than its two methods.
 BARE: dict[str, tuple[Any, list[str]]] = {
-    "nothing": (" ", ["The prompt is empty"]),
+    "nothing": (" ", ["The prompt has no tokens"]),
     "a chat": ([{"content": "a", "role": "user"}], ["Bare", "chat template", "str"]),
     "a template": (TextTemplateInput("{} owns", ["anna"]), [
-        "Bare", "'owns' where the text is 'anna owns'", "fast tokenizer"]),
+        "Bare", "'owns', but the text has 'anna owns'", "fast tokenizer"]),
 }  # fmt: skip
 CASES = {
     **{f"prompt: {name}": (None, x, {}, said) for name, (x, said) in PROMPTS.items()},
@@ -140,7 +140,7 @@ def masked_lm():
 @pytest.mark.parametrize("options", [{}, {"spans": "all"}, {"spans": "token", "hops": 1}])
 def test_models_that_read_both_ways(make, options):
     explain = SSMLLMAttribution(LatimFlow(make()), language.word_tokenizer())
-    fragments = ["reads both ways", "word by word"]
+    fragments = ["bidirectional", "token by token"]
     check(lambda: explain.attribute([3, 4, 5], [4, 3, 5], **options), ValueError, fragments)
 
 

@@ -138,7 +138,9 @@ def test_refused_where_a_gradient_would_have_to_pass(method: Any, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["bare kernels", "bare kernels on zeros"])
 def test_refused_where_a_gradient_is_cut(kind: str) -> None:
-    with pytest.raises(GradientModeError, match=r"No gradient passes layer 'layers\.1\.mixer'"):
+    with pytest.raises(
+        GradientModeError, match=r"No gradient passes through layer 'layers\.1\.mixer'"
+    ):
         MambaAttribution(Model(**OPAQUE[kind]).eval()).attribute(tokens(), target=TARGET)
 
 

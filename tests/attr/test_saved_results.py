@@ -97,7 +97,7 @@ def test_what_is_saved_says_what_it_is(tmp_path: Path) -> None:
     assert said["kind"] == "Comparison" and said["form"] == 1 and said["captum_ssm"]
     said |= {"form": 2, "captum_ssm": "9.9"}
     path.write_text(json.dumps(said))
-    with pytest.raises(DataError, match=r"written by captum_ssm 9\.9: Comparison in form 2"):
+    with pytest.raises(DataError, match=r"written by captum_ssm 9\.9: Comparison in format 2"):
         load(path)
 
 

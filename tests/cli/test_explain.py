@@ -273,7 +273,7 @@ def test_a_model_that_segments_images(
         check_sum(example)
     mask.write_bytes(png(torch.zeros(16, 16, 3)))
     asked = ["explain", *arguments, "--out", out, "--force"]
-    said = "the model answers for 4 rows and 4 columns"
+    said = "a row from 0 to 3 and a column from 0 to 3"
     assert said in run(*asked, "--target-pixel", "4", "0", code=1)
     assert "mask.png has no light pixels" in run(*asked, "--target-mask", mask, code=1)
 
@@ -282,16 +282,16 @@ def test_a_model_that_segments_images(
 OF_RECALL = [
     ("--out x.pdf", ".html (a report)"),
     ("--method latinflow", "Did you mean LatimFlow?"),
-    ("--target anna,bob", "is 2 tokens"),
+    ("--target anna,bob", "has 2 tokens"),
     ("--target zebra", "--target 'zebra': unknown word"),
     ("--contrast zebra", "--contrast 'zebra': unknown word"),
-    ("--method LatimNorm --contrast all", "--contrast is taken by LatimFlow"),
+    ("--method LatimNorm --contrast all", "--contrast is accepted by LatimFlow"),
     ("--layers 0", "--layers changes"),
     ("--rule half --method MambaLRP", "--rule is an option of LatimFlow"),
     ("--baselines 0 --method LatimNorm", "--baselines is an option of LatimFlow"),
     ("--baselines zero", "--baselines zero: pass mean, or a number"),
     ("--option n_steps", "--option n_steps: write NAME=VALUE"),
-    ("--option n_steps=5", "is taken by IntegratedGradients, and none of them is named"),
+    ("--option n_steps=5", "is accepted by IntegratedGradients, but none of these is selected"),
     ("--method integrated-gradients --option n_steps=many", "use a whole number"),
     ("--method guided_backprop", "GuidedBackprop: it changes how torch.nn.ReLU"),
     ("--generate 3 --answer lamp", "--generate 3"),

@@ -150,8 +150,8 @@ def test_classifiers_of_sentences_and_of_images(
 
 
 MISTAKES = {
-    "--from anna": "--from anna: the text has it 2 times, at 0 and 11",
-    "--to cat": "--to cat: the text has no such word",
+    "--from anna": "--from anna: the word occurs 2 times, at 0 and 11",
+    "--to cat": "--to cat: the text does not contain",
     "--from 99": "position 99",
     "--heads 1": "--heads chooses the part to cut",
     "--from lamp --heads 9999": "heads names 9999",

@@ -227,7 +227,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
 #: Lines that are refused, with what an error says.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LatimFlow(m, layer=2)": (lambda: LatimFlow(MODEL, layer=2), "LayerLatimFlow.model, layer"),
-    "LatimFlow()": (lambda: LatimFlow(), "LatimFlow: missing .* takes forward_func, model"),
+    "LatimFlow()": (lambda: LatimFlow(), "LatimFlow: missing .* Pass only forward_func, model"),
     "LatimFlow(m, tokenizer)": (lambda: LatimFlow(MODEL, WORDS), "Pass it to the call"),
     "LatimFlow('mamba-130m')": (lambda: LatimFlow("mamba-130m"), "Load the model"),
     "target=' lamp kite'": (
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "knock_out(m, layers=[0])": (lambda: knock_out(MODEL, layers=[0]), r"Edges\(layers="),
     "verfy=True": (lambda: whole(verfy=True), "LatimFlow.attribute: .* Did you mean verify"),
     "a mask beside arguments": (
-        lambda: FLOW.attribute(IDS, TARGET, (None,), attention_mask=MASK), "Pass one of them",
+        lambda: FLOW.attribute(IDS, TARGET, (None,), attention_mask=MASK), "Pass only one",
     ),
     "a mask of other examples": (
         lambda: FLOW.attribute(IDS, TARGET, attention_mask=MASK_OF_BATCH), "has 2 examples",

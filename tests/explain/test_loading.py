@@ -68,7 +68,7 @@ def test_hostile_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_broken_weights(folder: Path) -> None:
     for content in BROKEN.values():
         (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="mine: its configuration and its weights"):
+        with pytest.raises(CheckpointError, match="mine: configuration and weights"):
             load(Source(str(folder)))
 
 
@@ -154,7 +154,7 @@ def test_narrow_images(tmp_path: Path) -> None:
     for size in ((1, 4000), (4000, 1), (101, 1)):
         pillow.new("RGB", size).save(path)
         for prepare in (lambda: for_vim(model, path), lambda: scene(path, 32)):
-            with pytest.raises(InputError, match=rf"w\.png is of {size[0]} x {size[1]} pixels"):
+            with pytest.raises(InputError, match=rf"w\.png has {size[0]} x {size[1]} pixels"):
                 prepare()
     pillow.new("RGB", (100, 1), (255, 0, 0)).save(path)
     assert for_vim(model, path).shape == (3, 32, 32)

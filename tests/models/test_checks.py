@@ -47,9 +47,13 @@ def test_broken_safetensors(what: str, tmp_path: Path, folder: Path) -> None:
     alone = tmp_path / "vim.safetensors"
     for path in (alone, folder / "model.safetensors"):
         path.write_bytes(BROKEN[what])
-    with pytest.raises(CheckpointError, match=r"vim\.safetensors is not a whole file.*again"):
+    with pytest.raises(
+        CheckpointError, match=r"vim\.safetensors is not a complete safetensors file.*again"
+    ):
         load_vim(alone)
-    with pytest.raises(CheckpointError, match=r"recall/model\.safetensors is not a whole file"):
+    with pytest.raises(
+        CheckpointError, match=r"recall/model\.safetensors is not a complete safetensors file"
+    ):
         load_bundled("recall-mamba", folder)
 
 
@@ -93,7 +97,7 @@ def test_files_that_are_no_json_or_missing(folder: Path) -> None:
         with pytest.raises(InputError, match=r"vocab\.json does not hold a JSON list"):
             load_bundled("recall-mamba", folder)
     (folder / "model.safetensors").unlink()
-    missing = r"model\.safetensors does not exist\. Pass the fol"
+    missing = r"model\.safetensors does not exist\. Pass a folder that"
     with pytest.raises(DataNotFoundError, match=missing):
         load_bundled("recall-mamba", folder)
     (folder / "config.json").write_text("[]")

@@ -184,7 +184,7 @@ def test_options_of_several_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"baselines": 0.5}, OptionError, "baselines is 0.5, but inputs holds 2 tensors"),
         ({"baselines": (None, "a")}, OptionError, r"baselines='a' cannot replace inputs\[1\]"),
-        ({"internal_batch_size": 1}, OptionError, "internal_batch_size=1 cannot cut"),
+        ({"internal_batch_size": 1}, OptionError, "internal_batch_size=1 cannot split"),
     ]
     for options, error, message in refused:
         with pytest.raises(error, match=message):
