@@ -114,8 +114,8 @@ def test_a_box_and_its_class() -> None:
 @pytest.mark.parametrize(("mask", "message"), [
     (torch.ones(6, 8), r"mask contains a tensor of torch\.float32\. Pass booleans"),
     (torch.zeros(6, 8).bool(), r"mask contains no True\. Pass booleans"),
-    (torch.ones(8, 6).bool(), r"mask has shape \(8, 6\).*Pass a mask of shape \(6, 8\) or \(2, 6, 8\)"),
-    (torch.ones(3, 6, 8).bool(), r"mask has shape \(3, 6, 8\), but the model returned logits for 2"),
+    (torch.ones(8, 6).bool(), r"mask has shape \(8, 6\).*Pass .* \(6, 8\) or \(2, 6, 8\)"),
+    (torch.ones(3, 6, 8).bool(), r"mask has shape \(3, 6, 8\), but the model returned .* for 2"),
 ])  # fmt: skip
 def test_masks_that_do_not_fit(mask: Tensor, message: str) -> None:
     with pytest.raises(InputError, match=message):

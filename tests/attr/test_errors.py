@@ -112,7 +112,7 @@ BAD = VECTORS.index_fill(1, torch.tensor(2), torch.nan)
 LARGE = torch.tensor([[3, VOCABULARY, 4]])
 #: A function over a model, what it is asked, and fragments of every method's error.
 OF_ALL: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], list[str]]] = {
-    "floats": (lambda m: m, (IDS.float(),), ["integer token ids (B, L)", "NoiseTunnel, need embeddings"]),
+    "floats": (lambda m: m, (IDS.float(),), ["token ids (B, L)", "NoiseTunnel, need embeddings"]),
     "large ids": (lambda m: m, (LARGE,), ["from 3 to 19, which", "tokenizer"]),
     "embeddings": (lambda m: lambda x: m(x).logits, (VECTORS,), ["model(inputs_embeds=inputs)"]),
     "embeddings twice": (lambda m: m, (VECTORS, (-1, 3), (None, VECTORS)),

@@ -341,7 +341,7 @@ def test_cuts_of_images_and_of_layers_of_first_order(
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "matrices='all'", {"matrices": "all"}),
-    (OptionError, "layers names 7", {"shown_layers": [7]}),
+    (OptionError, "layers contains 7", {"shown_layers": [7]}),
     (OptionError, "cuts=-1", {"cuts": -1}),
     (OptionError, "at most 60", {"cuts": 61}),
     (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
