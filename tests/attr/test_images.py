@@ -158,7 +158,11 @@ READS: dict[str, tuple[Any, Any, str]] = {
         r"\(2, 3, 12, 12\) are treated.*no 2-D convolution",
     ),
     "patches in a row": (lambda m, x: m.row(x), LatimFlow, "2-D convolution that makes patches"),
-    "pairs of patches": (pairs, ImplicitAttention, r"6 tokens.*grid is 3 x 4.*per_token=True"),
+    "pairs of patches": (
+        pairs,
+        ImplicitAttention,
+        r"grid is 3 x 4, but 6 of its 6 tokens.*per_token=True",
+    ),
 }
 
 

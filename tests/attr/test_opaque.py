@@ -209,7 +209,7 @@ def test_a_mapped_head(bends: bool) -> None:
     head = nn.Sequential(nn.Linear(width, 6, bias=False), bent, nn.Linear(6, 19, bias=False))
     explain = LatimLogit(lambda x: torch.vmap(head)(model.backbone(x).last_hidden_state), model)
     if bends:
-        with pytest.raises(NotLinearError, match="not the sum"):
+        with pytest.raises(NotLinearError, match="do not sum"):
             explain.decompose(ids, TARGET)
     else:
         assert explain.decompose(ids, TARGET).delta.abs().max() <= 1e-5

@@ -285,7 +285,7 @@ class Run:
         selected = self.questions[0].selected
         if selected is None or not selected.requires_grad:
             raise GradientModeError(
-                "The model's output has no autograd graph. Remove no_grad and detach from the "
+                "The model's output records no gradients. Remove no_grad and detach from the "
                 "model and forward_func, or use a method without gradients, such as LatimALTI."
             )
         shared = self.questions[0].taken
