@@ -306,8 +306,8 @@ class Run:
                 if "inplace" not in str(error):
                     raise
                 raise GradientModeError(
-                    "The model changes a tensor in place that the backward pass needs. Write x = x "
-                    "+ y in place of x += y, or use a method without such gradients: LatimFlow, "
+                    "The model changes a tensor in place that the backward pass needs. Use the "
+                    "out-of-place form, x = x + y, or a method without such gradients: LatimFlow, "
                     "LatimALTI, ImplicitAttentionRollout."
                 ) from error
             taken.update(zip(wanted, found, strict=True))
