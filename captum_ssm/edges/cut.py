@@ -1,4 +1,4 @@
-"""One call of a mixer, without some of the messages that it carries."""
+"""Subtract selected messages between tokens from the output of one mixer call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Replacement = None | Literal["mean"] | Tensor | tuple[Any, ...] | Mapping[str, A
 
 
 class Donor(NamedTuple):
-    """The arguments of another run."""
+    """The model arguments of a second run, whose messages replace the cut ones."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     """The properties that edges share if a pair of tokens that several name is cut once.
 
     Attributes:
-        share: which share of their messages is cut.
-        selection: whether the sources' share in coefficients goes as well.
+        share: the components and heads of each message that are cut.
+        selection: whether the sources' effect on the coefficients is also removed.
         by: the knock-out that puts something in place of the messages; None for nothing.
     """
 
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
 
 def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
-    """Read the option ``replace``: nothing, the mean, or the arguments of another run."""
+    """Check the option ``replace``; return None, ``"mean"`` or a :class:`Donor`."""
     if given is None or isinstance(given, str):
         return None if given is None else checks.choice("replace", given, ("mean",))
     if isinstance(given, Tensor):
@@ -69,14 +69,14 @@ def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
 
 
 class KnockOut(Protocol):
-    """A knock-out, as the calls of mixers see it; see :func:`~captum_ssm.knock_out`.
+    """The attributes of a knock-out that :class:`CutCall` uses; see :func:`~captum_ssm.knock_out`.
 
     Attributes:
         of: the edges that name each mixer.
-        given: the option ``replace``.
+        given: the value that the user passed as ``replace``.
         verify: whether operators are checked against their modules; a number is the tolerance.
-        sent: messages of the other run along the edges, by mixer and the number of its call.
-        read: inputs of the mixers in the other run, likewise.
+        sent: messages of the second run along the edges, by mixer and call number.
+        read: inputs of the mixers in the second run, by mixer and call number.
     """
 
     of: dict[nn.Module, list[Edges]]
@@ -87,13 +87,13 @@ class KnockOut(Protocol):
 
     @property
     def donor(self) -> Donor | None:
-        """The other run, if messages come from one."""
+        """The second run that supplies replacement messages, or None."""
 
     def meets(self, edges: Iterable[Edges]) -> None:
-        """Note edges that a mixer of their kind has run for."""
+        """Record the edges whose kind of mixer has run, to find edges that match no mixer."""
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return (B, L) of the model's input, and for each token its place there (B, L')."""
+        """Return the input's size (B, L), and each mixer token's input position (B, L')."""
 
 
 class CutCall:
@@ -124,7 +124,7 @@ class CutCall:
             }
 
     def changed(self) -> Tensor | None:
-        """Return the mixer's output without the messages; None if all stay."""
+        """Return the mixer's output without the cut messages; None if no message is cut."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
             self._keep_kind()
             self._refuse_two_ways()
@@ -148,7 +148,7 @@ class CutCall:
 
     @functools.cached_property
     def linear(self) -> LinearMixer:
-        """The linear mixer of this call, checked against its module's output."""
+        """The linear form of the mixer in this call, checked against the module's output."""
         record = Trace(0, self.inner.verify is not False)
         layer = Layer(record.linearize, self.mixer, self.call, None)
         record.layers.append(layer)
@@ -212,7 +212,7 @@ class CutCall:
     # --- cutting -----------------------------------------------------------------------------
 
     def _lost(self, kind: Kind) -> Tensor:
-        """Return the output's loss before its projection, (B, L, H, P)."""
+        """Return the sum of the cut messages before the output projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
             return self._lost_with_selection(kind, pairs)
@@ -231,14 +231,14 @@ class CutCall:
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Sum messages along pairs (B, L, H, P), less the mean token's if these replace them."""
+        """Sum messages along pairs (B, L, H, P), minus the mean token's if ``replace="mean"``."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Return the targets' loss, (B, L, H, P), if the mixer reads no sources at all.
+        """Return the targets' change, (B, L, H, P), when the mixer's input lacks the sources.
 
         The mixer's linear form is built again for each set of sources, coefficients included.
         """
@@ -265,7 +265,7 @@ class CutCall:
         return lost * of_heads(linear, kind.share.heads, self.mixer.name)
 
     def _refuse_against_causality(self, kind: Kind) -> None:
-        """Raise for edges against causality: every target is before its source, and reads none."""
+        """Raise if a causal mixer's targets all precede their sources, so there are no messages."""
         for edges in self.edges[kind]:
             if edges.sources is None or kind.share.without is not None:
                 continue
@@ -281,13 +281,13 @@ class CutCall:
                 )
 
     def _as_returned(self, x: Tensor) -> Tensor:
-        """Lay (B, L, E) of the operator's tokens out as the mixer returned its output."""
+        """Reshape (B, L, E), in the operator's token order, to the layout of the mixer's output."""
         token_map = self.linear.map
         return x if token_map is None else token_map.as_returned(x)
 
 
 class _Without(torch.autograd.Function):
-    """Subtract messages from an output; refuse gradients, which their coefficients have, too."""
+    """Subtract messages from an output; raise in backward, as the gradient would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, lost: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class _Without(torch.autograd.Function):
 
 
 def _with_hidden(call: Call, hidden: Tensor) -> Call:
-    """Return the call with another sequence (B, L, E)."""
+    """Return a copy of the call in which the hidden states are a different sequence (B, L, E)."""
     old = call.hidden_states
 
     def other(x: Any) -> Any:
@@ -314,7 +314,7 @@ def _with_hidden(call: Call, hidden: Tensor) -> Call:
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean of each example's real tokens, (B, 1, H, P)."""
+    """Return the mean over each example's unpadded tokens, (B, 1, H, P)."""
     if mask is None:
         return x.mean(1, keepdim=True)
     keep = mask.to(x)[..., None, None]
@@ -322,7 +322,7 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
-    """Return True if two sets have a pair of tokens in common."""
+    """Return True if two sets of token pairs overlap."""
     return any(
         bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
         for a in one
@@ -333,7 +333,7 @@ def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
 
 
 def _goes_forward(pairs: Pairs) -> bool:
-    """Return True if a target is not before its source, in any example."""
+    """Return True if some pair in some example has its target at or after its source."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)
     last = torch.where(pairs.targets, position, -1).amax(-1)

@@ -1,4 +1,4 @@
-"""Runs of a model without some of the messages that its mixers carry between tokens."""
+"""Run a model after removing selected messages between tokens from its mixers' outputs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def knock_out(
 
 @dataclass(eq=False)
 class _KnockOut(Watcher):
-    """One knock-out, while its ``with`` lasts."""
+    """The state of one knock-out while its ``with`` block is active."""
 
     model: nn.Module
     edges: Sequence[Edges]
@@ -151,7 +151,7 @@ class _KnockOut(Watcher):
         return self.given if isinstance(self.given, Donor) else None
 
     def listen(self, donor: Donor) -> None:
-        """Run the model on another input, and keep its messages along the edges."""
+        """Run the model on the ``replace`` input, and store the messages along the edges."""
         self._listening = True
         try:
             with ExitStack() as stack:
@@ -164,7 +164,7 @@ class _KnockOut(Watcher):
             self._listening = False
 
     def watch(self, stack: ExitStack) -> None:
-        """Watch the model's runs until the stack is left."""
+        """Register hooks on the model; the exit stack removes them."""
         unwatched = self._state()
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
@@ -187,7 +187,7 @@ class _KnockOut(Watcher):
         return _looks_away.get()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count calls inside each other; find the given tokens at the start of the outermost."""
+        """Count nested calls; at the outermost one, map each mixer's tokens to the input tokens."""
         if self.looks_away:
             return
         if self._depth == 0:
@@ -198,7 +198,7 @@ class _KnockOut(Watcher):
         self._depth += 1
 
     def _find_tokens(self, module: nn.Module, arguments: Arguments) -> Given:
-        """Run the module again, uncut, to find the given tokens that each mixer reads.
+        """Run the module again, uncut, to map each mixer's tokens to the model's input tokens.
 
         A state that only this knock-out's hooks have changed counts as unchanged, so knock-outs
         with the same call share a result.
@@ -218,7 +218,7 @@ class _KnockOut(Watcher):
             _looks_away.reset(token)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Raise at the end of a run if no mixer of a kind that edges name has run."""
+        """Raise at the end of a run if edges name a kind of mixer and no such mixer ran."""
         if self.looks_away:
             return
         self._depth = max(0, self._depth - 1)
@@ -232,14 +232,14 @@ class _KnockOut(Watcher):
                 )
 
     def meets(self, edges: Iterable[Edges]) -> None:
-        """Note edges that a mixer of their kind has run for."""
+        """Record the edges whose kind of mixer has run, to find edges that match no mixer."""
         self._met.update(edges)
 
     def _forget(self) -> None:
         self._depth, self._given = 0, None
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
-        """Return the mixer's output without the messages; None if it stays.
+        """Return the mixer's output without the cut messages; None if the output is unchanged.
 
         In a donor's run nothing changes; its messages and inputs are kept.
         """
@@ -280,7 +280,7 @@ def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> 
 
 
 def _vouches_for_others(edges: Edges, mixers: Sequence[Mixer]) -> bool:
-    """Return True if a user names single mixers, so others of the model may lack an adapter.
+    """Return True if edges name single mixers, so that mixers not named may lack an adapter.
 
     A number, a kind or a family may mean any mixer, also one without an adapter, which is refused.
     """

@@ -150,7 +150,7 @@ class EdgeEffects(Explainer):
             edges: each of them is cut separately, in all examples. Default: None, single edges are
                 sampled from all layers and examples, half of them in proportion to their effects.
             samples: number of sampled edges. Default: 200.
-            seed: of the draw. Default: 0.
+            seed: the random seed of the sample. Default: 0.
             at_a_time: number of copies of an example that run together. Default: 16.
 
         Returns:
@@ -190,7 +190,7 @@ class EdgeEffects(Explainer):
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
 
     def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
-        """Run the model once, and pair each layer with the gradient at its output."""
+        """Run the model forward and backward once; pair each layer with its output's gradient."""
         by_rule, calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:

@@ -32,7 +32,7 @@ from .messages import carried, is_attention, share_of
 from .pairs import Edges, pairs_of
 from .readers import Readers
 
-#: Rows of a layer's matrix that exist at a time.
+#: The number of rows of a layer's matrix that are in memory at once.
 _ROWS = 256
 
 
@@ -41,9 +41,9 @@ class Edge(NamedTuple):
 
     Attributes:
         layer: number of the layer, in the order in which they ran.
-        name: of its mixer.
-        target: the token that receives.
-        source: the token that sends.
+        name: the name of the layer's mixer.
+        target: the position of the token that receives the message.
+        source: the position of the token that sends the message.
         effect: the estimated loss of the output.
         first_order: whether norms behind the layer are taken to first order, which misses how they
             change without a large message. Default: False.
@@ -81,7 +81,7 @@ class LayerEffects:
 
     @cached_property
     def _left(self) -> Tensor:
-        """The gradient before the projection, (B, L, H, P)."""
+        """The output's gradient before the mixer's output projection, (B, L, H, P)."""
         before = self.gradient @ projection_of(self.linear).weight.T
         return before.view(self.linear.operator.shape)
 
@@ -99,7 +99,7 @@ class LayerEffects:
         return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
     def _left_at(self, index: Tensor) -> Tensor:
-        """Return the gradient before the projection at tokens (B, Q), else zeros, (B, L, H, P)."""
+        """Return the gradient before the projection, (B, L, H, P), zero except at tokens (B, Q)."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
         before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
@@ -127,7 +127,7 @@ class LayerEffects:
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
-        """Yield rows of the matrix a few at a time: their numbers, and the rows (B, R, L)."""
+        """Yield (row indices, rows (B, R, L)) of the matrix in chunks, to limit memory."""
         batch, tokens = self.linear.operator.shape[:2]
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
@@ -158,7 +158,7 @@ class LayerEffects:
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
 
     def _summed(self, over: int) -> Tensor:
-        """Sum the matrix over targets (1) or sources (2), strip by strip, (B, L)."""
+        """Sum the matrix over targets (1) or sources (2), a few rows at a time, (B, L)."""
         rows = range(self.linear.operator.shape.tokens)
         found = [part.sum(over) for _, part in self.strips(rows)]
         return sum_tensors(found) if over == 1 else torch.cat(found, 1)
@@ -301,7 +301,7 @@ class Effects:
         """Return the edges of the largest effects of each example; none of effect 0.
 
         Args:
-            count: how many.
+            count: the number of edges of each example.
             layers: as in :meth:`matrix`. Default: None, all.
         """
         checks.count("count", count)
@@ -324,7 +324,7 @@ class Effects:
         return best
 
     def _chosen(self, layers: Any) -> list[LayerEffects]:
-        """Read the option ``layers``."""
+        """Return the layers that the option ``layers`` selects."""
         if layers is None:
             return list(self.layers)
         if isinstance(layers, slice):
@@ -333,7 +333,7 @@ class Effects:
         return [found for one in ([layers] if single else layers) for found in self._one(one)]
 
     def _one(self, layer: Any) -> list[LayerEffects]:
-        """Return the layers of one number or name."""
+        """Return the layers with one number or one name."""
         number = checks.as_integer(layer)
         count = len(self.layers)
         if number is not None and -count <= number < count:
@@ -385,7 +385,7 @@ class Effects:
 
         Args:
             example, layer, target, source: numbers of the example, the layer, and its tokens.
-            effect: of cutting it.
+            effect: the estimated effect of cutting the edge.
         """
         if self.given is not None:
             target, source = (int(self.given[example, token]) for token in (target, source))

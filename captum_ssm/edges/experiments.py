@@ -176,10 +176,10 @@ class PartScores:
     """A user's score of a model without some of its parts, each a number () or (B,).
 
     Attributes:
-        plain: of the whole model.
-        kinds: without all mixers of a kind, ``"attention"`` or ``"ssm"``.
-        layers: without one mixer, by its name.
-        heads: without one head (for Mamba-1: one channel), by its mixer's name, (H,) or (H, B);
+        plain: the score of the whole model.
+        kinds: the scores without all mixers of a kind, ``"attention"`` or ``"ssm"``.
+        layers: the scores without one mixer, by the mixer's name.
+        heads: the scores without one head (Mamba-1: one channel), by mixer name, (H,) or (H, B);
             empty unless requested.
     """
 
@@ -257,11 +257,11 @@ def parts_off(
 
 
 class _Part(NamedTuple):
-    """The properties of a mixer that ran.
+    """A mixer that ran, and its properties.
 
     Attributes:
         is_attention: whether it is softmax attention.
-        heads: how many it has.
+        heads: the number of heads.
         mask: True for real tokens (B, L), or None.
     """
 
@@ -285,7 +285,7 @@ class _Looker(Watcher):
 
 
 def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixer, _Part]]:
-    """Call a function that runs the model; return its result, and the outermost mixers that ran."""
+    """Call a function that runs the model; return the result and the outermost mixers that ran."""
     mixers, looker = find_mixers(model), _Looker()
     with ExitStack() as stack:
         observe(model, mixers, (looker,), stack, gradients=False, vouched=False)
@@ -337,7 +337,7 @@ def _probabilities(output: Tensor, index: Tensor) -> Tensor:
 
 
 def _score(returned: Any) -> Tensor:
-    """Read the result of the user's score as () or (B,)."""
+    """Convert the result of the user's ``score`` function to a tensor () or (B,)."""
     number = checks.as_number(returned)
     if number is not None:
         return torch.tensor(number, dtype=torch.float64)

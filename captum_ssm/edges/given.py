@@ -1,4 +1,4 @@
-"""Find the given tokens that each mixer reads, by replaying the model."""
+"""Map each mixer's tokens to the model's input tokens, by running the model again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Given(NamedTuple):
-    """The tokens that a model was given in one call, as its mixers read them.
+    """The mapping from each mixer's tokens to the model's input tokens, in one call.
 
     Attributes:
         size: examples and tokens given (B, L).
@@ -40,12 +40,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """The latest answer for a module, and the call that it is of.
+    """The cached token mapping of a module's latest call, and the arguments of the call.
 
     Attributes:
         call: names of arguments and mixers, and the model's state.
         values: the arguments.
-        given: the answer.
+        given: the token mapping found for this call.
     """
 
     call: tuple[Any, ...]
@@ -60,7 +60,7 @@ _latest: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 def given_tokens(
     module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], *, vouched: bool, state: Any
 ) -> Given:
-    """Find the given tokens that the mixers read in a call; the same call again reuses the answer.
+    """Map each mixer's tokens to the call's input tokens; an equal later call reuses the result.
 
     Raises:
         TrainingModeError: when a module is random.
@@ -86,7 +86,7 @@ def given_tokens(
 
 
 def _kept(value: Any) -> Any:
-    """Copy an argument for comparison; one that may change unseen equals nothing."""
+    """Copy an argument to compare later; for a mutable object return one that equals nothing."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value if type(value) in _PLAIN else object()
@@ -109,7 +109,7 @@ def _found(
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
-        """Run the module on another sequence; its output is not read, so any tensor does."""
+        """Run the recorded call on a different sequence, for the hooks; the output is ignored."""
 
         def other(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to

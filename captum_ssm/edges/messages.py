@@ -1,4 +1,4 @@
-"""Messages that an operator carries along edges."""
+"""Compute the messages between tokens along edges from a mixer's linear form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .pairs import Edges, Pairs
 
 
 class MessageShare(NamedTuple):
-    """The share of a message that edges mean.
+    """The components and heads of each message that edges select.
 
     Attributes:
         without: the share is the operator less the operator without these components; None for all.
@@ -37,7 +37,7 @@ class MessageShare(NamedTuple):
 
 
 def share_of(edges: Edges) -> MessageShare:
-    """Return the share of their messages that edges mean."""
+    """Return the components and heads that edges select, as a :class:`MessageShare`."""
     constants = edges.sources is None and not edges.relations and not edges.selection
     return MessageShare(edges.without, edges.head_numbers, constants)
 
@@ -58,10 +58,10 @@ def carried(
 
     Args:
         linear: the mixer.
-        pairs: the pairs; of a share with constants, whole rows.
+        pairs: the (target, source) pairs; whole rows if the share includes constants.
         share: the share of the messages.
         layer: the mixer's name, for errors.
-        values: in place of the mixer's own; then without constants. Default: None.
+        values: values that replace the mixer's, then without constants. Default: None.
     """
     of_mixer = values is None
     values = linear.values if values is None else values

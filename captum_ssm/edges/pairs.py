@@ -35,7 +35,7 @@ RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 #: Kinds of mixers that ``layers`` may name: softmax attention, and all others.
 KINDS = ("attention", "ssm")
 
-#: Pairs whose relation is looked at together.
+#: The number of pairs for which a relation is evaluated at once.
 _PAIRS = 2**24
 
 
@@ -98,7 +98,7 @@ class Edges:
 
     @property
     def head_numbers(self) -> tuple[int, ...] | None:
-        """The heads; None for all."""
+        """The numbers of the selected heads; None for all heads."""
         if self.heads is None:
             return None
         one = checks.as_integer(self.heads)
@@ -142,7 +142,7 @@ class Edges:
         return list(dict.fromkeys(found))
 
     def is_of_kind(self, is_attention: bool) -> bool:
-        """Return True if mixers that are, or are not, softmax attention are meant."""
+        """Return True if ``layers`` is a kind of mixers: ``"attention"`` or ``"ssm"``."""
         wanted = self.layers if isinstance(self.layers, str) else None
         return wanted not in KINDS or (wanted == "attention") == is_attention
 
@@ -186,7 +186,7 @@ def _check_tokens(name: str, given: Any) -> None:
 
 
 class Pairs(NamedTuple):
-    """Pairs of tokens as R products of sets, no pair in two of them.
+    """Pairs of tokens, stored as R disjoint products (set of targets) x (set of sources).
 
     Attributes:
         targets: the tokens that receive (R, B, L).
@@ -204,14 +204,14 @@ def pairs_of(
     *,
     by_target: bool = False,
 ) -> Iterator[Pairs]:
-    """Yield the pairs that edges name together, in parts that memory can take.
+    """Yield the union of the pairs that edges name, in chunks to limit memory.
 
     Args:
         edges: the edges; a pair that several of them name is one pair.
-        size: batch and tokens (B, L) that positions are of.
+        size: the batch size and number of tokens (B, L) that positions refer to.
         given: position of each of a layer's tokens (B, L'), -1 for none; the pairs are of these
             tokens. Default: None, 0 .. L - 1.
-        by_target: whether no target may be in two products. Default: False.
+        by_target: whether each target is in one product only. Default: False.
 
     Raises:
         QueryError: for positions that the tokens do not have.
@@ -282,7 +282,7 @@ def _products(
 
 
 def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
-    """Ask a relation of all pairs of positions (T, 1) and (1, S); return booleans (T, S)."""
+    """Apply a relation to all pairs of positions (T, 1) and (1, S); return booleans (T, S)."""
     found: Any = relation(target, source)
     size = len(target), source.shape[1]
     if isinstance(found, Tensor) and found.dtype == torch.bool:
@@ -299,7 +299,7 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Return True for a layer's tokens ``at`` (B, L') that are named, on the CPU.
+    """Return a CPU mask (B, L') of a layer's tokens, at positions ``at``, that the user named.
 
     With a relation every token passes: it is applied to pairs later.
     """
@@ -310,7 +310,7 @@ def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor
 
 
 def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
-    """Return True for the positions that are named, (B, L)."""
+    """Return a mask (B, L) of the input positions that the user named."""
     batch, tokens = size
     if isinstance(given, slice):
         found = torch.zeros(size, dtype=torch.bool)

@@ -58,7 +58,7 @@ class NormReader(NamedTuple):
     centered: bool
 
     def each(self, change: Callable[[Tensor], Tensor]) -> NormReader:
-        """Change all tensors, to move or lay them out otherwise."""
+        """Apply a function to all tensors, for example to move them to a different device."""
         four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
         stream, scale, toward, explained = four
         return NormReader(stream, scale, toward, explained, self.eps, self.centered)
@@ -73,8 +73,8 @@ class NormReader(NamedTuple):
 
         Args:
             messages: (B, q, s, E).
-            square: their mean squares after c, (B, q, s).
-            index: the tokens that they reach, (B, q).
+            square: the mean squares of c(m) for each message m, (B, q, s).
+            index: the positions of the target tokens, (B, q).
         """
         example = torch.arange(len(index), device=index.device)[:, None]
         here = self.each(lambda x: x[example, index])
@@ -174,7 +174,7 @@ class NormCalls:
 def _adding_up_to(
     gradient: Tensor, norms: Sequence[NormReader], tolerance: float
 ) -> Sequence[NormReader]:
-    """Return the last norms whose gradients sum to ``gradient`` (B, L, E); none if no sum fits.
+    """Return the last norms whose gradients sum to ``gradient`` (B, L, E); empty if no sum fits.
 
     The first norms may belong to parts beside a mixer, which run after it and do not read it.
     """

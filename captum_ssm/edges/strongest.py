@@ -1,4 +1,4 @@
-"""The strongest messages of one example, each of them cut."""
+"""Cut each of one example's strongest messages separately, to measure the true effects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Held(NamedTuple):
 
     Attributes:
         edge: the edge, with its estimated effect.
-        true: the loss of the explained number.
+        true: the decrease of the explained number after the cut.
     """
 
     edge: Edge
@@ -33,7 +33,7 @@ def strongest_edges(
     """Cut each of the edges with the largest estimated effects on one example separately.
 
     Args:
-        method: estimates effects on the model.
+        method: the :class:`.EdgeEffects` that estimates effects on the model.
         inputs: the example, a batch of one.
         target: the explained output, in Captum's forms.
         count: number of edges.

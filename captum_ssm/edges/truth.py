@@ -1,4 +1,4 @@
-"""Estimated effects of edges held against true interventions."""
+"""Compare estimated effects of edges with the effects of true interventions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Truth:
 
     Attributes:
         edges: the edges, as :class:`~captum_ssm.edges.Edge` if they were sampled; or the nodes.
-        examples: each one's example, by number.
+        examples: the number of each edge's example.
         estimated: the estimated loss of the output (n,).
-        true: its true loss (n,).
-        rounding: the size below which a true effect is rounding.
+        true: the true loss of the output (n,).
+        rounding: the absolute value below which a true effect counts as rounding error.
     """
 
     edges: Sequence[Any]
@@ -40,7 +40,7 @@ class Truth:
 
     @property
     def pearson(self) -> float:
-        """The linear correlation of both; NaN for fewer than three edges."""
+        """The Pearson correlation of estimated and true effects; NaN for fewer than three edges."""
         if len(self.true) < 3:
             return float("nan")
         return float(torch.corrcoef(torch.stack([self.estimated, self.true]))[0, 1])
@@ -98,7 +98,7 @@ class Interventions:
 
     Args:
         forward_func, model, inputs, additional, target, contrast: the run and the explained number.
-        at_a_time: copies of an example that run together.
+        at_a_time: the number of copies of an example in one batch.
         tokens: number of tokens that edges count.
     """
 
@@ -166,7 +166,7 @@ class Interventions:
             yield output[: len(some)]
 
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
-        """Return each example's own edges, by mixer and place in its cut.
+        """Return edges as masks that differ between examples, by mixer and index in the cut.
 
         An edge is a pair of masks. Two edges of a cut need two pairs: one pair would cut the
         messages from each source to each target.

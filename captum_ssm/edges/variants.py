@@ -101,8 +101,8 @@ def mutagenesis(
 
     Args:
         forward_func, one_hot, target, additional_forward_args, contrast: as in
-            :func:`variant_effects`; additional arguments serve all examples alike.
-        at_a_time: how many variants run together. Default: 64.
+            :func:`variant_effects`; additional arguments are the same for all variants.
+        at_a_time: the number of variants in one batch. Default: 64.
 
     Returns:
         The change of the target, in the shape of ``one_hot``.
@@ -131,7 +131,7 @@ def mutagenesis(
         asked = cut.target(target), cut.target(contrast)
 
         def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
-            """Return the target of each sequence (n, L, 4), less its contrast: (n,)."""
+            """Return the target of each sequence (n, L, 4), minus the contrast: (n,)."""
             # back to the layout of the model
             given = sequences.mT if dim == 1 else sequences
             with torch.no_grad(), repaired_scans():

@@ -20,7 +20,7 @@ _FOLDERS = {weights.parent.name: weights.parent for weights in sorted(_HERE.glob
 BUNDLED = tuple(_FOLDERS)
 #: The suffix of a dictionary's folder, behind the name of its model.
 _DICTIONARY = "-dictionary"
-#: By the name of the bundled model that it is of, the folder of each dictionary.
+#: The folder of each dictionary, by the name of its bundled model.
 _DICTIONARIES = {
     weights.parent.name.removesuffix(_DICTIONARY): weights.parent
     for weights in sorted(_HERE.glob(f"*{_DICTIONARY}/{DICTIONARY_WEIGHTS}"))
@@ -33,7 +33,7 @@ def load_bundled(
     """Load a bundled model and its vocabulary; nothing is downloaded.
 
     Args:
-        name: of the model; ``"recall-mamba"`` alone ships.  It is a ``MambaForCausalLM`` of
+        name: the model's name; only ``"recall-mamba"`` ships.  It is a ``MambaForCausalLM`` of
             transformers, and answers the prompts of :mod:`captum_ssm.models.recall`.
             Default: ``"recall-mamba"``.
         folder: a folder of a model of this name by ``captum-ssm-bench train``. Default: None, the
@@ -66,7 +66,7 @@ def load_dictionary(
     """Load the dictionary of features that ships for a bundled model; nothing is downloaded.
 
     Args:
-        name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
+        name: of the bundled model; only ``"recall-mamba"`` has one. Default: ``"recall-mamba"``.
         folder: a folder of ``captum-ssm-bench train recall-mamba-dictionary``. Default: None, the
             folder in the package.
 

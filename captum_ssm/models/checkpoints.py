@@ -32,12 +32,12 @@ _MOST = {
     "n_routed_experts": 65_536,
     "num_labels": 1_000_000,
 }
-#: Keys that an error names at most.
+#: The greatest number of keys that an error lists.
 _SHOWN = 8
 
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:
-    """Return the settings, unless they ask for more modules than any model has.
+    """Return the settings; raise if a number of layers, experts or classes is implausibly large.
 
     Args:
         settings: a configuration's settings; nested dicts are checked too.
@@ -127,11 +127,11 @@ def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str
 def filled(
     path: str | Path, kind: str, make: Callable[[], Model], weights: dict[str, Tensor]
 ) -> Model:
-    """Return a model in evaluation mode with weights that fit it.
+    """Build a model from its weights, load them, and return it in evaluation mode.
 
     Args:
         path: the file of the weights, for errors.
-        kind: the model with its article, for errors.
+        kind: the kind of model with an article, for errors, such as ``"a Caduceus"``.
         make: makes the model, of sizes that it infers from the weights.
         weights: the weights by name; tied ones that are not stored are added.
 
@@ -164,7 +164,7 @@ def _check_tied(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise, naming the keys, unless both hold the same names and shapes."""
+    """Raise an error with the keys if the names or shapes of model and weights differ."""
     complaints = [
         _listed("it lacks", [repr(k) for k in wanted if k not in found]),
         _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
@@ -192,7 +192,7 @@ def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
 
 
 def layers_of(weights: Weights, prefix: str) -> int:
-    """Return the number of layers, by the greatest number behind a prefix of the names."""
+    """Return the number of layers: 1 plus the greatest number after a prefix of weight names."""
     numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
@@ -235,7 +235,7 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Name the model in other packages' errors.
+    """Raise errors of other packages as CheckpointError, with the model's name in front.
 
     Raises:
         CheckpointError: in place of other packages' errors, except for missing packages, the system

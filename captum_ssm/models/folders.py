@@ -25,7 +25,7 @@ from .vocabulary import WordVocabulary
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
-#: The classes that are not of transformers.
+#: The model classes that transformers does not have.
 PLAIN: dict[str, Callable[..., nn.Module]] = {
     each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
 }

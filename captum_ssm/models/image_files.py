@@ -13,7 +13,7 @@ from torch import Tensor
 from .._optional import optional
 from ..errors import DataError
 
-#: Endings of images' names, in any case.
+#: Accepted suffixes of image files, in lower or upper case.
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 #: The most pixels of an image: more than any camera's, and 0.8 GB in RGB.
 _MOST_PIXELS = 2**28

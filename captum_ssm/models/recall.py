@@ -191,7 +191,7 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
     the same object as the asked fact.
 
     Args:
-        count: how many examples.
+        count: the number of examples.
         seed: a seed, or a generator to draw from.
         n_facts: the number of facts of every prompt, 1 to 20. Default: None, drawn anew for each,
             from 2 to 8.

@@ -37,7 +37,7 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
     """Pad examples on the left into one batch.
 
     Args:
-        examples: at least one.
+        examples: the examples to pad, at least one.
         device: the tensors' device. Default: ``"cpu"``.
 
     Returns:

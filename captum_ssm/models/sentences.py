@@ -20,9 +20,9 @@ from torch import Tensor
 from ..errors import InputError
 from .vocabulary import PAD, UNKNOWN, WordVocabulary
 
-#: The mark at which the classes are told.
+#: The special word at which the model predicts the class.
 CLS = "<cls>"
-#: The words that language models tell negative and positive by.
+#: The words with which language models answer "negative" and "positive".
 CLASS_WORDS = ("<negative>", "<positive>")
 
 #: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
@@ -33,7 +33,7 @@ def text_words(text: str) -> tuple[str, ...]:
     """Return the words, numbers and runs of marks of a text, in small letters.
 
     Args:
-        text: as it is written.
+        text: the text to split.
 
     Returns:
         The words in their order.
@@ -50,7 +50,7 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
     """Return the words of texts, after the special ones: padding, unknown, mark, classes.
 
     Args:
-        texts: the words of each text.
+        texts: the texts, each as a list of words.
         least: how often a word must occur; rarer ones are unknown. Default: 1.
 
     Returns:
@@ -138,8 +138,8 @@ class TextReader:
         """Return a model's logits of negative and positive, (B, 2).
 
         Args:
-            model: of transformers.
-            ids: as of :meth:`ids`. Padding on the right of a language model's mark needs no mask.
+            model: a transformers model.
+            ids: the result of :meth:`ids`. Padding after a language model's mark needs no mask.
             embedded: read in place of the ids' own embeddings, (B, L, E). Default: None.
 
         Returns:

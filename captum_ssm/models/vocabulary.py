@@ -9,7 +9,7 @@ from pathlib import Path
 from .._files import write_whole
 from ..errors import InputError
 
-#: The word that fills texts up to one length, and the one that stands for all unknown ones.
+#: The padding word, and the word that replaces unknown words.
 PAD, UNKNOWN = "<pad>", "<unk>"
 
 

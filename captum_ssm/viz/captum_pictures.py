@@ -30,7 +30,7 @@ _SIGNS = {
     "positive": lambda x: bool((x > 0).any()),
     "negative": lambda x: bool((x < 0).any()),
 }
-#: Percent of the sum that leave the largest number the threshold, of any number of pixels.
+#: Outlier percentage so small that Captum clips no pixel of an image of any size.
 _NO_OUTLIERS = 1e-9
 #: Captum's methods that cannot show both signs at once.
 _ONE_SIGN = ("masked_image", "alpha_scaling")

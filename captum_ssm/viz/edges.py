@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 #: The dark ends of the diverging color map: positive, negative.
 FOR, AGAINST = "#542788", "#b35806"
-#: Points that the strongest arc is wide, and the weakest.
+#: Line widths in points of the strongest and of the weakest arc.
 _WIDEST, _THINNEST = 4.0, 0.6
-#: Inches that arcs take over the words.
+#: Height in inches of the area for arcs above the words.
 _HIGH = 2.1
-#: An arc has its number written on it if that is at least this share of the largest.
+#: An arc is labeled if its effect is at least this share of the largest effect.
 _NUMBERED = 0.2
 #: Cells between two words.
 _GAP = 1.4
-#: Cells that a word takes when it is turned.
+#: Width in character cells of a word that is rotated.
 _TURNED = 1.9
-#: A row holds so many turned words.
+#: The greatest number of rotated words in a row.
 _MOST_TURNED = int(LINE / _TURNED)
-#: Above so many layers, curves have no markers.
+#: Curves over more layers than this have no markers.
 _MOST_MARKED = 32
 
 
@@ -262,7 +262,7 @@ def _draw(axis: Any, arc: _Arc, largest: float) -> None:
 
 
 def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
-    """Write effects above arcs, if there is room."""
+    """Write the effects of the strongest edges above the arcs, if there is room."""
     from matplotlib.patheffects import withStroke
 
     taken: list[tuple[float, float, float]] = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Brown for negative, white at zero, purple for positive.
 DIVERGING = "PuOr"
-#: White at zero, darker for more.
+#: White at zero, and darker for larger values.
 SEQUENTIAL = "Purples"
 #: Colors of lines: Okabe and Ito's, which differ for the common kinds of color vision.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

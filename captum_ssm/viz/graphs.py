@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from ..inside import Graph
 
-#: Inches between rows, and points that the strongest edge is wide.
+#: Inches between rows, and the width in points of the strongest edge.
 _ROW, _WIDEST = 1.05, 4.5
-#: Square points of the node of the greatest influence, and of the least.
+#: Areas in square points of the nodes of the greatest and of the least influence.
 _LARGEST, _SMALLEST = 170.0, 14.0
 #: The smallest share of a node's input for an edge to be drawn, and nodes' share of a row.
 _LEAST, _SPREAD = 0.03, 0.62

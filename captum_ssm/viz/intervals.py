@@ -1,4 +1,4 @@
-"""Tables of numbers with intervals, as dots with bars."""
+"""Draw tables of numbers with intervals as dots with bars."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FAMILIES = ("monospace", "sans-serif")
 #: The label of a token without any characters.
 EMPTY = "∅"
 
-#: Characters that Python calls printable and that are drawn as nothing.
+#: Characters that are invisible in fonts although ``str.isprintable`` returns True.
 _INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0)).union(
     range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0)
 )
@@ -99,7 +99,7 @@ def as_words(tokens: Sequence[str]) -> Words:
 
 
 def shards(words: Words) -> list[int]:
-    """Return the indices of tokens that continue the word of the previous token.
+    """Return the indices of tokens that continue a word which an earlier token begins.
 
     In scripts without spaces between words, each token is a word.
 

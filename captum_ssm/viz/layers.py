@@ -1,4 +1,4 @@
-"""One number per layer, as lines."""
+"""Plot one number per layer as lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Numbers per layer: a tensor (layers,), or a list as decomposition_error() returns it.
 Profile = Tensor | Sequence[float]
 
-#: Below this a decomposition error is rounding, and is drawn here.
+#: Smaller decomposition errors are rounding errors, and are drawn at this value.
 _ROUNDING = 1e-8
 
 

@@ -1,4 +1,4 @@
-"""Implicit attention matrices as pictures."""
+"""Draw implicit attention matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relevance laid over an image."""
+"""Draw relevance over an image."""
 
 from __future__ import annotations
 

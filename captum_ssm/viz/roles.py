@@ -1,4 +1,4 @@
-"""Relevance of each token by role, as bars over the words."""
+"""Draw each token's relevance by role as stacked bars over the words."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LOOKS = {
     "gate": ("#cc79a7", "\\\\\\\\"),
     "step": ("#f0e442", "xxxx"),
 }
-#: Of any other name.
+#: The color and hatch of a role with a different name.
 _OTHER = ("#999999", "")
-#: Inches that the bars over a line of text take.
+#: Height in inches of the bars above a line of text.
 _HIGH = 1.5
 #: A bar's width, in the characters of the line.
 _WIDE = 2.4
@@ -114,7 +114,7 @@ def plot_roles(
 
 
 def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
-    """Set the ticks of an axis to words."""
+    """Label the ticks of an axis with words."""
     axis.set_xlim(PAD - 1, LINE + PAD)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)

@@ -1,4 +1,4 @@
-"""Contributions of sources to each target token, as a heat map."""
+"""Draw contributions of sources to each target token as a heat map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .labels import heading, label_axis
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Up to so many cells their numbers are written into them.
+#: Numbers are written into the cells of heat maps with at most this number of cells.
 _MOST_NUMBERS = 300
 
 

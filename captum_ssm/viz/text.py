@@ -1,4 +1,4 @@
-"""Token relevance as colored text."""
+"""Draw the tokens of a text, colored by relevance."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def plot_text(
 
 
 def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
-    """Return one number per token (L,), or an error that names the relevance."""
+    """Check that there is one number per token, and return the numbers (L,)."""
     scores = numbers(values, what).flatten().clone()
     if len(scores) != len(tokens):
         raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")

@@ -99,7 +99,7 @@ class StrandsNorm(nn.Module):
         self.submodule = submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm each half of the channels by itself, (B, L, 2 E) to (B, L, 2 E)."""
+        """Normalize each half of the channels separately, (B, L, 2 E) to (B, L, 2 E)."""
         return on_both(self.submodule, x)
 
 
@@ -170,7 +170,7 @@ class CaduceusBlock(nn.Module):
     Args:
         norm: the norm of one strand, or a :class:`StrandsNorm`.
         mixer: mixes the tokens.
-        exchange: whether the halves of the channels change places, as in the published code with
+        exchange: whether the halves of the channels are swapped, as in the published code with
             fused norm and sum and both strands. Default: False.
 
     Example:
@@ -188,7 +188,7 @@ class CaduceusBlock(nn.Module):
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind the block, (B, L, E), or of both strands (B, L, 2 E)."""
+        """Return the residual stream after the block, (B, L, E); (B, L, 2 E) with both strands."""
         if not self.exchange:
             out: Tensor = x + self.mixer(self.norm(x))
             return out
@@ -209,7 +209,7 @@ class Caduceus(DNAModel):
         n_layer: number of blocks. Default: 16.
         vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
         rcps: whether both strands are read. Default: True.
-        num_classes: of a classifier of sequences; None for logits of masked tokens. Default: None.
+        num_classes: number of sequence classes; None for logits of masked tokens. Default: None.
         pool: the classifier's pooling of tokens: ``"mean"``, ``"max"``, ``"first"`` or ``"last"``.
             Default: ``"mean"``.
         fused: whether the model was trained with norm and sum fused, as the released ones were; the

@@ -22,7 +22,7 @@ class Backbone(nn.Module):
         word_embeddings: embeds the tokens.
         layers: the blocks.
         norm: the last norm, by its name.
-        by_strand: whether it norms both strands separately. Default: False.
+        by_strand: whether the last norm normalizes both strands separately. Default: False.
     """
 
     def __init__(

@@ -18,12 +18,12 @@ _FALLS_TO = 1e-2
 _SLOWEST, _FASTEST = 1.5, 0.3
 #: ... with this floor.
 _FLOOR = 0.05
-#: The lowest frequency of the features of positions.
+#: The lowest frequency of the position features.
 _LOWEST = 1e-4
 
 
 class _Sine(nn.Module):
-    """sin(freq x), with a frequency for each channel."""
+    """The activation sin(freq x), with one trained frequency for each channel."""
 
     def __init__(self, width: int, freq: float) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class HyenaBlock(nn.Module):
         mixer: mixes the tokens.
         d_model: width E of the tokens.
         d_inner: width within the mlp.
-        eps: of the norms.
+        eps: epsilon of the norms.
     """
 
     def __init__(self, mixer: nn.Module, d_model: int, d_inner: int, eps: float) -> None:
@@ -203,7 +203,7 @@ class HyenaBlock(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
         x = x + self.mixer(self.norm1(x))
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
@@ -218,9 +218,9 @@ class HyenaDNA(DNAModel):
         d_inner: width within the mlps. Default: None, 4 E.
         vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
         l_max: tokens of the longest sequence. Default: 1026.
-        num_classes: of a classifier of sequences; None for logits of the next token. Default: None.
+        num_classes: number of sequence classes; None for next-token logits. Default: None.
         pool: the classifier's pooling of tokens: ``"last"`` or ``"mean"``. Default: ``"last"``.
-        norm_epsilon: of the norms. Default: 1e-5.
+        norm_epsilon: epsilon of the norms. Default: 1e-5.
         tie_embeddings: whether the head's weights are the embeddings. Default: True.
         **mixer_options: further arguments of :class:`HyenaOperator`.
 
@@ -284,7 +284,7 @@ class HyenaDNA(DNAModel):
 
     @torch.no_grad()
     def _start(self, n_layer: int) -> None:
-        """Draw small weights, divided by the number of layers for layers that add to the stream."""
+        """Initialize weights; scale those of layers that write to the residual stream by depth."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2 or "filter" in name:
                 continue

@@ -1,4 +1,4 @@
-"""DNA as the packages of genomics have it, one-hot, in front of a model that reads tokens."""
+"""Wrap a model that reads DNA tokens so that it reads one-hot DNA, as genomics packages do."""
 
 from __future__ import annotations
 

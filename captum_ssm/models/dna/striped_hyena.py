@@ -46,7 +46,7 @@ class HyenaCascade(nn.Module):
         x2 (h * (x1 v) + D x1 v)        where x2, x1, v = conv(u)
 
     Args:
-        width: channels E of the stream.
+        width: width E of the residual stream.
         kind: ``"se"``, ``"mr"`` or ``"li"``.
         length: taps of an explicit filter.
         groups: explicit filters, each for adjacent channels.
@@ -134,7 +134,7 @@ class StripedAttention(nn.Module):
     The rows of ``Wqkv`` are queries, keys and values, head by head, as in the checkpoints.
 
     Args:
-        width: channels E of the stream.
+        width: width E of the residual stream.
         heads: number of heads.
         base: of the rotary frequencies. Default: 1e4.
         scaling: divisor of positions. Default: 1.

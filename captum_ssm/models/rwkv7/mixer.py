@@ -20,9 +20,9 @@ class RWKV7TimeMix(nn.Module):
     Its equations are in :mod:`captum_ssm.mixers.rwkv`.
 
     Args:
-        width: width E of the stream.
+        width: width E of the residual stream.
         head_size: channels of a head. Default: 64.
-        is_first: whether the mixer is in the first block, without a share of other values.
+        is_first: whether the mixer is in the first block, which mixes in no earlier values.
             Default: False.
         decay_rank: rank of the decays. Default: 64.
         step_rank: rank of the steps. Default: 64.

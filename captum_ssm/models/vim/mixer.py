@@ -19,7 +19,7 @@ from ...operators.kernels.scan_backward import selective_scan
 #: and out.
 BimambaType = Literal["none", "v1", "v2"]
 
-#: dt starts log-uniformly between these.
+#: The initial step sizes dt are log-uniform between these bounds.
 _DT_MIN, _DT_MAX = 1e-3, 1e-1
 
 
@@ -33,7 +33,7 @@ class VimMixer(nn.Module):
         in A only v2 y = (f(x, z) + flip f_b(flip x, flip z)) / 2, where f_b has its own weights
 
     Args:
-        d_model: E.
+        d_model: width E of the tokens.
         d_state: N. Default: 16.
         d_conv: taps of the convolutions. Default: 4.
         d_inner: D, channels. Default: None, 2 E.
@@ -148,7 +148,7 @@ def scan(
         a_log: logarithms of the rates (D, N).
         b, c: (B, N, L).
         skip: D, (D,).
-        bias: of the steps (D,).
+        bias: the bias of the steps (D,).
         z: the gate's input (B, D, L). Default: None, no gate.
     """  # fmt: skip
     precise = torch.promote_types(u.dtype, torch.float32)

@@ -58,7 +58,7 @@ class VimBlock(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
         out: Tensor = x + self.mixer(_normed(self.norm, x))
         return out
 

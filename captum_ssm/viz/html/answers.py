@@ -25,7 +25,7 @@ from .parts import Account, account, options_of_parts, roles_of
 
 #: Values are held in this share of the largest of their row, in 16 bits.
 _STEPS = 2**15 - 1
-#: Bytes of base64 as long as a token's values and roles (six lists) in JSON.
+#: Estimated size in bytes of one token's values and roles (six lists) in JSON.
 _WRITTEN = 40
 
 
@@ -48,7 +48,7 @@ class Answer:
 
 
 def switches(method: Any, options: Mapping[str, Any]) -> bool:
-    """Return True if a method, or a class of them, explains several predictions in one run."""
+    """Return True if a method object or class can explain several predictions in one run."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow) and options.get("contrast") is None
 

@@ -38,7 +38,7 @@ class ShownExample:
 
     @property
     def is_image(self) -> bool:
-        """Return True if it is an image."""
+        """Return True if a value is an image."""
         return self.inputs.dim() == 4
 
 
@@ -115,7 +115,7 @@ def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
 
 
 def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
-    """Return an image, or several, as the model reads them, (B, C, H, W)."""
+    """Apply the user's transform to one or several images; return (B, C, H, W)."""
     made = map(transform, images if isinstance(images, list | tuple) else [images])
     found = (x["pixel_values"][0] if isinstance(x, Mapping) else x for x in made)
     return torch.stack(list(map(torch.as_tensor, found)))

@@ -89,7 +89,7 @@ class Explanation:
 
     @property
     def page_facts(self) -> dict[str, Any]:
-        """The facts in as many digits as a page has use for."""
+        """The facts, rounded to the digits that a page shows."""
         methods = [
             _shortened(method) | {"answers": [_shortened(answer) for answer in method["answers"]]}
             for method in self.facts["methods"]
@@ -192,7 +192,7 @@ def _parts(
 
 
 def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
-    """Return the most bytes that a page holds of layers' inputs."""
+    """Return an upper bound, in bytes, of the layers' input relevance in a page."""
     count = sum(switches(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 
@@ -284,7 +284,7 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 
 def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with values and roles in few digits."""
+    """Return facts with values and roles rounded to few digits."""
     rows = {"": facts["values"], **facts["roles"]}
     roles = {name: [None if x is None else short(x) for x in row] for name, row in rows.items()}
     return {**facts, "values": roles.pop(""), "roles": roles}

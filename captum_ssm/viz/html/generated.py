@@ -26,7 +26,7 @@ from .example import Subject
 from .explanation import Methods, sentences_of
 from .page import short, whole_page
 
-#: In this order they are one style, and one script.
+#: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "generated.css")
 _SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
 

@@ -18,7 +18,7 @@ from ..graphs import chosen_nodes
 from .example import ShownExample, Subject
 from .outline import Outline
 
-#: So many rows are drawn between the words and the target.
+#: The number of rows between the words and the target.
 _ROWS = 12
 #: The most nodes of a graph, whose edges are a square matrix; most nodes are not followed.
 _LARGEST = 4000
@@ -26,7 +26,7 @@ _LARGEST = 4000
 _LINKS = 10
 #: Kinds of nodes with inputs and a value.
 _ENTERED = ("whole", "target")
-#: Source, target, and the relevance that the one passes to the other.
+#: Source, target, and the relevance that the source contributes to the target.
 Link: TypeAlias = tuple[int, int, float]
 
 
@@ -97,7 +97,7 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
 def _chosen(
     places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
 ) -> list[nn.Module]:
-    """Choose at most so many, the last one always."""
+    """Return at most ``most`` modules, always including the last one."""
     count = len(places)
     if moves is not None and len(moves) == count > most:
         best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]

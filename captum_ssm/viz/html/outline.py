@@ -114,7 +114,7 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
 
 
 def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
-    """Return the token that is the query, if it is one."""
+    """Return the position of the query, if the query is a single token."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
     except QueryError:  # methods that read a row will raise
@@ -144,7 +144,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _said(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the explained output in words, the likeliest answers, their targets, its number."""
+    """Return the explained output's label, the likeliest answers, their targets and the logit."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()

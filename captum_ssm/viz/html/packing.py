@@ -67,7 +67,7 @@ class PackedMap:
 
 
 def entries_kept(sizes: Sequence[int], room: int) -> int:
-    """Return the number of entries of each row that fit."""
+    """Return the number of entries of each map row that fit into a page."""
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
