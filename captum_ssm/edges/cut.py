@@ -275,9 +275,9 @@ class CutCall:
             there = any(bool((s.targets.any(-1) & s.sources.any(-1)).any()) for s in pairs)
             if there and not bool(self._message(kind._replace(by=None), pairs).any()):
                 raise QueryError(
-                    f"Layer {self.mixer.name!r} reads earlier tokens alone, but of the edges from "
+                    f"Layer {self.mixer.name!r} reads only earlier tokens, but of the edges from "
                     f"sources={edges.sources!r} to targets={edges.targets!r} every target comes "
-                    "before its source: there is no message. Exchange them?"
+                    "before its source, so there is no message. Exchange sources and targets."
                 )
 
     def _as_returned(self, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class EdgeEffects(Explainer):
         checks.flags(exact_norms=exact_norms)
         if exact_norms and rule is not None:
             raise OptionError(
-                f"rule={rule!r} holds norms, and exact_norms=True takes them as they are without a "
+                f"rule={rule!r} keeps norms constant; exact_norms=True recomputes them without a "
                 "message. Leave one of the two out."
             )
         self.exact_norms = exact_norms

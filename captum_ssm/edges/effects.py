@@ -171,9 +171,9 @@ class LayerEffects:
         """
         if edges.selection:
             raise OptionError(
-                "selection=True takes the sources out of coefficients as well, of which nothing is "
-                "estimated: a message is all that a gradient at the mixer's output knows of. Leave "
-                "it out, or run the model in knock_out."
+                "selection=True also removes sources from the coefficients, whose effect is not "
+                "estimated: the gradient at the mixer's output covers only the message. Leave "
+                "selection out, or run the model in knock_out."
             )
         share = share_of(edges)
         if not edges.is_of_kind(is_attention(self.linear)):
@@ -375,7 +375,7 @@ class Effects:
             return index
         match = index[:, :, None] == self.given.to(index.device)[:, None]
         if not bool(match.any(-1).all()):
-            raise InputError("positions names a token that no layer reads.")
+            raise InputError("positions names a token that no layer reads. Leave it out.")
         return match.int().argmax(-1)
 
     def edge(

@@ -92,7 +92,7 @@ class Edges:
             checks.choice("component", one, sorted(COMPONENTS))
         if self.selection and self.component is not None:
             raise OptionError(
-                "selection=True takes the sources out of all that a mixer is made of; leave "
+                "selection=True removes the sources from the mixer's whole computation; leave "
                 f"component={self.component!r} out."
             )
 
@@ -319,7 +319,8 @@ def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
     if isinstance(given, Tensor) and given.dtype == torch.bool:
         if given.shape[-1] != tokens or (given.dim() == 2 and len(given) not in (1, batch)):
             raise QueryError(
-                f"{name} is a mask {tuple(given.shape)}, but the run has (B, L) = {size}."
+                f"{name} is a mask {tuple(given.shape)}, but the run has (B, L) = {size}. "
+                "Pass a mask (L,) or (B, L)."
             )
         return given.cpu().expand(size)
     one = checks.as_integer(given)

@@ -1,4 +1,4 @@
-"""Requests of the page and their answers."""
+"""Answer the requests that the web page sends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Api:
         self._shown: OrderedDict[int, DatasetExample] = OrderedDict()
         self._identities = itertools.count(1)
         self._lock = threading.Lock()
-        #: print the tracebacks of errors that the page is told of
+        #: whether to print tracebacks of errors that are sent to the page
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,11 +156,11 @@ class Api:
         return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
     def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
-        """Return the requested example, model and class."""
+        """Return the example, model and class that a request names."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
         if type(identity) is not int or identity not in self._shown:
-            raise OptionError("this example is not remembered any more. Show examples again.")
+            raise OptionError("this example is no longer stored. Show examples again.")
         if type(model) is not int or not 0 <= model < len(visualizer.models):
             raise OptionError(f"model={model!r} is none of the {len(visualizer.models)} models.")
         if type(target) is not int or not 0 <= target < len(visualizer.classes):

@@ -34,9 +34,9 @@ from .methods import (
 )
 from .rasters import as_given, patches_of, rasters_of
 
-#: So many classes are named of a prediction.
+#: The number of classes listed for a prediction.
 _NAMED = 4
-#: So many messages between words are listed.
+#: The number of messages between words that are listed.
 _MESSAGES = 12
 #: Arguments of ``attribute`` that are no options of the method.
 _GIVEN = {"self", "inputs", "target", "additional_forward_args"}

@@ -29,7 +29,7 @@ class NumberConfig(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Return True if it must be an integer."""
+        """Return True if the value must be an integer."""
         return not any(isinstance(number, float) for number in (self.value, *self.limit))
 
     def parse(self, name: str, value: Any) -> float:
@@ -55,7 +55,7 @@ class StrEnumConfig(NamedTuple):
     type: str = "enum"
 
     def parse(self, name: str, value: Any) -> str | None:
-        """Return the word, if it is one of them."""
+        """Return the word; raise if it is not one of the accepted words."""
         if value not in self.limit:
             raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
         chosen: str | None = value

@@ -59,8 +59,8 @@ class DatasetExample(NamedTuple):
 
     Attributes:
         inputs: a batch of one for each feature.
-        additional: further arguments of the model.
-        label: the index of its class, if it is known.
+        additional: further arguments of the model, which get no relevance.
+        label: the index of the example's class; None if not known.
         number: which one of the dataset it is, from 1. Default: 0, of none.
     """
 
@@ -126,7 +126,7 @@ class Pages:
         self._ahead: deque[DatasetExample | None] = deque()
         self._page: list[DatasetExample | None] = []
         self._source = self._first_time()
-        #: whether the end of the dataset was met on the current page
+        #: whether the current page reached the end of the dataset
         self.ended = False
 
     def first(self) -> DatasetExample | None:

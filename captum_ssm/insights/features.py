@@ -12,7 +12,7 @@ from ..attr.text.tokens import Tokens
 from ..errors import InputError
 from ..viz.html.pictures import heat, photograph
 
-#: A function, several in a row, or none.
+#: One function, several functions to apply in order, or None.
 Transforms = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
 
@@ -20,7 +20,7 @@ class FeatureOutput(NamedTuple):
     """The display of one feature of one example.
 
     Attributes:
-        name: of the feature.
+        name: the feature's name.
         base: the input: base64 of a PNG, a list of words, or a list of labels.
         modified: its relevance: base64 of a PNG, or from -100 to 100 for each word or label.
         type: ``"image"``, ``"text"``, ``"general"`` or ``"empty"``.

@@ -74,7 +74,7 @@ class TextFiles:
             ]
         self._texts = [(written, label) for written, label in found if written.strip()]
         if not self._texts:
-            raise DataError(f"{path} holds no text.")
+            raise DataError(f"{path} holds no text. Pass a file with at least one line.")
 
     @property
     def feature(self) -> TextFeature:

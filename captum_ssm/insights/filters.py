@@ -24,8 +24,8 @@ class OutputScore(NamedTuple):
 
     Attributes:
         score: the result of ``score_func`` for the model's output.
-        index: of the class.
-        label: its name.
+        index: the index of the class.
+        label: the name of the class.
     """
 
     score: float

@@ -159,7 +159,7 @@ def _check_tied(model: nn.Module, weights: Weights) -> None:
         if one != name and not torch.equal(weights[one], weights[name]):
             raise CheckpointError(
                 f"{one!r} and {name!r} are different, but the model shares them; models that do "
-                "not are not served."
+                "not share them are not supported. Save the model with shared weights."
             )
 
 

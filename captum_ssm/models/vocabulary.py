@@ -35,7 +35,7 @@ class WordVocabulary:
         self.vocab: list[str] = list(words)
         self._ids = {word: i for i, word in enumerate(self.vocab)}
         if len(self._ids) != len(self.vocab):
-            raise InputError("the words of a vocabulary must be distinct")
+            raise InputError("the words of a vocabulary must be distinct; leave repeated words out")
         for word in self.vocab:
             if word.split() != [word]:
                 raise InputError(f"a word must be non-empty and without whitespace, got {word!r}")

@@ -157,7 +157,7 @@ MISTAKES = {
     "--from lamp --heads 9999": "heads names 9999",
     "--from lamp --layers 9": "layers names 9",
     "--top 0": "--top 0",
-    "--from kite --to lamp": "Exchange them",
+    "--from kite --to lamp": "Exchange sources and targets",
     "--from lamp --replace anna": "--replace 'anna' has 1 tokens, the text has 14",
 }
 

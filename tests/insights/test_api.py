@@ -146,8 +146,8 @@ def test_an_error_of_one_model_leaves_the_other(capsys):
 BAD = [
     ("examples", {"filter": 3}, "filter must be an object"),
     ("examples", {"filter": {"colour": 1}}, "no field 'colour'"),
-    ("relevance", {"id": 99, "model": 0, "target": 0}, "not remembered"),
-    ("relevance", {}, "not remembered"),
+    ("relevance", {"id": 99, "model": 0, "target": 0}, "no longer stored"),
+    ("relevance", {}, "no longer stored"),
     ("relevance", {"id": 1, "model": 1, "target": 0}, "model=1 is none of the 1 models"),
     ("relevance", {"id": 1, "model": -1, "target": 0}, "model=-1"),
     ("relevance", {"id": 1, "model": True, "target": 0}, "model=True"),
@@ -165,7 +165,7 @@ def test_a_question_that_cannot_be_answered_is_named():
 
 
 CUTS = [
-    ({"id": 99}, "not remembered"),
+    ({"id": 99}, "no longer stored"),
     ({"name": 1}, "name=1 is not a name"),
     ({"name": "nowhere"}, "'nowhere', which is not a mixer"),
     ({"source": "w1"}, "positions of words, not 'w1'"),
@@ -184,6 +184,6 @@ def test_examples_of_long_ago_are_forgotten():
     for _ in range(2):
         assert api.answer("relevance", asked)
         last = api.answer("examples", chosen)["examples"][-1]["id"]
-    with pytest.raises(OptionError, match="not remembered"):
+    with pytest.raises(OptionError, match="no longer stored"):
         api.answer("relevance", asked)
     assert api.answer("relevance", asked | {"id": last})

@@ -185,7 +185,7 @@ def test_one_hot_inputs_are_the_tokens(make: Any, bases_first: bool) -> None:
 def test_bad_one_hot_inputs() -> None:
     model = small(num_classes=3)
     for shape in ((2, 9, 4), (2, 5, 9), (4, 9)):
-        with pytest.raises(InputError, match=r"no one-hot DNA \(B, 4, L\)"):
+        with pytest.raises(InputError, match=r"not one-hot DNA \(B, 4, L\)"):
             OneHot(model)(torch.zeros(shape))
     with pytest.raises(OptionError, match="give the four ids"):
         OneHot(model, base_ids=[7, 8, 9])

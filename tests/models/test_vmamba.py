@@ -126,7 +126,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"patch_embed": "v3"}, "patch_embed='v3' is not known"),
         ({"downsample": "none"}, "downsample='none' is not known"),
         ({"dims": (4, 8, 16)}, "give one depth"),
-        ({"forward_type": "v052dc"}, "forward_type='v052dc' is not served"),
+        ({"forward_type": "v052dc"}, "forward_type='v052dc' is not supported"),
     ):
         with pytest.raises(OptionError, match=message):
             VMamba(**SMALL | options)

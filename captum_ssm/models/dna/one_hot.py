@@ -76,8 +76,8 @@ class OneHot(nn.Module):
         if bases.dim() != 3 or bases.shape[-1] != 4:
             wanted = "(B, 4, L)" if self.bases_first else "(B, L, 4)"
             raise InputError(
-                f"inputs of shape {tuple(one_hot.shape)} are no one-hot DNA {wanted}. Say by "
-                "bases_first in which of both layouts they are."
+                f"inputs of shape {tuple(one_hot.shape)} are not one-hot DNA {wanted}. Set "
+                "bases_first=True for (B, 4, L), False for (B, L, 4)."
             )
         table = self._embedded(self.base_ids, one_hot.device)  # (4, E)
         parts = []

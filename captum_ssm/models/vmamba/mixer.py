@@ -59,8 +59,8 @@ def form_of(forward_type: str) -> Form:
     known = {"noz", "nozact", "onnone", "oact", "no32"}
     if kind not in _ORDERS or not known.issuperset(marks):
         raise OptionError(
-            f"forward_type={forward_type!r} is not served. Use one of {tuple(_ORDERS)}, followed "
-            f"by any of {tuple('_' + mark for mark in sorted(known))}."
+            f"forward_type={forward_type!r} is not supported. Use one of {tuple(_ORDERS)}, "
+            f"followed by any of {tuple('_' + mark for mark in sorted(known))}."
         )
     return Form(
         _ORDERS[kind], "noz" not in marks, "nozact" not in marks, "onnone" not in marks,

@@ -144,7 +144,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _said(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the explained output's label, the likeliest answers, their targets and the logit."""
+    """Return the output's label, likely answers, their targets, the explained answer's index."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()

@@ -21,7 +21,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-#: In this order they are one style, and one script.
+#: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "report.css", "scissors.css")
 _SCRIPTS = (
     "common.js",
@@ -39,7 +39,7 @@ _SCRIPTS = (
     "report.js",
 )
 
-#: Where files lie, by their ending.
+#: Folders of the asset files, by suffix.
 _FOLDERS = MappingProxyType({"html": "pages", "js": "scripts", "css": "styles"})
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
@@ -62,7 +62,7 @@ def whole_page(
     facts: Mapping[str, Any],
     blocks: Mapping[str, bytes] = MappingProxyType({}),
 ) -> str:
-    """Return a file that needs no other.
+    """Return an HTML file that contains all styles, scripts and data.
 
     Args:
         skeleton: the name of the file whose places are filled.

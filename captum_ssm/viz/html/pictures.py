@@ -17,7 +17,7 @@ from ..figure import scale
 #: The share of pixels beyond the end of the color scale, so a few extremes do not make the others
 #: pale.
 _BEYOND = 0.02
-#: The gray of pixels without a number.
+#: The gray level of pixels without a relevance value.
 _NO_NUMBER = 128 / 255
 #: Steps from no relevance to the end of the scale, and the code for no number.
 _STEPS, _NO_STEP = 127, -128

@@ -25,12 +25,12 @@ from .generated import answers_page
 from .page import framed, short, whole_page
 from .parts import says_nothing
 
-#: In this order they are one style, and one script.
+#: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "results.css")
 _SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
 #: Modules whose constants are listed, of the largest.
 _LISTED = 12
-#: How high a page is in a notebook, in pixels.
+#: Height of a page in a notebook, in pixels.
 _HEIGHT = 560
 
 

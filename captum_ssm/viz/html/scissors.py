@@ -24,9 +24,9 @@ from .example import ShownExample, Subject
 from .outline import Outline, label_of
 from .page import short
 
-#: So many of the strongest messages are cut with each other.
+#: The number of strongest messages that are also cut in pairs.
 _PAIRED = 8
-#: Of each run so many of the likeliest classes are kept.
+#: The number of likeliest classes that are stored for each run.
 _NAMED = 5
 #: At most so many copies run together, so many tokens, and so many entries of outputs.
 _COPIES, _TOKENS, _ENTRIES = 16, 256, 2**26
