@@ -1,4 +1,4 @@
-"""``captum-ssm demo``: a trained Mamba, its answers, and where they come from."""
+"""``captum-ssm demo``: explain the answers of a trained Mamba."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _share_found(method: _Method, examples: Sequence[Example]) -> float:
 
 
 def _ids(example: Example) -> Tensor:
-    """Return a prompt as the model takes it, (1, L)."""
+    """Return the token ids of a prompt, (1, L)."""
     import torch
 
     return torch.tensor([example.tokens])

@@ -32,11 +32,11 @@ Examples:
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
-#: The rules of LatimFlow, said again so that the command's help loads no torch.
+#: The rules of LatimFlow, repeated here so that the command's help does not import torch.
 _RULES = ("frozen", "half", "equal", "centered", "balanced")
-#: The spans of an answer, likewise.
+#: The values of ``--spans``, repeated here for the same reason.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
-#: Options that say nothing of answers.
+#: Options that have no effect on answers, and are refused.
 _NOT_OF_ANSWERS = (
     "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "cuts",
     "labels",
@@ -370,7 +370,7 @@ def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
 
 
 def _read(option: str, file: Path) -> str:
-    """Return the text of the file that an option names."""
+    """Read the UTF-8 text file that an option names."""
     try:
         return file.read_text("utf-8")
     except OSError as error:

@@ -33,14 +33,14 @@ Examples:
   captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the" \\
       --layers 1 --from lamp --to -1"""
 
-#: The components, said again so that the command's help loads no torch.
+#: The components, repeated here so that the command's help does not import torch.
 _COMPONENTS = ("activation", "conv", "gate", "norm", "scan", "skip")
 _NUMBER = re.compile(r"-?\d+")
 _FIRST_ORDER = (
     "≈ The estimate is of first order: it misses how norms behind this layer change without a "
     "large message."
 )
-#: Of edges that --from and --to name.
+#: Options that apply only to edges that --from or --to name.
 _OF_NAMED = ("heads", "component", "selection", "replace")
 
 

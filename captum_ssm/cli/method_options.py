@@ -1,4 +1,4 @@
-"""Options of methods as they are typed: NAME=VALUE."""
+"""Parse options of methods, typed as NAME=VALUE on the command line."""
 
 from __future__ import annotations
 

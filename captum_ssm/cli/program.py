@@ -12,7 +12,7 @@ from types import ModuleType
 from ..errors import CaptumSSMError
 from .surroundings import quiet_libraries
 
-#: Errors that speak for themselves; of others, their kind is told, and how to see where.
+#: Errors printed by message only; others are printed with type and a hint on tracebacks.
 _EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
 _UNEXPECTED = " ({0}; {1} --debug ... shows where)"
 _TORCHVISION = (

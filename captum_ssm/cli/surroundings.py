@@ -37,7 +37,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _quiet_transformers(stack: ExitStack) -> None:
-    """Quiet transformers after it has read its environment."""
+    """Silence transformers' messages and progress bars until the stack is closed."""
     logging = import_module("transformers.utils.logging")
     stack.callback(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity_error()

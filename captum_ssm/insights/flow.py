@@ -1,4 +1,4 @@
-"""The way from the words of a text through a model's layers to a class."""
+"""Compute the flow of relevance from a text's words through the layers to a class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..viz.html.example import ShownExample, find_subject
 from ..viz.html.graph import graph_of
 from ..viz.html.outline import outline
 
-#: So many nodes of a graph are followed.
+#: The number of graph nodes whose inputs are traced.
 _FOLLOWED = 24
 
 

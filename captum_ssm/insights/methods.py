@@ -78,7 +78,7 @@ def _kind(option: Option) -> Config:
     return BoolConfig(option.default) if isinstance(option.default, bool) else TupleConfig()
 
 
-#: Help on the rules of a method.
+#: Help text of the option ``rule``.
 _RULES = "By rule balanced: what mattered. By rule frozen: whose content was moved."
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..viz.html.page import filled, whole_page
 
 _SKELETON, _TITLE = "insights.html", "Insights"
-#: In this order they are one style, and one script.
+#: Files that are joined, in this order, to one style sheet and one script.
 STYLES = ("common.css", "insights.css")
 SCRIPTS = (
     "common.js",

@@ -1,4 +1,4 @@
-"""The relevance of images as a page is sent it: by patches and by pixels."""
+"""Convert images' relevance, by patches and by pixels, to the form sent to the page."""
 
 from __future__ import annotations
 

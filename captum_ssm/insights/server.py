@@ -1,4 +1,4 @@
-"""A server for one page, which only this machine and who holds its token can open."""
+"""Serve one page, to requests from this machine that include the page's token."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .api import Api, encoded
 from .page import SCRIPTS, STYLES, served_page
 
 _LOOPBACK = "127.0.0.1"
-#: A request of the page is a few names and numbers.
+#: The largest accepted request in bytes; the page sends only a few names and numbers.
 _LARGEST_REQUEST = 2**20
-#: Seconds after which a connection that says nothing is closed.
+#: Seconds after which an idle connection is closed.
 _SILENCE = 30
-#: Seconds that the end of the server may take.
+#: The most seconds to wait for the server to stop.
 _PATIENCE = 0.1
 
 #: Files without data, served without a token, by path.
 _ASSETS = {f"/{name}": name for name in (*STYLES, *SCRIPTS)}
-#: Content types by ending.
+#: Content types by file suffix.
 _KINDS = {"css": "text/css", "js": "text/javascript"}
 _HTML = "text/html; charset=utf-8"
 #: Method and question by path.
@@ -112,7 +112,7 @@ class _Http(ThreadingHTTPServer):
 
 
 class _Refusal(Exception):
-    """A request that is not answered."""
+    """An error with the HTTP status and text for a refused request."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _request(content: bytes | None) -> Mapping[str, Any]:
-    """Return the page's JSON object."""
+    """Parse the request's body as a JSON object."""
     if content is None:
         raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or too large.")
     try:

@@ -1,4 +1,4 @@
-"""A visualizer of a dataset, with explanations of models' predictions."""
+"""Show a dataset's examples with explanations of the models' predictions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .vocabularies import check_sizes
 if TYPE_CHECKING:
     from .server import Server
 
-#: How high a snapshot is in a notebook, in pixels.
+#: Height of a snapshot in a notebook, in pixels.
 _HEIGHT = 900
 
-#: Models are hooked while they run, so that one runs at a time.
+#: Lets only one model run at a time, because runs register hooks on models.
 _RUNNING = threading.RLock()
 
 

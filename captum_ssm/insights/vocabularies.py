@@ -9,7 +9,7 @@ from ..errors import OptionError
 
 #: Embeddings of large vocabularies are filled up to a multiple of this, at most.
 _FILLED_UP = 128
-#: Vocabularies below this are not.
+#: Embeddings of vocabularies smaller than this are not padded.
 _SMALL = 1024
 
 

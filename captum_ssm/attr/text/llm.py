@@ -124,8 +124,8 @@ class SSMLLMAttribution(Attribution):
             prompt_spans: the prompt's features, in the same forms; ``"turn"`` for the messages of
                 a chat; or Captum's feature mask, integers (L,). Default: None, each token.
             hops: how many times the relevance of generated tokens is passed on to earlier tokens
-                and the prompt, with one backward pass per span and hop. LatimFlow then defaults to
-                ``rule="centered"``, because ``"frozen"`` gives no relevance to queries. Default: 0.
+                and the prompt, with one backward pass per span and hop. LatimFlow's rule
+                ``"frozen"`` gives no relevance to queries, so it finds fewer hops. Default: 0.
             against: a second text, in the forms of the target and of any length, whose relevance is
                 subtracted; needs ``spans="all"`` and a second run. Default: None.
             resume: a folder that stores the result of each span and hop, from which an interrupted
@@ -168,8 +168,6 @@ class SSMLLMAttribution(Attribution):
             )
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError(f"resume= with spans={spans!r}. Pass spans= and LatimFlow(model).")
-        if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
-            options.setdefault("rule", "centered")  # the frozen rule gives nothing to queries
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
