@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -197,8 +198,10 @@ def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], A
         "forward run": forward,
         "Rollout": lambda: rollout.attribute(x, query=-1, per_token=True),
         "MambaAttribution": lambda: weighted.attribute(x, **asked),
-        "LatimFlow": lambda: flow.attribute(x, **asked),
-        "LatimFlow centered": lambda: flow.attribute(x, rule="centered", **asked),
+        **{
+            f"LatimFlow {rule}": partial(flow.attribute, x, rule=rule, **asked)
+            for rule in ("balanced", "frozen", "centered")
+        },
     }
     if isinstance(target, tuple):
         logit = LatimLogit(model)
@@ -226,7 +229,7 @@ def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     figure, axis = new_figure(7.2, 0.34 * len(names) + 1.2)
     for number, call in enumerate(dict.fromkeys(row["call"] for row in shown)):
         of_call = [(row["f+b"], names.index(row["model"])) for row in shown if row["call"] == call]
-        style = {"marker": "osD^v"[number], "linestyle": "", "color": LINES[number], "label": call}
+        style = {"marker": "osD^v<"[number], "linestyle": "", "color": LINES[number], "label": call}
         axis.plot(*zip(*of_call, strict=True), **style)
     axis.axvline(1, color="0.6", linewidth=0.8)
     axis.set_yticks(range(len(names)), names)

@@ -194,8 +194,8 @@ class LatimFlow(FlowMethod):
                 gates, as in layer-wise relevance propagation. ``"equal"``: also to keys and
                 queries. ``"centered"``: also to steps, and to keys and queries by their excess
                 over the average so far. ``"balanced"``: the gradient, whole for content and half
-                for all other factors. Default: None, ``"balanced"`` for LatimFlow and ``"half"`` for
-                MambaLRP.
+                for all other factors. Default: None, ``"balanced"`` for LatimFlow, and ``"half"``
+                for MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
                 unpadded tokens or pixels. For several inputs, a tuple. Default: None, which is

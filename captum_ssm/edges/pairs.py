@@ -142,7 +142,7 @@ class Edges:
         return list(dict.fromkeys(found))
 
     def is_of_kind(self, is_attention: bool) -> bool:
-        """Return True if ``layers`` is a kind of mixers: ``"attention"`` or ``"ssm"``."""
+        """Return False if ``layers`` names the other kind: ``"attention"`` or ``"ssm"``."""
         wanted = self.layers if isinstance(self.layers, str) else None
         return wanted not in KINDS or (wanted == "attention") == is_attention
 

@@ -59,7 +59,8 @@ def attribution_graph(
         inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W), or a tuple of one
             such tensor. An image becomes one node.
         target, additional_forward_args, contrast, rule, baselines, verify: as in
-            :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same defaults.
+            :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, but ``rule`` is
+            ``"frozen"`` by default: edges are exact parts of the output.
         nodes: the layers whose outputs are decomposed: a list of layers and :class:`Feature`
             objects, or a dict from layers to dictionaries of features. Such a dictionary is an
             object with ``encode`` and ``decode``, such as a sparse autoencoder. A layer in a list,
@@ -159,6 +160,7 @@ class _Maker(FlowMethod):
     """Run a model and compute the contributions from which a graph is made."""
 
     name = "attribution_graph"
+    default_rule: Rule = "frozen"
 
     def rules(self, rule: Rule | None, verify: bool | float | None) -> Rules:
         """Check the user's options, and return the rules of the linear network."""

@@ -74,7 +74,7 @@ class TextFiles:
             ]
         self._texts = [(written, label) for written, label in found if written.strip()]
         if not self._texts:
-            raise DataError(f"{path} holds no text. Pass a file with at least one line.")
+            raise DataError(f"{path} holds no text. Pass a file or folder with text.")
 
     @property
     def feature(self) -> TextFeature:

@@ -137,7 +137,11 @@ def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: An
 
 @functools.cache
 def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state."""
+    """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state.
+
+    It replaces kernels for one token, which have no gradients. It keeps the kernel's signature, by
+    which :func:`_bind` names arguments.
+    """
 
     @functools.wraps(kernel)
     def step(
@@ -149,10 +153,10 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         query, key, value = (given.pop(x, given.pop(x[0], None)) for x in ("query", "key", "value"))
-        odd = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
-        if odd:
+        unknown = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
+        if unknown:
             raise CachedStateError(
-                f"{kernel.__name__} was called with {odd[0]}= in a run that continues from a "
+                f"{kernel.__name__} was called with {unknown[0]}= in a run that continues from a "
                 "cache, for which its gradients are not known. Pass the whole sequence in one "
                 "call, without a cache."
             )

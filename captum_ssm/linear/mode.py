@@ -538,7 +538,10 @@ class Linearising(TorchFunctionMode):
         """Return the result ``out`` of a look-up, with a graph if the ids are the explained ids.
 
         Until the explained ids are looked up, the network begins at the first look-up of any ids,
-        which may be a prompt stored in forward_func; see :attr:`knows_root`.
+        which may be a prompt stored in forward_func; see :attr:`knows_root`. Ids with tags
+        (``FOLLOWED``) are sure to be the explained ids; ids with equal numbers (``RECOGNIZED``) may
+        be equal by chance. A sure look-up after a recognized one begins the network again; a
+        recognized one after a sure one is ignored. Any other change of kind is refused.
         """
         tags = self._tags
         if tags is None:
@@ -555,10 +558,10 @@ class Linearising(TorchFunctionMode):
         before = self._kind if self._found else kind
         if (before, kind) == (FOLLOWED, RECOGNIZED):
             return out  # positions, say, that are equal to the ids by chance
-        by_chance = (before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
-        if given is None or not (kind == before or by_chance):
+        earlier_by_chance = (before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
+        if given is None or not (kind == before or earlier_by_chance):
             raise _unknown_look_up(self.where(), "embedding")
-        if by_chance:
+        if earlier_by_chance:
             self._found = False
             self._tables.clear()
         self._kind = kind

@@ -105,12 +105,12 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
-    bound: float | None = getattr(forget, "safe_gate_lower_bound", None)
-    if getattr(forget, "safe_gate", False):
+    bound: float | None = getattr(forget, "safe_gate_lower_bound", None)  # Kimi Linear
+    if getattr(forget, "safe_gate", False):  # Ling 3
         bound = forget.lower_bound
     if bound is not None:
         return bound * torch.sigmoid(rate * a)
-    if hasattr(forget, "f_proj"):
+    if hasattr(forget, "f_proj"):  # GLM-5.3-Flash
         return -rate * F.softplus(a)
     # the models' own softplus, which rounds log(1 + exp(a)) to 0 for very negative a
     return -rate * torch.where(a > 20, a, torch.log(1 + torch.exp(a)))

@@ -34,7 +34,7 @@ def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
     reset = call.argument("position_ids", 1)[..., None] == 0  # (1 or B, L, 1)
     decay, written = _coefficients(module.rg_lru, path.now.squeeze(-1), reset)
-    path.scale(written, "scan").scan(ElementwiseRecurrence(decay))
+    path = path.scale(written, "scan").scan(ElementwiseRecurrence(decay))
     return path.scale(module.act_fn(run(module.linear_y, hidden)), "gate").to(module.linear_out)
 
 

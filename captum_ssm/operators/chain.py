@@ -60,14 +60,14 @@ class Chain(Composite):
         if not (self.mixes_tokens and self.data_dependent):
             return super().mixing
         # a reordering does not count: it only moves the factors of diagonals to other tokens
-        mixers = [
+        mixing_at = [
             i
             for i, part in enumerate(self.parts)
             if part.mixes_tokens and not isinstance(part, Permute)
         ]
-        core = self.parts[mixers[0] : mixers[-1] + 1] if mixers else ()
-        if len(mixers) == 1 and core[0].data_dependent:
-            return core[0].mixing
+        core = self.parts[mixing_at[0] : mixing_at[-1] + 1] if mixing_at else ()
+        if len(mixing_at) == 1 and core[0].data_dependent:
+            return core[0].mixing  # a sum, for example, may only gate, too
         return Mixing.CONTROLLED if any(p.data_dependent for p in core) else Mixing.GATED
 
     def apply(self, v: Tensor) -> Tensor:

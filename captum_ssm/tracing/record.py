@@ -345,13 +345,13 @@ class Recorder(Watcher):
         return given
 
     def returned(self, mixer: Mixer, call: Call) -> None:
-        """Record the call as a layer."""
+        """Record the call as a layer, whose output :meth:`left` adds."""
         record, block = self.record, call.block
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=output)
         # weakly, so that a call's memory is free when it ends, and not when garbage is collected
-        made = functools.partial(_linearized, weakref.ref(record), record.is_of_the_run)
-        layer = Layer(made, mixer, kept, self._begun.get(block) if block else None)
+        make_linear = functools.partial(_linearized, weakref.ref(record), record.is_of_the_run)
+        layer = Layer(make_linear, mixer, kept, self._begun.get(block) if block else None)
         layer.is_reached = call.hidden_states.requires_grad
         record.recorded(layer)
         self._pending.append(layer)

@@ -215,7 +215,8 @@ def _arcs(edges: Sequence[Edge], words: WordRow) -> list[_Arc]:
     for i, edge in enumerate(strongest):
         far = edge.target - edge.source
         backwards = 1 if far < 0 else -1
-        # in this order arcs of one word do not cross: near ones within far ones
+        # sorted so, arcs of one word do not cross: by side, then near ones within far ones, and of
+        # arcs between the same words the stronger outside
         at[edge.target].append(((_sign(-far), far, backwards * (i + 1)), i, True))
         at[edge.source].append(((_sign(far), -far, -backwards * (i + 1)), i, False))
     spot: dict[tuple[int, bool], float] = {}

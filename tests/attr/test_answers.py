@@ -303,10 +303,10 @@ def test_a_token_that_is_no_more_likely_than_others_keeps_what_it_was_given() ->
 
 
 def test_the_rule_of_hops() -> None:
-    """The frozen network gives nothing to what asks, and hops are how one gets from it on."""
+    """The frozen network gives nothing to queries, from which hops go on."""
     asked: dict[str, Any] = {"spans": "all", "contrast": "all"}
     found = explainer().attribute(PROMPT, TEXT, hops=1, **asked)
-    for rule, same in (("centered", True), ("frozen", False)):
+    for rule, same in (("balanced", True), ("frozen", False)):
         told = explainer().attribute(PROMPT, TEXT, hops=1, rule=rule, **asked)
         assert torch.equal(found.token_attr, told.token_attr) is same
     lrp = explainer(MambaLRP).attribute(PROMPT, TEXT, hops=1, **asked)

@@ -63,7 +63,7 @@ def test_one_method_under_two_rules():
     assert not torch.allclose(found["content"], found["cause"], rtol=0.1)
     both, one = {"LatimFlow": {"baselines": 0.0}}, {"LatimFlow, frozen": {"rule": "half"}}
     found = compare(model, ids, target=(-1, 4), options=both | one)
-    for name, rule in {"LatimFlow, centered": "centered", "LatimFlow, frozen": "half"}.items():
+    for name, rule in {"LatimFlow, balanced": "balanced", "LatimFlow, frozen": "half"}.items():
         close(found[name], LatimFlow(model).attribute(ids, (-1, 4), baselines=0.0, rule=rule))
 
 

@@ -89,9 +89,9 @@ def padded(*examples: int, batch: int = 4) -> Tensor:
 def test_by_every_call(name: str) -> None:
     model = Masking(mamba_lm())
     assert every_method.call(name, model, padded(batch=3), (-1, 3))
-    with pytest.raises(PaddedExampleError, match=r"^Example 1 of the batch is padding"):
+    with pytest.raises(PaddedExampleError, match=r"^Example 1 of the batch has only padding"):
         every_method.call(name, model, padded(1, 2, batch=3), (-1, 3))
-    with pytest.raises(InputError, match=r"^Example 0 of the batch is padding"):
+    with pytest.raises(InputError, match=r"^Example 0 of the batch has only padding"):
         every_method.call(name, model, padded(0, batch=1), (-1, 3))
 
 
@@ -108,7 +108,9 @@ def test_the_example_is_counted_in_the_whole_batch(method: Any) -> None:
 @pytest.mark.parametrize("target", [None, [(-1, 3)] * 6])
 def test_a_report_counts_in_the_whole_batch(target: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    with pytest.raises(PaddedExampleError, match=r"^Example 4 of the batch is padding") as caught:
+    with pytest.raises(
+        PaddedExampleError, match=r"^Example 4 of the batch has only padding"
+    ) as caught:
         report(Masking(mamba_lm()), padded(4, 5, batch=6), [LatimFlow], target=target, path=path)
     assert caught.value.example == 4
     assert not path.exists()

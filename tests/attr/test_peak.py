@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rules import frozen_flow
 from helpers.versions import transformers5
 from zoo.mamba import transformers_model
 
@@ -47,14 +48,14 @@ def test_a_span_holds_what_one_token_does() -> None:
     In the last one, whose projections are there as well, 16 of the width come on top, and five are
     those of the stream.
     """
-    ids, explain = torch.randint(15, (TOKENS,)), SSMLLMAttribution(LatimFlow(model()), Numbers())
-    of_one = sequences(lambda: LatimFlow(model()).attribute(ids[None], (-1, 3)))
+    ids, explain = torch.randint(15, (TOKENS,)), SSMLLMAttribution(frozen_flow(model()), Numbers())
+    of_one = sequences(lambda: frozen_flow(model()).attribute(ids[None], (-1, 3)))
     options: dict[str, Any] = {"spans": "all", "contrast": "all"}
     of_span = sequences(lambda: explain.attribute(ids[:-64], ids[-64:], **options))
     assert of_one <= (LAYERS * 6 + 16 + 5) * 1.05
     assert of_span <= of_one * 1.1
     # a layer more adds what is kept of it, and little that has few channels
-    more = sequences(lambda: LatimFlow(model(LAYERS + 2)).attribute(ids[None], (-1, 3)))
+    more = sequences(lambda: frozen_flow(model(LAYERS + 2)).attribute(ids[None], (-1, 3)))
     assert more - of_one <= 2 * 7
 
 

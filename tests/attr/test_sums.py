@@ -116,6 +116,6 @@ def test_every_view_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     feature = TextFeature("text", None, None, lambda x: [str(int(i)) for i in x.flatten()])
     classes = [str(number) for number in range(model.config.vocab_size)]
     visualizer = AttributionVisualizer(model, classes, feature, [Batch(ids, None)])
-    visualizer.config = FilterConfig("LatimFlow", {"rule": "frozen"}, num_examples=1)
+    visualizer.config = FilterConfig("LatimFlow", {"rule": "balanced"}, num_examples=1)
     ((output,),) = visualizer.visualize()
     assert output.sum is not None and output.sum["told"] == told[0]

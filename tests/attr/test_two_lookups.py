@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rules import frozen_flow
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -106,11 +107,11 @@ def test_ids_in_another_order() -> None:
     model, ids = made("shifted"), draw()
     embedding = model.backbone.embeddings
     first, again = embedding.first(ids).detach(), embedding(ids).detach()
-    flow = LatimFlow(lambda e: model(inputs_embeds=e).logits, model=model)
+    flow = frozen_flow(lambda e: model(inputs_embeds=e).logits, model=model)
     gradient = flow.attribute(again, target=TARGET) / again
     own = (gradient * first).sum(-1)
     wanted = own + (gradient * (again - first)).sum(-1).roll(-1, 1)
-    found = LatimFlow(model).attribute(ids, target=TARGET)
+    found = frozen_flow(model).attribute(ids, target=TARGET)
     assert relative_error(found, wanted) <= 1e-9
 
 
@@ -119,5 +120,5 @@ def test_baselines() -> None:
     flow = LatimFlow(model)
     same = flow.attribute(ids, target=TARGET, baselines=ids)
     assert same.abs().max() == 0
-    with pytest.raises(OptionError, match="2 tables"):
+    with pytest.raises(OptionError, match="2 embedding tables"):
         flow.attribute(ids, target=TARGET, baselines=1.0)

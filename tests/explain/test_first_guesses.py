@@ -185,7 +185,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
     ),
     "attribute(ids.tolist())": lambda _: same(FLOW.attribute(IDS.tolist(), TARGET)),
     "attribute(ids.numpy())": lambda _: same(FLOW.attribute(IDS.numpy(), TARGET)),
-    "baselines=0": lambda _: same(whole(baselines=0)),
+    "baselines=0": lambda _: not same(whole(baselines=0)),
     "show_progress=True": lambda _: all(map(bars, (LatimFlow, MambaLRP, LatimNorm, EdgeEffects))),
     "decomposition.to_pandas()": lambda _: same(
         torch.tensor([[row["relevance"] for row in FLOW.decompose(IDS, TARGET).to_pandas()]])
@@ -204,7 +204,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
         compare(MODEL, IDS, methods=["LatimFlow", "MambaLRP"], target=TARGET)["LatimFlow"]
     ),
     "compare(m, text, target=' lamp')": lambda _: same(
-        compare(MODEL, TEXT, target=" lamp", tokenizer=WORDS)["LatimFlow, frozen"]
+        compare(MODEL, TEXT, target=" lamp", tokenizer=WORDS)["LatimFlow, balanced"]
     ),
     "attribution_graph(m, ids).to_html()": lambda _: (
         "image/svg" in attribution_graph(MODEL, IDS, TARGET)._repr_html_()

@@ -69,7 +69,7 @@ def test_the_words_of_a_text():
     """By the method that is recommended, by roles, and against another class by its name."""
     model, ids = mamba_lm(), token_ids(2, 6)
     visualizer, flow = prompts(model, ids), LatimFlow(model)
-    rules = ("centered", "frozen")
+    rules = ("balanced", "frozen")
     assert visualizer.config.methods == [("LatimFlow", {"rule": rule}) for rule in rules]
     assert visualizer.get_insights_config()["selected_method"] == "LatimFlow"
     best = model(ids).logits[:, -1].argmax(-1).tolist()

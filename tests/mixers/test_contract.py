@@ -45,7 +45,7 @@ REFUSES: dict[str, dict[str, str]] = {
     "minimax": ROUNDED,  # products of its decays are kept in buffers
     "xlstm blocks": ROUNDED,
     "hyenadna": ROUNDED,
-    "striped hyena": ROUNDED | {"offload": "returns something else"},
+    "striped hyena": ROUNDED | {"offload": "output of the offloaded model"},
     # The model itself does not run in bfloat16.
     "xlstm large": {"bfloat16": "same dtype"},
     "mambapy": {"bfloat16": "same dtype"},

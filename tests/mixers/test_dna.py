@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import contract
 from helpers.contract import record, record_one
+from helpers.rules import frozen_flow
 from oracles import conv_matrices, diagonal_matrices, dna, relative_error
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
@@ -126,8 +127,8 @@ def test_the_model_computes_the_formula() -> None:
     wanted = [dna.striped_hyena(weights_of(made), each, heads=2) for each in ids]
     assert relative_error(made(ids), torch.stack(wanted)) <= 1e-12
     x = torch.nn.functional.one_hot(ids - 7, 4).mT.double()
-    found = LatimFlow(OneHot(made)).attribute(x, (-1, 3))
-    assert relative_error(found.sum(1), LatimFlow(made).attribute(ids, (-1, 3))) <= 1e-9
+    found = frozen_flow(OneHot(made)).attribute(x, (-1, 3))
+    assert relative_error(found.sum(1), frozen_flow(made).attribute(ids, (-1, 3))) <= 1e-9
 
 
 def test_the_released_size() -> None:

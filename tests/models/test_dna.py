@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rules import frozen_flow
 from oracles import dna, relative_error
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
 from zoo.mamba import randomise
 
-from captum_ssm import LatimFlow
 from captum_ssm.errors import CheckpointError, InputError, OptionError
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
 from captum_ssm.models.dna import COMPLEMENTS
@@ -175,10 +175,10 @@ def test_one_hot_inputs_are_the_tokens(make: Any, bases_first: bool) -> None:
     x = one_hot(ids) if bases_first else one_hot(ids).mT
     wrapped = OneHot(model, bases_first=bases_first)
     assert relative_error(wrapped(x), model(ids)) <= 1e-6
-    relevance, delta = LatimFlow(wrapped).attribute(x, 1, return_convergence_delta=True)
+    relevance, delta = frozen_flow(wrapped).attribute(x, 1, return_convergence_delta=True)
     assert relevance.shape == x.shape and delta.abs().max() <= 1e-5
     assert not relevance[x == 0].any()
-    of_tokens = LatimFlow(model).attribute(ids, 1)
+    of_tokens = frozen_flow(model).attribute(ids, 1)
     assert relative_error(relevance.sum(1 if bases_first else 2), of_tokens) <= 1e-4
 
 

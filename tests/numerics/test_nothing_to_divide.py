@@ -54,7 +54,7 @@ def test_a_report_of_nothing(tmp_path: Path) -> None:
     model, ids = silent(language_model("mamba")), token_ids(1)
     path = report(model, ids, target=TARGET, path=tmp_path / "report.html")
     facts = str(read_page(path).facts)
-    assert "LatimFlow, centered" in facts and "LatimFlow, frozen" in facts
+    assert "LatimFlow, balanced" in facts and "LatimFlow, frozen" in facts
     assert "nan" not in facts and "NaN" not in facts
 
 

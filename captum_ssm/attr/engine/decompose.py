@@ -101,8 +101,10 @@ class Decomposition(NamedTokens):
         if examples > 1:
             return f"Decomposition({of})"
         rest = self.virtual + (0 if self.by_others is None else self.by_others)
-        parts = {"tokens": self.tokens.sum(), "cache": self.cached}
-        parts |= {"biases": self.bias - self.cached, "others": rest}
+        none = torch.zeros_like(self.output)
+        named = {name: self.biases.get(name, none) for name in ("cache", "references", "baselines")}
+        biases = self.bias - sum(named.values(), none)
+        parts = {"tokens": self.tokens.sum(), **named, "biases": biases, "others": rest}
         shown = [f"{name} {float(part):.3g}" for name, part in parts.items() if bool(part.any())]
         sums = f"output {float(self.output):.3g} = {' + '.join(shown)}"
         return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"

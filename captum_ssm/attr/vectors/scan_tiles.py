@@ -130,7 +130,10 @@ class ScanRows:
     # the outputs and states of _run without a loop over tokens, which is slow on a GPU
 
     def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
-        """Return the outputs of :meth:`_run` (B, T, S, H), from the matrix of the T tokens."""
+        """Return the outputs of :meth:`_run` (B, T, S, H), from the matrix of the T tokens.
+
+        The matrix has all T columns per head; only those of the S sources are kept.
+        """
         some, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, some], self._skip[:, some]
         shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}

@@ -121,7 +121,8 @@ class VectorDecayHeads(ChunkedHeads):
             return super()._run(x, transposed)
         if self.bonus is None:
             return self._by_state(x, transposed)
-        # with a bonus the state is read one token later
+        # with a bonus a token reads the state before its own step: _by_state reads each state with
+        # the next token's query, and the result moves on by one token
         if transposed:
             others = self._by_state(shift_tokens(x, -1), transposed)
         else:
@@ -129,7 +130,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.addcmul(others, self._own(self.bonus), x)
 
     def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
-        """Return the map of ``v``, or its adjoint, from states of all tokens, ignoring the bonus.
+        """Return the map of ``v``, or its adjoint, from states of all tokens, without bonus.
 
         For few vectors this costs less than the matrices within chunks.
         """

@@ -131,6 +131,7 @@ def facts_of(
             "roles": {role: values(x) for role, x in answer.roles.items()},
             "output": answer.account.output,
             "bias": answer.account.bias,
+            "references": answer.account.references + answer.account.baselines,
             "streams": block,
         }
         facts.append(told)

@@ -100,7 +100,10 @@ class Explanation:
 def explain(
     subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, number: int
 ) -> Explanation:
-    """Explain one example."""
+    """Explain one example by all methods, and collect what the page shows of it.
+
+    ``known.asked`` is the number of the explained prediction, ``known.asking`` the query token.
+    """
     gridded = known.grid is not None
     with step(0, _STEPS):
         found = compare(
@@ -121,8 +124,8 @@ def explain(
     with step(2, _STEPS, "cuts"):
         cuts = cuts_of(subject, example, known, wanted.cuts)
     with step(3, _STEPS, "graph"):
-        strongest = (moved(each[known.asked].streams, known.asking) for each in answers.values())
-        moves = next(strongest, None)
+        each_moves = (moved(each[known.asked].streams, known.asking) for each in answers.values())
+        moves = next(each_moves, None)  # of the first method that has answers
         graph = graph_of(subject, example, known, wanted.graph, moves)
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {

@@ -67,6 +67,7 @@ function saidBy(method, asked, answer, against) {
     roles: Object.fromEntries([...names].map((name) => [name, role(name)])),
     output: one.output - other.output,
     bias: one.bias - other.bias,
+    references: one.references - other.references,
     streams: [one.streams, other.streams],
   };
 }
@@ -89,6 +90,11 @@ function wholeWords({ tokens, shards }, values) {
   return { names, sums };
 }
 
+/** The constants beside the tokens, by name: what a rule compares with stands apart from biases. */
+function constantsOf({ bias, references }) {
+  return references ? [['references', references], ['biases', bias - references]] : [['biases', bias]];
+}
+
 /** What relevance adds up to, in words. */
 function equation(view, shades, what) {
   if (view.whole) {
@@ -97,7 +103,7 @@ function equation(view, shades, what) {
   }
   const tokens = sumOf(shades);
   if (view.output === undefined) return `Its numbers sum to ${alike([tokens])[0]}.`;
-  const parts = [['tokens', tokens], ['biases', view.bias]];
+  const parts = [['tokens', tokens], ...constantsOf(view)];
   const rest = view.output - view.bias - tokens;
   // such as tokens that the model puts in front of the text
   if (Math.abs(rest) > 5e-3 * largestOf([tokens, view.bias, view.output])) parts.push(['other inputs', rest]);
@@ -131,7 +137,8 @@ function showStrongest(section, example, view, shades, what, astray) {
   const kind = example.shards.length ? 'word' : 'token';
   const sums = left > 0 ? [total(left === 1 ? `One other ${kind}` : `${left} other ${kind}s`, others)] : [];
   if (view.output !== undefined && !view.whole) {
-    sums.push(total('Biases', view.bias), total(`= ${what}`, view.output));
+    sums.push(...constantsOf(view).map(([name, value]) => total(name[0].toUpperCase() + name.slice(1), value)));
+    sums.push(total(`= ${what}`, view.output));
   }
   const table = section.querySelector('table');
   table.tBodies[0].replaceChildren(...best.map(row));
