@@ -115,7 +115,7 @@ def test_edges_are_those_of_the_matrices():
 @never_rounded()
 def test_whole_activations_have_the_parts_of_the_whole_decomposition():
     model, ids = mamba_lm().double(), token_ids(1, 6)
-    found = LatimFlow(model).decompose(ids, (-1, 3))
+    found = LatimFlow(model).decompose(ids, (-1, 3), rule="frozen")
     graph = attribution_graph(model, ids, (-1, 3), nodes=MIXERS, keep=None)
     assert close(graph, 1e-6)
     for depth, mixer in enumerate(found.mixers[:2], 1):

@@ -81,14 +81,14 @@ def test_the_words_of_a_text():
         ({"contrast": f"w{rival}"}, {"contrast": (-1, rival)}),
     ):
         if given:
-            visualizer.config = FilterConfig("LatimFlow", {"rule": "centered", **given})
+            visualizer.config = FilterConfig("LatimFlow", {"rule": "balanced", **given})
         shown = [outputs for _, outputs in visualizer.search(visualizer.view, again=True).examples]
         for example, label, (output, *_) in zip(ids.split(1), best, shown, strict=True):
             assert output.active_index == label
             target = (-1, label)
-            found = flow.decompose(example, target, rule="centered", **options)
+            found = flow.decompose(example, target, rule="balanced", **options)
             assert output.feature_outputs[0].base == [f"w{i}" for i in example[0].tolist()]
-            assert given or output.method == "What mattered? LatimFlow, rule centered"
+            assert given or output.method == "What mattered? LatimFlow, rule balanced"
             check_percents(output.feature_outputs[0].modified, found.tokens[0])
             end = max(float(x.abs().max()) for x in found.roles.values())
             assert set(output.roles) == set(found.roles)
