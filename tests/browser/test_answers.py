@@ -50,10 +50,11 @@ def test_the_first_screen_tells_the_story(wide: Page, example: dict[str, Any]) -
     assert 0 < strongest["top"] < strongest["bottom"] < 800
     flow = np.array(example["methods"][0]["values"])
     check(wide, flow, f"What adds to {example['explained']}")
-    said = re.fullmatch(r"tokens (\S+) \+ biases (\S+) = logit (\S+)", wide.text("#sum"))
+    sums = r"tokens (\S+) \+ references (\S+) \+ biases (\S+) = logit (\S+)"
+    said = re.fullmatch(sums, wide.text("#sum"))
     assert said is not None
-    tokens, biases, logit = map(number, said.groups())
-    assert tokens + biases == pytest.approx(logit, abs=0.15)
+    tokens, references, biases, logit = map(number, said.groups())
+    assert tokens + references + biases == pytest.approx(logit, abs=0.15)
     assert logit == pytest.approx(example["predictions"][example["asked"]]["logit"], abs=0.06)
     assert tokens == pytest.approx(float(flow.sum()), abs=0.06)
     listed = shown_numbers(wide)
@@ -68,7 +69,7 @@ def test_a_click_on_a_chip_explains_that_prediction(opened: Page, example: dict[
     assert "Of “lamp”, for which the page was made." in opened.text("#flow")
     # methods that were asked for one say so
     assert "asked" not in opened.text("#sum") and opened.count(".astray") == 1
-    opened.click("#methods label:nth-of-type(2)")
+    opened.click("#methods label:last-of-type")
     assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
 
 

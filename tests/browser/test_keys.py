@@ -82,6 +82,7 @@ REPORT = [
     Use("#layer", "End ArrowLeft", DRAWN),
     Use("#entering"),
     Use("#map-picture"),
+    Use("#lens"),
     Use("#numbers summary", "Enter", count("#numbers-table tr")),
     Use("#numbers-table"),
     Use("#help summary", "Enter", value("#help", "open")),
