@@ -150,6 +150,6 @@ class PooledBetween(nn.Module):
 def test_a_change_of_tokens_that_nothing_explains(mambavision: Any) -> None:
     model, pictures = PooledBetween(small_model(mambavision)).eval(), images(WHOLE)
     with pytest.raises(
-        InputError, match=r"'fine.* mixes 36 tokens and layer 'coarse.* 9, .*layers="
+        InputError, match=r"'fine.* mixes 36 tokens, but layer 'coarse.* mixes 9, .*layers="
     ):
         ImplicitAttentionRollout(model).attribute(pictures)
