@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,16 @@ def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module
             "contains blocks with mixers. Leave recompute out."
         )
     return found
+
+
+@contextmanager
+def in_place_of(blocks: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Call ``run(block, forward, *args)`` in place of each block's forward inside the ``with``."""
+    with ExitStack() as stack:
+        for block in blocks:
+            forward = functools.partial(run, block, of_this_thread(block, "forward"))
+            stack.enter_context(instead(block, "forward", forward))
+        yield
 
 
 def along_all_paths(
@@ -117,10 +127,7 @@ class Blocks:
     def watch(self, blocks: Mapping[nn.Module, str]) -> Iterator[None]:
         """Run blocks without a graph inside the ``with``; ``blocks`` maps blocks to names."""
         self._names = blocks
-        with ExitStack() as stack:
-            for block in blocks:
-                run = functools.partial(self._run, block, of_this_thread(block, "forward"))
-                stack.enter_context(instead(block, "forward", run))
+        with in_place_of(blocks, self._run):
             yield
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

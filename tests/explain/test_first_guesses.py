@@ -185,7 +185,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
     ),
     "attribute(ids.tolist())": lambda _: same(FLOW.attribute(IDS.tolist(), TARGET)),
     "attribute(ids.numpy())": lambda _: same(FLOW.attribute(IDS.numpy(), TARGET)),
-    "baselines=0": lambda _: not same(whole(baselines=0)),
+    "baselines=0": lambda _: same(whole(baselines=0, rule="frozen"), whole(rule="frozen")),
     "show_progress=True": lambda _: all(map(bars, (LatimFlow, MambaLRP, LatimNorm, EdgeEffects))),
     "decomposition.to_pandas()": lambda _: same(
         torch.tensor([[row["relevance"] for row in FLOW.decompose(IDS, TARGET).to_pandas()]])

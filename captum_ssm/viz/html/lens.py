@@ -6,8 +6,7 @@ and head read that block's residual stream (the logit lens, nostalgebraist 2020)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from ...attr.call.inputs import call_model
 from ...attr.call.targets import logits_of, target_index
 from ...errors import OptionError
-from ...linear.blocks import lists_of_blocks
+from ...linear.blocks import in_place_of, lists_of_blocks
 from ...tracing import find_mixers
-from ...tracing.changes import instead, of_this_thread
 from ...tracing.hooks import swapped, tensors_in
 from ..labels import spelled
 from .example import ShownExample, Subject
@@ -48,27 +46,17 @@ def predictions_by_block(
         return []
     calls: list[tuple[str, Any]] = []
     with torch.no_grad():
-        with _in_place_of(blocks, partial(_recorded, calls, blocks)):
+        with in_place_of(blocks, partial(_recorded, calls, blocks)):
             whole = _run(subject, example)
         outputs = []
         for name, returned in _spread(calls, _ENTRIES // whole.numel()):
-            with _in_place_of(blocks, partial(_the, returned)):
+            with in_place_of(blocks, partial(_the, returned)):
                 outputs.append((name, _run(subject, example)))
     index = target_index(known.target, whole)
     if len(outputs) < _LEAST or index is None or not torch.allclose(outputs[-1][1], whole):
         return []
     place = tuple(index[0, :-1].tolist())
     return [_said(subject, name, output, place, int(index[0, -1])) for name, output in outputs]
-
-
-@contextmanager
-def _in_place_of(blocks: Mapping[nn.Module, str], run: Any) -> Iterator[None]:
-    """Call ``run(block, forward, *args)`` in place of each block's forward inside the ``with``."""
-    with ExitStack() as stack:
-        for block in blocks:
-            forward = of_this_thread(block, "forward")
-            stack.enter_context(instead(block, "forward", partial(run, block, forward)))
-        yield
 
 
 def _recorded(
