@@ -214,7 +214,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session
 def speed(session: nox.Session) -> None:
-    """Linear costs are linear, gradients cost 16 maps at most, a GPU's script runs."""
+    """Linear costs are linear, gradients cost 8 maps at most, a GPU's script runs."""
     install(session, "-e", ".[test]")
     session.run("python", "-m", "benchmarks", "--check", env=ONE_THREAD)
     rehearsal = ("python", "-m", "benchmarks.gpu", "--rehearse")

@@ -8,20 +8,20 @@ length and at twice the length, and ``calls.csv``, its memory and its picture, w
 beside one forward and backward pass of the same model.  It needs a quarter of an hour of a quiet
 machine.
 
-The second measures small operators.  It fails if gradients of coefficients cost more than 12 times
-the map, or if a cost that should be linear in the length grows by more than 3.5 for twice the
-length: a kernel then forms pairs of tokens, or computes with numbers too small to be normal.  A
-quiet machine has at most 9 and 2.5; caches that overflow and other processes add to both.
+The second measures small operators, and fails if gradients of coefficients cost more than 8 times
+the map, or if a cost that should be linear in the length grows by more than 2.5 for twice the
+length: a kernel then forms pairs of tokens, or computes with numbers too small to be normal.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,20 @@ import torch
 
 from benchmarks import models
 from benchmarks.kinds import KINDS, QUADRATIC
-from benchmarks.measure import Cost, measure
+from benchmarks.measure import Cost, measure, processor_seconds
 from benchmarks.report import Row, markdown, write
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaAttribution, trace
 from captum_ssm.operators import Operator
 from captum_ssm.viz.figure import LINES, new_figure
 
 #: Gradients may cost so many times the map, and what is linear grow so much with the length.
-GRADIENTS, GROWTH = 12.0, 3.5
+GRADIENTS, GROWTH = 8.0, 2.5
 #: Lengths of the tables, and the length and channels of a head of the check.
 TOKENS, WIDTH = 1024, 64
 CHECKED_TOKENS, CHECKED_WIDTH = 512, 32
-#: A cost that seems too high is measured again: other processes can only add to it.
-ATTEMPTS = 4
+#: How often each is timed in the check.  What seems too much is measured again, each time after
+#: a longer pause of so many seconds: other processes can only add to it.
+ROUNDS, ATTEMPTS, PAUSE = 9, 5, 10
 ROWS = 16
 ONE = torch.ones(1, 1, 1, 1)
 #: Operations whose cost is linear in the length, and the one whose cost is its square.
@@ -135,34 +136,53 @@ def _operations(operator: Operator) -> dict[str, Callable[[], Any]]:
 
 def broken(kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
     """Print the small table; return the bounds that no attempt kept."""
-    best: dict[tuple[str, str, int], float] = {}
-    lengths = (CHECKED_TOKENS, 2 * CHECKED_TOKENS)
+    least: dict[tuple[str, str], tuple[float, float]] = {}
     left = list(kinds)
-    for _ in range(ATTEMPTS):
-        for kind, tokens in product(left, lengths):
-            for operation, cost in _costs(kind, LINEAR, tokens, CHECKED_WIDTH).items():
-                key = kind, operation, tokens
-                best[key] = min(cost.seconds, best.get(key, cost.seconds))
-        lines = dict(_judged(best))
-        faults = [key for key, line in lines.items() if line.endswith("BROKEN")]
+    for attempt in range(ATTEMPTS):
+        time.sleep(PAUSE * attempt)
+        for kind in left:
+            for operation, (times, growth) in _ratios(kind).items():
+                most = least.get((kind, operation), (times, growth))
+                least[kind, operation] = min(times, most[0]), min(growth, most[1])
+        faults = [key for key, ratios in least.items() if _too_much(key, *ratios)]
         left = list(dict.fromkeys(kind for kind, _ in faults))
         if not left:
             break
-    print("\n".join(lines.values()))
+    lines = {
+        (
+            kind,
+            operation,
+        ): f"{kind}, {operation}: {times:.2f} times apply, twice as long {growth:.2f}"
+        for (kind, operation), (times, growth) in least.items()
+    }
+    for key, line in lines.items():
+        print(line + " BROKEN" * (key in faults))
     return [lines[key] for key in faults]
 
 
-def _judged(best: Mapping[tuple[str, str, int], float]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Compare the fastest times with each other: a line for each operation of a kind."""
-    for kind, operation, tokens in best:
-        if tokens == CHECKED_TOKENS:
-            seconds = best[kind, operation, 2 * tokens]
-            times = seconds / best[kind, "apply", 2 * tokens]
-            growth = seconds / best[kind, operation, tokens]
-            most = GROWTH**2 if kind in QUADRATIC else GROWTH
-            fault = growth > most or (operation == "gradients" and times > GRADIENTS)
-            line = f"{kind}, {operation}: {times:.2f} times apply, twice as long {growth:.2f}"
-            yield (kind, operation), line + " BROKEN" * fault
+def _ratios(kind: str) -> dict[str, tuple[float, float]]:
+    """For each operation: how many times apply it takes, and how many times half the length.
+
+    All that is compared takes turns: other processes then slow it down alike.
+    """
+    torch.manual_seed(0)
+    lengths = (CHECKED_TOKENS, 2 * CHECKED_TOKENS)
+    short, long = (_operations(KINDS[kind](tokens, CHECKED_WIDTH)) for tokens in lengths)
+    found = {}
+    for operation in (name for name in LINEAR if name in long):
+        turns = (long[operation], long["apply"], short[operation])
+        rounds = [[processor_seconds(call) for call in turns] for _ in range(1 + ROUNDS)][1:]
+        times, growth = (
+            statistics.median(first / each[number] for first, *each in rounds) for number in (0, 1)
+        )
+        found[operation] = times, growth
+    return found
+
+
+def _too_much(key: tuple[str, str], times: float, growth: float) -> bool:
+    kind, operation = key
+    most = GROWTH**2 if kind in QUADRATIC else GROWTH
+    return growth > most or (operation == "gradients" and times > GRADIENTS)
 
 
 # --- calls -----------------------------------------------------------------------------------

@@ -63,12 +63,17 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     return Cost(seconds, own_seconds, memory, found[0])
 
 
+def processor_seconds(call: Callable[[], Any]) -> float:
+    """What one call takes of this process, whoever else has the processor meanwhile."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
 def _times(call: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of a call, and those of the processor that are not the system's."""
     own = os.times().user
-    start = time.process_time()
-    call()
-    return time.process_time() - start, os.times().user - own
+    return processor_seconds(call), os.times().user - own
 
 
 def versions(*packages: str) -> dict[str, str]:
