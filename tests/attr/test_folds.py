@@ -199,7 +199,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), ROWS, ids=shown)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * bool(i % 4)) for i, row in enumerate(ROWS)],
+    ids=shown,
+)
 def test_rows(method: Any, options: dict[str, Any]) -> None:
     model, ids = mamba_lm().double(), token_ids(2, 9)
     run = Run(model, ids, select=lambda logits: logits[:, 6, 4])

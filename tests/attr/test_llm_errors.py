@@ -144,6 +144,7 @@ def test_models_that_read_both_ways(make, options):
     check(lambda: explain.attribute([3, 4, 5], [4, 3, 5], **options), ValueError, fragments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spans", [None, "token"])
 def test_what_fourier_transforms_leave_is_no_reading(spans):
     model = HyenaDNA(d_model=6, n_layer=2, l_max=96, filter_order=5).eval()

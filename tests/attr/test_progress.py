@@ -22,6 +22,7 @@ def states(text: str) -> list[tuple[str, int, str]]:
     return [(name, int(share), label.strip()) for name, share, label in found]
 
 
+@pytest.mark.slow
 def test_a_report_has_one_bar_that_names_every_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

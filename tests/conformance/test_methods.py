@@ -13,7 +13,6 @@ from zoo.small import falcon_lm
 
 from captum_ssm import (
     ImplicitAttention,
-    ImplicitAttentionRollout,
     LatimALTI,
     LatimFlow,
     LatimNorm,
@@ -46,12 +45,12 @@ def check(method: Any, **given: Any) -> None:
     check_method(method, options=_DEFAULTS if method is LatimFlow else None, **given)
 
 
-@named(METHODS, quick=(LatimFlow, ImplicitAttentionRollout))
+@named(METHODS, quick=(LatimFlow,))
 def test_promises_of_captum(method: Any) -> None:
     check(method, clauses=QUICK)
 
 
-@named([LatimFlow, ImplicitAttention, LatimNorm], quick=(LatimFlow, LatimNorm))
+@named([LatimFlow, ImplicitAttention, LatimNorm], quick=(LatimFlow,))
 def test_options_on_padded_batches(method: Any) -> None:
     check(method, clauses=["padding"], kinds=["ids"])
 

@@ -33,9 +33,9 @@ def mamba() -> Any:
 
 
 @pytest.mark.parametrize(("make", "recompute", "rule"), [
-    (hybrid, False, "frozen"),
+    (mamba, False, "frozen"),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (mamba, True, "frozen"), (hybrid, True, "frozen"),
+        (mamba, True, "frozen"), (hybrid, False, "frozen"), (hybrid, True, "frozen"),
         (mamba, False, "centered"), (hybrid, True, "centered"),
     )),
 ])  # fmt: skip

@@ -22,7 +22,7 @@ from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 
 RULES = ("frozen", "half", "centered", "balanced")
-QUICK = ("mamba_ssm", "zamba with attention", "rwkv7")
+QUICK = ("mamba_ssm",)
 
 
 def make(name: str, monkeypatch: pytest.MonkeyPatch) -> Case:

@@ -37,7 +37,7 @@ MODELS = (
     *("nemotron_h", "zamba with attention", "zamba2", "bamba", "granitemoehybrid"),
     *("olmo_hybrid", "kimi_linear"),
 )
-QUICK = ("mamba", "qwen3_next", "llama with attention")
+QUICK = ("mamba", "llama with attention")
 RULES: tuple[Rule, ...] = ("frozen", "half", "equal", "centered", "balanced")
 TOKENS, TARGET = 9, (-1, 3)
 

@@ -119,7 +119,7 @@ def masks(name: str) -> list[Tensor | None]:
     return [None] if name in (*attention.IMAGES, *PACKAGE) else [None, MASK]
 
 
-@pytest.mark.parametrize("name", slow_but(("mamba", "gpt_neox"), TRANSFORMERS))
+@pytest.mark.parametrize("name", slow_but(("mamba",), TRANSFORMERS))
 def test_read_as_by_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     explained = Explained(TRANSFORMERS[name](monkeypatch), monkeypatch)
     for rule in RULES:
@@ -144,7 +144,7 @@ def of_fla(name: str, patch: pytest.MonkeyPatch) -> Any:
     return fla_cpu.install(patch).model(name, norm_eps=0.05, **fla_references.MODELS.get(name, {}))
 
 
-@pytest.mark.parametrize("name", slow_but(("GLA", "HGRN"), (*FLA, *FOR_CONTENT)))
+@pytest.mark.parametrize("name", slow_but(("GLA",), (*FLA, *FOR_CONTENT)))
 def test_read_in_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     explained = Explained(of_fla(name, monkeypatch), monkeypatch)
     for rule in RULES:
@@ -270,7 +270,7 @@ def held() -> int:
     return sum(type(x) in (Core, Reading, Blocks, Network) for x in gc.get_objects())
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", slow_but((False,), (False, True)))
 def test_nothing_is_left_of_a_call(again: bool) -> None:
     model = attention.attention_model("gpt_neox")
     explain = LatimFlow(model, rule="centered", recompute=again)

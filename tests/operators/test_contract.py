@@ -19,8 +19,7 @@ from captum_ssm.operators import Operator, Shape
 #: Those that plain pytest tries; all kinds are drawn by the slow tests.
 QUICK = [
     *("diagonal", "conv both ways", "long conv", "permute", "given", "softmax", "running sum"),
-    *("scalar decay of groups", "delta rule, decay of channels", "scan", "elementwise", "wkv"),
-    *("sum", "windows", "long conv in gates"),
+    *("scalar decay of groups", "scan", "elementwise", "sum", "windows", "long conv in gates"),
 ]
 #: Chunks and tiles end at powers of two; the first length crosses the border of a chunk.
 LENGTHS = st.sampled_from([66, 1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 97, 130])

@@ -15,8 +15,8 @@ from helpers.marks import slow_but
 from zoo.language import byte_tokenizer
 from zoo.small import mamba_lm
 
-#: Pages that plain pytest runs.
-QUICK = ("README.md", "docs/quickstart.md")
+#: The page that plain pytest runs.
+QUICK = ("README.md",)
 
 
 #: The model that README.md loads. Tests load a random model of the same class.

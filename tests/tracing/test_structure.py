@@ -118,7 +118,7 @@ def one_of_another(x: Tensor) -> Tensor:
     [
         pytest.param(lambda x: x + x[:, :1], range(4, 40), marks=pytest.mark.slow),
         (lambda x: x + x[:, -1:], range(4, 40)),
-        (one_of_another, range(4, 33)),
+        pytest.param(one_of_another, range(4, 33), marks=pytest.mark.slow),
     ],
     ids=["the first token is in all", "the last token is in all", "one token is in another"],
 )

@@ -69,7 +69,8 @@ def padded(examples: int, tokens: int, *hidden: slice) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("padding", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [False, True])
 def test_numbers_are_those_of_each_example_alone(path: Path, padding: bool) -> None:
     """Of a language model, and of a classifier whose examples are padded on either side."""
     model = classifier("mean") if padding else mamba_lm()
