@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -290,11 +291,11 @@ def with_rules(
 
 
 def method_named(name: str, argument: str) -> type[Attribution]:
-    """Return the class of a method of this package or of Captum.
+    """Return the class of a method of this package, of Captum, or of an installed package.
 
     Args:
-        name: the class name, or the name that Captum shows. Case, spaces, dashes and underscores
-            are ignored.
+        name: the class name, the name that Captum shows, or an entry point of an installed package
+            for ``captum_ssm.methods``. Case, spaces, dashes and underscores are ignored.
         argument: the name of the user's argument, for the error.
 
     Example:
@@ -302,11 +303,16 @@ def method_named(name: str, argument: str) -> type[Attribution]:
         >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]
         ['LatimFlow', 'InputXGradient']
     """
-    known = {each.__name__: each for each in OFFERED}
+    known: dict[str, Any] = {each.__name__: each for each in OFFERED}
     found = known_as(name, known)
+    if found is None:
+        known |= {each.name: each for each in entry_points(group="captum_ssm.methods")}
+        found = known_as(name, known)
     if found is None:
         raise OptionError(
             f"{argument} contains {name!r}, which is not a method.{meant(name, known)} Pass one of "
             f"{', '.join(known)}."
         )
-    return known[found]
+    chosen = known[found]
+    method: type[Attribution] = chosen if isinstance(chosen, type) else chosen.load()
+    return method

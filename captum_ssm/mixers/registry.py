@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 
 from torch import nn
 
@@ -16,7 +19,8 @@ from .likeness import nearest, parts_of
 from .table import ADAPTERS, BUILT_IN, Architecture, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
-
+#: Entry points of installed packages: functions without arguments that call register_mixer().
+ENTRY_POINTS = "captum_ssm.mixers"
 
 _architectures = {architecture.class_path: architecture for architecture in BUILT_IN}
 _adapters: dict[str, Linearize | str] = {**ADAPTERS}
@@ -128,6 +132,7 @@ def supported_architectures() -> list[Architecture]:
         >>> supported_architectures()[0].class_path
         'transformers.models.mamba.modeling_mamba.MambaMixer'
     """
+    _register_installed()
     return list(_architectures.values())
 
 
@@ -137,6 +142,7 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     Remote code of a model on the Hugging Face Hub is often a copy of a supported class.  A class
     there with the same name and parts uses the same adapter, and its operator is checked as usual.
     """
+    _register_installed()
     for cls in type(module).__mro__:
         path = class_path(cls)
         adapter = _adapters.get(path)
@@ -150,6 +156,25 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
                 own = replace(_architectures[same[0]], class_path=path, like=same[0])
                 return own, _load(_adapters[same[0]])
     return None
+
+
+@functools.cache
+def _installed() -> list[EntryPoint]:
+    return list(entry_points(group=ENTRY_POINTS))
+
+
+def _register_installed() -> None:
+    """Call the functions that installed packages name for :data:`ENTRY_POINTS`, once each."""
+    while _installed():
+        entry = _installed().pop()
+        try:
+            entry.load()()
+        except Exception as error:
+            warnings.warn(
+                f"The entry point {entry.name} = {entry.value} of {ENTRY_POINTS} registered no "
+                f"mixer: {error!r}. Update or uninstall the package that declares it.",
+                stacklevel=2,
+            )
 
 
 def is_own(cls: type) -> bool:

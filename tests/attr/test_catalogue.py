@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.entry_points import declare
 from zoo.small import VOCABULARY, mamba_lm
 
 import captum_ssm
 from captum_ssm import LatimFlow, LatimLogit, LatimNorm, MambaLRP
-from captum_ssm.attr.catalogue import DEFAULT, METHODS, Entry
+from captum_ssm.attr.catalogue import DEFAULT, METHODS, Entry, method_named
 from captum_ssm.attr.engine.method import SSMAttribution
+from captum_ssm.errors import OptionError
 from captum_ssm.testing.options import OPTIONS, Values
 
 LIMITS = {"discard_ratio": (0.0, 0.999), "start_layer": (0, None)}
@@ -56,3 +59,10 @@ def test_contributions_are_multiplied_by_the_input(method: Any) -> None:
     if method is not LatimLogit:  # its map of the earlier layers has shares for every token
         assert not relevance[silent].any()
     assert relevance[~silent].all()
+
+
+def test_methods_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="is not a method"):
+        method_named("own_flow", "methods")
+    declare(tmp_path, monkeypatch, "captum_ssm.methods", "OwnFlow = captum_ssm:LatimFlow")
+    assert method_named("own_flow", "methods") is LatimFlow

@@ -6,12 +6,14 @@ import functools
 import re
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 import torch
 from helpers.contract import check, record
+from helpers.entry_points import declare
 from helpers.rules import frozen_flow
 from oracles import relative_error
 from torch import Tensor, nn
@@ -32,6 +34,35 @@ from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
 from captum_ssm.mixers import Call, LinearMixer, registry
 from captum_ssm.mixers.table import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
+
+
+@pytest.fixture
+def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Install a package whose code registers mixers."""
+
+    def install(code: str) -> None:
+        declare(tmp_path, monkeypatch, registry.ENTRY_POINTS, "own = declaring:register", code)
+        registry._installed.cache_clear()
+
+    return install
+
+
+def test_installed_packages_register_their_mixers(declared: Callable[[str], None]) -> None:
+    declared("""
+import captum_ssm
+
+def register():
+    captum_ssm.register_mixer("declaring.Mixer", lambda module, call: None, family="Declared")
+""")
+    assert supported_architectures()[-1].family == "Declared"
+    del registry._architectures["declaring.Mixer"], registry._adapters["declaring.Mixer"]
+    assert supported_architectures()[-1].family != "Declared"  # called once
+
+
+def test_a_broken_package_is_named(declared: Callable[[str], None]) -> None:
+    declared("raise OSError('no such file')")
+    with pytest.warns(UserWarning, match=r"own = declaring:register.*no such file.*uninstall"):
+        assert supported_architectures()
 
 
 class Shift(nn.Module):

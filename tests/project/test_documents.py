@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,11 @@ def test_python_blocks_run(
 def test_links_of_pages_that_sphinx_does_not_read_lead_to_files() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         assert [link for link in links(page) if not (ROOT / link).exists()] == []
+
+
+def test_the_description_of_the_distribution_has_absolute_links() -> None:
+    links = re.findall(r"\]\(([^)]*)\)", metadata("captum_ssm").json["description"])
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)
 
 
 def test_the_files_to_read_first_have_the_named_parts() -> None:
