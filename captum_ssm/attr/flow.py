@@ -191,16 +191,15 @@ class LatimFlow(FlowMethod):
                 against all other entries, and ``"all"`` the log-probability. Default: None.
             rule: the rule that divides a mixer's output among its factors. ``"frozen"``: all to the
                 content (the values that the mixer moves). ``"half"``: equally to content and
-                gates, as in layer-wise relevance propagation. ``"equal"``: also to keys and
-                queries. ``"centered"``: also to steps, and to keys and queries by their excess
-                over the average so far. ``"balanced"``: the gradient, whole for content and half
-                for all other factors. Default: None, ``"balanced"`` for LatimFlow, and ``"half"``
-                for MambaLRP.
+                gates, as in layer-wise relevance propagation. ``"centered"``: also to steps, and to
+                keys and queries by their excess over the average so far. ``"balanced"``: the
+                gradient, whole for content and half for all other factors. Default: None,
+                ``"balanced"`` for LatimFlow, and ``"half"`` for MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
                 unpadded tokens or pixels. For several inputs, a tuple. Default: None, which is
-                ``"mean"`` for the first input with ``"equal"``, ``"centered"`` and ``"balanced"``
-                in calls without a cache, and 0 otherwise.
+                ``"mean"`` for the first input with ``"centered"`` and ``"balanced"`` in calls
+                without a cache, and 0 otherwise.
             zero_bias: explain the network without biases, class tokens and other constants, so that
                 relevance sums to the output of this network. Default: False.
             per_token: return one number per token, (B, L), or for images per patch, (B, h, w).

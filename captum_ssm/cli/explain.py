@@ -33,7 +33,7 @@ Examples:
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, repeated here so that the command's help does not import torch.
-_RULES = ("frozen", "half", "equal", "centered", "balanced")
+_RULES = ("frozen", "half", "centered", "balanced")
 #: The values of ``--spans``, repeated here for the same reason.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that have no effect on answers, and are refused.

@@ -30,11 +30,10 @@ from ..operators.coefficients import (
 from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
-#: ``"frozen"``: only content. ``"half"``: content and gates equally. ``"equal"``: content, gates,
-#: keys and queries equally. ``"centered"``: these and steps; for keys and queries the difference
-#: from their mean so far counts. ``"balanced"``: the gradient itself, in full for content and half
-#: for all other roles.
-Rule = Literal["frozen", "half", "equal", "centered", "balanced"]
+#: ``"frozen"``: only content. ``"half"``: content and gates equally. ``"centered"``: also keys,
+#: queries and steps; for keys and queries the difference from their mean so far counts.
+#: ``"balanced"``: the gradient itself, in full for content and half for all other roles.
+Rule = Literal["frozen", "half", "centered", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ _BESIDE_CONTENT: tuple[Role, ...] = ("gate", "key", "query", "step")
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
     "frozen": {"content": _ALL},
     "half": {"content": _ALL, "gate": _ALL},
-    "equal": {"content": _ALL, "gate": _ALL, "key": _ALL, "query": _ALL},
     "centered": {
         "content": _ALL,
         "gate": _ALL,

@@ -93,7 +93,7 @@ OPTIONS: dict[str, Values] = {
     "contrast": Values(("mean", "others", "all", "runner-up", OTHER), (None,), (
         "nonsense", "", 1.5, 99, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99),
     )),
-    "rule": Values(("frozen", "half", "equal", "centered", "balanced"), (None,), _NAMES),
+    "rule": Values(("frozen", "half", "centered", "balanced"), (None,), _NAMES),
     "baselines": Values(("mean", 0.5, BASELINES), (None,), (
         "a", "", True, _NAN, float("inf"), [[1], [2, 3]], {"a": 1}, torch.ones(7, 3),
     )),

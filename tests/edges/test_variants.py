@@ -16,7 +16,7 @@ from captum_ssm.edges import mutagenesis
 from captum_ssm.errors import GradientModeError, InputError, OptionError
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot
 
-RULES = ("frozen", "half", "equal", "centered", "balanced")
+RULES = ("frozen", "half", "centered", "balanced")
 
 
 def caduceus() -> Any:

@@ -140,7 +140,7 @@ def test_the_head_is_what_the_whole_method_explains() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centered", "balanced"])
+@pytest.mark.parametrize("rule", ["frozen", "half", "centered", "balanced"])
 def test_rules_and_baselines(rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
     explain, other = NeuronLatimFlow(model, BLOCK), token_ids()

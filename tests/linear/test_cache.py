@@ -38,7 +38,7 @@ MODELS = (
     *("olmo_hybrid", "kimi_linear"),
 )
 QUICK = ("mamba", "llama with attention")
-RULES: tuple[Rule, ...] = ("frozen", "half", "equal", "centered", "balanced")
+RULES: tuple[Rule, ...] = ("frozen", "half", "centered", "balanced")
 TOKENS, TARGET = 9, (-1, 3)
 
 

@@ -23,7 +23,7 @@ from captum_ssm.linear.network import Network
 from captum_ssm.linear.reading import Reading
 
 Make = Callable[[pytest.MonkeyPatch], Any]
-RULES = ("frozen", "half", "equal", "centered", "balanced")
+RULES = ("frozen", "half", "centered", "balanced")
 
 
 def of_mamba_ssm(fused: bool, **options: Any) -> Make:

@@ -29,7 +29,7 @@ from captum_ssm.operators.reorder import Permute, Windowed, Windows
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS = 11
 RULES = tuple(FAMILY)
-DIVIDING = ("equal", "centered", "balanced")
+DIVIDING = ("centered", "balanced")
 
 
 class Alone(nn.Module):
@@ -143,9 +143,7 @@ def test_relevance_is_that_of_the_averaged_function(
         assert_same(found, by_hand.divided(*factors, entering, seed, rule))
 
 
-@pytest.mark.parametrize(
-    ("side", "rule"), [("left", "centered"), ("right", "equal"), ("right", "balanced")]
-)
+@pytest.mark.parametrize(("side", "rule"), [("left", "centered"), ("right", "balanced")])
 @pytest.mark.parametrize("name", MASKED)
 def test_padding_changes_nothing(
     name: str, side: str, rule: str, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +205,7 @@ def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: st
     plain, of_gate = torch.autograd.grad(
         with_all, leaves, seed, retain_graph=True, materialize_grads=True
     )
-    assert torch.equal(plain, torch.zeros_like(plain)) == (rule == "equal")
+    assert plain.any()
     masked = gradients(ahead, turned=False)[2]
     assert (oracles.relative_error(masked, of_gate) > 1e-3) == (rule == "centered")
 

@@ -23,10 +23,6 @@ from . import token_loops
 DIVIDED = {
     "frozen": {"content": ("zero", 1.0)},
     "half": {"content": ("zero", 1.0), "gate": ("zero", 1.0)},
-    "equal": {
-        **{role: ("zero", 1.0) for role in ("content", "gate", "key", "query")},
-        "sigmoid gate": ("one half", 1.0),
-    },
     "centered": {
         "content": ("zero", 1.0), "gate": ("zero", 1.0), "sigmoid gate": ("one half", 1.0),
         "key": ("mean", 0.5), "query": ("mean", 0.5), "step": ("own", 0.5),

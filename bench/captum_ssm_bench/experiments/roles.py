@@ -41,7 +41,7 @@ CHANCE = Cell("any token")
 #: their kinds: where it is not, the model does not go by them.
 LOST = Cell("answer lost without them")
 #: The rules that are compared, the first as a check: it leaves all to content.
-RULES = ("frozen", "equal", "centered")
+RULES = ("frozen", "centered")
 
 
 @dataclass(frozen=True)
