@@ -21,8 +21,8 @@ DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
                                         ut_transform     ut_transform    ut_transform
 =====================  ===============  ===============  ==============  ======================
 
-Matrices are per head; gradients are with respect to coefficients and values.  Rows of single
-positions are adjoints of unit vectors.  VectorDecayHeads uses odd_even for few vectors.  Strips of
+Matrices are per head; gradients are with respect to coefficients and values.  A row at one position
+is the adjoint of a unit vector.  VectorDecayHeads uses odd_even for few vectors.  Strips of
 ScalarDecayHeads and VectorDecayHeads use pivot_tree if the factors are equal for all channels of a
 head, and chunk_tree otherwise.  If a DeltaRule has a decay for each key channel, its gradients use
 attention_backward instead of within_chunk.
@@ -31,25 +31,25 @@ On a GPU a launch per token would cost more than the token's arithmetic.  There 
 token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading.  Without Triton, a GPU
 runs odd_even, and chunks for many vectors.  The mixers' projections by weights in bfloat16 use
 wide_products on a GPU.  Other operators need none of these kernels: diagonals and short
-convolutions are bands, long convolutions use fast Fourier transforms, and explicit matrices matrix
-products.
+convolutions are bands, long convolutions use fast Fourier transforms, and explicit matrices use
+matrix products.
 
 Names of the algorithms; each module cites a reference and names a naive version in tests/oracles:
 
 =====================  ====================================================================
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
-fused_scan             token_loop in one launch: prefix computations of runs of tokens, on a GPU
+fused_scan             token_loop in one GPU launch: prefix computations over runs of tokens
 fused_fading           first-order linear recurrences in one launch, on a GPU
-wide_products          float32 as a sum of two numbers of bfloat16, on a GPU
+wide_products          float32 vectors times bfloat16 weights, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums of such products
 ut_transform           the UT/WY transform of products of Householder-like updates
 chunk_tree             assembly of hierarchically semiseparable matrices from chunks
 pivot_tree             assembly of semiseparable matrices from blocks of low rank
-pivot_strip            rows of semiseparable matrices by the state at a pivot
-scan_backward          Mamba's scan whose backward computes the states again, by chunks
-attention_backward     gradients of linear attention whose decays differ by channel
+pivot_strip            rows of semiseparable matrices from the state at one token, the pivot
+scan_backward          Mamba's scan with a backward that recomputes states chunk by chunk
+attention_backward     gradients of linear attention with a decay for each channel
 =====================  ====================================================================
 
 All share :mod:`.arithmetic`, :mod:`.truths` (checks whose results are read from a GPU together),

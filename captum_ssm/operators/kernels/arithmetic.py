@@ -1,7 +1,7 @@
-"""Arithmetic that is faster than torch's own, and the contexts in which linear maps run.
+"""Fast exponentials and products, and the contexts in which linear maps run.
 
 All kernels share these: exponentials, products with few columns, sums, reused memory, linear maps
-with an explicit adjoint, and one scan of logarithms.
+with an explicit adjoint, and a scan over logarithms of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.overrides import (
 )
 
 # --- exponentials as powers of two -------------------------------------------------------------
-# On a CPU torch computes exp of a large tensor by a library that is several times slower than
+# On a CPU torch computes exp of a large tensor with a library that is several times slower than
 # torch's exp2, and ten times slower again if results underflow.  On a GPU exp is one launch.
 
 #: exp(x) is 2 ** (BINARY * x).
@@ -60,7 +60,7 @@ def doubled(x: Tensor) -> Tensor:
 
 # --- products and sums -------------------------------------------------------------------------
 
-#: With at least this number of columns, transposing the product saves no time.
+#: Number of columns from which transposing a product saves no time.
 _THIN = 16
 
 
@@ -132,15 +132,15 @@ def underflow_flushed() -> Iterator[None]:
 
 
 def _is_flushed() -> bool:
-    """Return True if the thread already flushes denormals, which torch has no function to read."""
+    """Return True if this thread flushes denormals; torch has no function to ask for this."""
     tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return not tiny.mul_(0.5).item()
 
 
 def unseen() -> Any:
-    """Return a context in which torch calls no ``__torch_function__``, for loops of small steps.
+    """Return a context without calls of ``__torch_function__``, which slow loops of small steps.
 
-    Neither torch's modes nor tensor subclasses, such as quantized weights, intercept calls there.
+    Neither torch's modes nor tensor subclasses, such as quantized weights, intercept calls in it.
     """
     return torch._C.DisableTorchFunction()
 
@@ -168,7 +168,7 @@ def unseen_by(mode: TorchFunctionMode | None) -> Iterator[None]:
 
 
 def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
-    """Keep the lowest ``depth`` modes of torch's stack, and replace the modes above by others."""
+    """Keep the lowest ``depth`` modes of torch's mode stack, and push ``modes`` on top of them."""
     while len(_get_current_function_mode_stack()) > depth:  # type: ignore[no-untyped-call]
         _pop_mode()  # type: ignore[no-untyped-call]
     for mode in modes:
@@ -194,7 +194,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """Return forward(x); its gradient is computed by ``adjoint`` instead of autograd."""
+    """Return forward(x); autograd then uses ``adjoint`` as the derivative of ``forward``."""
     if x.requires_grad and torch.is_grad_enabled():
         out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
         return out
@@ -216,7 +216,7 @@ class _LinearMap(torch.autograd.Function):
         return linear_map(grads[0], *ctx.maps), None, None
 
 
-# --- a scan of logarithms ----------------------------------------------------------------------
+# --- a scan over logarithms --------------------------------------------------------------------
 
 
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
-    """Return :func:`fading_log_sums` by one cumulative logsumexp, in a few launches on a GPU.
+    """Return :func:`fading_log_sums` from one cumulative logsumexp, in a few launches on a GPU.
 
     It subtracts t log_decay from the score of token t.  These numbers grow with the number of
     tokens, too large for float32, so callers pass float64.

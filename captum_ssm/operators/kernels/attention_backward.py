@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens of a chunk, a power of two.
+#: Number of tokens in a chunk, a power of two.
 _TOKENS = 32
 
 
@@ -49,7 +49,7 @@ def gradients(
     outer: Sequence[Tensor],
     bonus: Tensor | None = None,
 ) -> Gradients:
-    """Return gradients of all inputs of linear attention with decays.
+    """Return the gradients of q, k, v and log_decay in linear attention with decays.
 
     Args:
         queries: R query tensors, each (B, L, H, N).
@@ -107,7 +107,10 @@ def attend(
 def _by_halves(
     decay: Tensor, query: Tensor, key: Tensor, own: Tensor, late: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return matrices, reads, writes and total decays of runs of T tokens, T a power of two.
+    """Return the matrix M of each run of T tokens, and the reads and writes at the run's ends.
+
+    M[i, j] = query[i] . (product of decay[t] over j < t <= i) key[j] for j < i.  Runs of 1, 2, 4,
+    ... tokens are joined in pairs, so T is a power of two.
 
     Args:
         decay: decays of each token (..., T, 1, N or 1), at most 1.
@@ -117,8 +120,9 @@ def _by_halves(
         late: whether a query reads the state before its own token is added.
 
     Returns:
-        The matrices (..., T R, T W); queries with all decays from the run's start (..., T R, N);
-        keys with all later decays (..., T W, N); the products of all decays (..., 1, N or 1).
+        M (..., T R, T W); reads, the queries times all decays from the run's start (..., T R, N);
+        writes, the keys times all later decays (..., T W, N); and the products of all decays
+        (..., 1, N or 1).
     """
     within, reads, writes, total = own, query if late else query * decay, key, decay
     while total.shape[-3] > 1:  # runs
@@ -132,7 +136,7 @@ def _by_halves(
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split runs (..., runs, rows, columns) into the first and the second of each pair."""
+    """Split runs (..., runs, rows, columns) in pairs; return the first runs and the second runs."""
     first, second = torch.unflatten(x, -3, (-1, 2)).unbind(-3)
     return first, second
 
@@ -173,7 +177,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _least(x: Tensor) -> float:
-    """Return the smallest number that is not set to zero, 8e-25 in float32.
+    """Return the magnitude below which :func:`_scaled` returns zero, 8e-25 in float32.
 
     Products of smaller numbers can be denormal, and CPUs are slow with denormal numbers.
     """
@@ -182,13 +186,13 @@ def _least(x: Tensor) -> float:
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """Return ``x`` times a factor at most 1; if ``fades``, set too small numbers to zero."""
+    """Return x * factor, with zero for numbers below :func:`_least` if ``fades``."""
     out = x * factor
     return F.hardshrink(out, _least(x)) if fades else out
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return rows @ columns.mT, by sums for matrices of one or two entries, which is faster."""
+    """Return rows @ columns.mT; a sum is faster for results of one or two entries."""
     if rows.shape[-2] * columns.shape[-2] <= 2:
         return (rows[..., :, None, :] * columns[..., None, :, :]).sum(-1)
     return rows @ columns.mT

@@ -27,14 +27,14 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
 
 
 def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
-    """Return slices of the input tokens at a lag, and of the output tokens that use them."""
+    """Return slices of all t - lag and of all t for which both are in 0 .. tokens - 1."""
     count = max(0, tokens - abs(lag))
     first = max(0, -lag)
     return slice(first, first + count), slice(first + lag, first + lag + count)
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """Return the product conv . band; ``taps`` maps lags to weights (H, P) or (L, H, P)."""
+    """Return a short convolution times ``band``; ``taps`` has its weights by lag, ([L,] H, P)."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

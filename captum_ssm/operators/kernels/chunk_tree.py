@@ -35,7 +35,7 @@ _TILE_ELEMENTS = 2**18
 
 
 class _Span(NamedTuple):
-    """Neighboring tokens, with reads of the state before them, writes to the state after them."""
+    """A run of tokens: reads of the state before it, and writes to the state after it."""
 
     tokens: slice
     reads: Tensor
@@ -50,7 +50,7 @@ WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
 def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
-    """Return all chunks up to the last row, such that a chunk begins at the first row.
+    """Return chunks of all tokens up to the last row; one of the chunks begins at the first row.
 
     Args:
         chunk_of: function that computes the chunks of some tokens.
@@ -62,7 +62,7 @@ def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """Return the chunk with reads and writes per head, multiplied by the factors ``faded``."""
+    """Multiply ``faded`` into the chunk's reads and writes, which become per head."""
     if chunk.faded is None:
         return chunk
     heads = chunk.within.shape[1]
@@ -73,10 +73,10 @@ def _by_head(chunk: Chunk) -> Chunk:
     return chunk._replace(reads=reads, writes=writes, faded=None)
 
 
-def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
-    """Return the chunks, up to the last row, of matrices of products of decays (B, L, H).
+def _decay_chunks(decay: Tensor, rows: range) -> list[Chunk]:
+    """Return the chunks of alpha[i, j] = product of decay[t] over j < t <= i, up to the last row.
 
-    Above the diagonal their matrices contain arbitrary numbers of at most 1. Do not write to them.
+    Above the diagonal the matrices contain arbitrary numbers of at most 1. Do not write to them.
     """
 
     def chunk(part: slice, length: int) -> Chunk:
@@ -87,7 +87,7 @@ def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
 
 
 def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
-    """Return the chunk times row and column factors of all tokens, each (B, H, L, 1)."""
+    """Return the chunk of left[i] alpha[i, j] right[j], for factors (B, H, L, 1) of all tokens."""
     left, right = (
         torch.unflatten(x[:, :, chunk.tokens], 2, chunk.within.shape[2:4]) for x in (left, right)
     )
@@ -104,17 +104,17 @@ def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
     def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         out[..., rows, columns] = reads @ writes.mT
 
-    for at, within, _ in _each(chunks):
+    for at, within, _ in _single_chunks(chunks):
         out[..., at, at] = within
     _write_tiles(chunks, 0, write)
     return out
 
 
 def decay_matrices(decay: Tensor) -> Tensor:
-    """Return (B, H, L, L): the product of decays (B, L, H) over j+1..i if j <= i, else 0."""
+    """Return matrices (B, H, L, L): the product of decay[j+1..i] for j <= i, and 0 for j > i."""
     batch, tokens, heads = decay.shape
     chunks = [
-        chunk._replace(within=chunk.within.tril()) for chunk in _of_decays(decay, range(tokens))
+        chunk._replace(within=chunk.within.tril()) for chunk in _decay_chunks(decay, range(tokens))
     ]
     return assemble(chunks, decay.new_zeros(batch, heads, tokens, tokens))
 
@@ -136,7 +136,7 @@ def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
         for tile, read, written in zip(into, reads, writes, strict=True):
             tile.addbmm_(read, written.mT)
 
-    for at, within, _ in _each(_from(chunks, start)):
+    for at, within, _ in _single_chunks(_from(chunks, start)):
         out[:, _less(at, start), at] = within.sum(1)
     _write_tiles(chunks, start, write)
     return out
@@ -166,7 +166,7 @@ def sums_over_channels(
             for total, right in zip(into, rights, strict=True):
                 total += (row @ right[:, some, columns].mT).mul_(tile).sum(1)
 
-    for at, within, _ in _each(_from(chunks, start)):
+    for at, within, _ in _single_chunks(_from(chunks, start)):
         for total, right in zip(out, rights, strict=True):
             weight = left[..., at, :] @ right[..., at, :].mT
             total[:, _less(at, start), at] = weight.mul_(within).sum(1)
@@ -196,7 +196,7 @@ def sums_over_groups(
         out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
     start, groups = out.shape[-1] - out.shape[-2], query.shape[2]
-    chunks = _of_decays(decay, range(start, out.shape[-1]))
+    chunks = _decay_chunks(decay, range(start, out.shape[-1]))
 
     def grams(rows: slice, columns: slice) -> Tensor:
         return query[:, rows].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
@@ -212,7 +212,7 @@ def sums_over_groups(
             found = row @ channels(right[:, columns], writes).mT
             _add_groups(total[:, _less(rows, start), columns], found, gram)
 
-    for at, within, _ in _each(_from(chunks, start)):
+    for at, within, _ in _single_chunks(_from(chunks, start)):
         # above the diagonal, the decays within a chunk are arbitrary numbers
         row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
         for total, right in zip(out, rights, strict=True):
@@ -233,7 +233,7 @@ def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
 
 
 def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
-    """Call ``write`` for all tiles below the diagonal tiles, in rows from ``start`` on."""
+    """Call ``write`` for each tile below the diagonal chunks, in the rows from ``start`` on."""
     wanted = _from(chunks, start)
     earlier = chunks[: len(chunks) - len(wanted)]
     rows = _joined(wanted, write, alone=not earlier)
@@ -243,7 +243,7 @@ def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
 
 
 def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool = False) -> _Span:
-    """Join neighboring chunks in pairs to one span, and return its reads and writes.
+    """Join neighboring chunks in pairs until one run is left, and return the run.
 
     Args:
         chunks: neighboring chunks.
@@ -256,7 +256,7 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
         torch.cat([c.reads.flatten(2, 3) for c in chunks], 2),
         torch.cat([c.writes.flatten(2, 3) for c in chunks], 2),
     )
-    spans = [(at, carry) for at, _, carry in _each(chunks)]
+    spans = [(at, carry) for at, _, carry in _single_chunks(chunks)]
     while len(spans) > 1:
         joined = []
         for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
@@ -271,7 +271,7 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
     return _Span(spans[0][0], reads, writes)
 
 
-def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _single_chunks(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield the tokens, the matrix (B, H, T, T) and the carry of each single chunk, in order."""
     for several in chunks:
         length = several.within.shape[-1]
@@ -286,12 +286,12 @@ def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
 
 
 def _less(tokens: slice, by: int) -> slice:
-    """Subtract ``by`` from both ends of a slice."""
+    """Return the slice of the positions ``tokens - by``."""
     return slice(tokens.start - by, tokens.stop - by)
 
 
 def _times_carry(x: Tensor, carry: Tensor) -> None:
-    """Multiply ``x`` (B, H, T, N) by a carry from the right, in place."""
+    """Write x @ carry to ``x`` (B, H, T, N); a carry (..., N, 1) is the diagonal of a matrix."""
     if carry.shape[-1] == 1:
         x.mul_(carry.mT)
     else:

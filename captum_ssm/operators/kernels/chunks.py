@@ -30,12 +30,12 @@ from .portions import evenly
 
 #: Number of tokens of a chunk.
 CHUNK = 64
-#: Number of tokens of a chunk if few vectors are mapped: its matrix would cost more than they do.
+#: Number of tokens of a chunk for few vectors, which cost less than a long chunk's matrix.
 SHORT = 32
-#: Up to this number of vectors per head are few.
+#: Largest number of vectors per head that counts as few.
 FEW = 8
 
-#: Tokens times heads of chunks in memory together (8 MiB of keys of 128 channels in float32).
+#: Largest number of tokens times heads of chunks in memory together, 8 MiB of 128 float32 keys.
 _HELD = 2**14
 
 
@@ -49,8 +49,8 @@ class Chunk(NamedTuple):
         writes: key of each token in the state after its chunk (B, H, C, T, N).
         carry: factor of the state from before to after a chunk: a matrix (B, H, C, N, N), a
             diagonal (B, H, C, N, 1), or a number (B, H, C, 1, 1).
-        faded: two factors (B, H, C, T, 1), of reads and of writes; reads and writes may then be per
-            group (B, G, C, T, N). Default: None, no factors.
+        faded: factors (B, H, C, T, 1) of the reads and of the writes; then reads and writes may be
+            per group of heads (B, G, C, T, N). Default: None, no factors.
     """
 
     tokens: slice
@@ -72,7 +72,7 @@ class Chunk(NamedTuple):
         )
 
 
-#: Function of a slice of tokens and the length of a whole chunk that computes the tokens' chunks.
+#: Function that returns the chunks of a slice of tokens, given the length of a whole chunk.
 ChunkOf = Callable[[slice, int], Chunk]
 
 
@@ -143,7 +143,7 @@ class ChunkSteps:
             torch.addcmul(own, reads_faded, earlier, out=into)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
-        """Return the state before each chunk (B, G, C, N, S, H / G, P), given the values ``x``."""
+        """Return the state before each chunk (B, G, C, N, S, H / G, P), from the values ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = _of_heads(chunk.carry, chunk.writes.shape[1])
         before, self.state = _states(written, carry, self.state, self.transposed)
@@ -151,7 +151,7 @@ class ChunkSteps:
 
 
 def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
-    """Map values ``v`` (..., B, L, H, P) of all tokens by alpha or alpha-transposed.
+    """Return alpha v, or alpha-transposed v, for values ``v`` (..., B, L, H, P) of all tokens.
 
     Args:
         make: function that returns the steps, given the length of a chunk and ``transposed``.
@@ -164,7 +164,7 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 
 
 def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Map values (..., B, T, H, P) of the tokens ``part``, a few chunks at a time."""
+    """Return the outputs for values (..., B, T, H, P) of the tokens ``part``, by a few chunks."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # many calls, each faster without a graph
@@ -204,7 +204,7 @@ def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
 
 
 def _of_heads(x: Tensor, groups: int) -> Tensor:
-    """View factors (B, H, C, T, 1) of heads by group, (B, G, C, T, 1, H / G, 1)."""
+    """View one factor per head (B, H, C, T, 1) in groups of heads, (B, G, C, T, 1, H / G, 1)."""
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 
@@ -219,10 +219,10 @@ def _within(within: Tensor, x: Tensor) -> Tensor:
 def _states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk (B, G, C, N, S, H / G, P), and after the last chunk.
+    """Run state = carry * state + written by chunks; return the states before them and the last.
 
     Args:
-        written: what each chunk adds to the state (B, G, C, N, S, H / G, P); overwritten.
+        written: the term that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
         carry: factor of the state before each chunk (B, G, C, N or 1, 1, H / G, 1).
         state: state before the first chunk (B, G, N, S, H / G, P); None if it is zero.
         backwards: whether to run from the last chunk to the first.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .fused_scan import composed, device_of, has_triton, jitted, power_of_two
 
-#: Tokens and channels of a program's tile.
+#: Number of tokens and of channels in a program's tile.
 _TOKENS, _CHANNELS = 64, 32
 
 #: The module ``triton.language``, imported before the kernel is compiled.
@@ -39,7 +39,7 @@ def serves() -> bool:
 
 
 def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """Run the recurrence, or its adjoint, on S stacked vectors x (S, B, L, H).
+    """Return y[t] = decay[t] y[t-1] + x[t] for S stacked vectors x, or the adjoint's output.
 
     Args:
         decay: the decays a (B, L, H).
@@ -73,7 +73,7 @@ def _fade(  # type: ignore[no-untyped-def]
     decay_b, decay_l, decay_h, x_s, x_b, x_l, x_h,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Map BLOCK channels of one example, T tokens at a time.
+    """Write y[t] = decay[t] y[t-1] + x[t] of BLOCK channels of one example, T tokens at a time.
 
     The adjoint runs from the last token to the first; step t uses the decay of token t + 1.
     """

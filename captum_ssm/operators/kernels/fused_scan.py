@@ -10,12 +10,12 @@ the backward scan.  With the outputs' gradients u, the state of the backward sca
 g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Only one state h for every few tokens is stored; the
 backward scan recomputes the others.
 
-:takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
+:takes: dt (B, L, H), A (H, N), B and C (B, L, N), per group (B, L, G, N), or per vector
     (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x.
 :cost: one launch; for each of S B L H N states an exponential and log T multiplications with
     additions, for tiles of T tokens. Gradients take two launches and two sums, three times the
-    arithmetic, and memory for one in 16 states and for gradients of B and C by channel block.
+    arithmetic, and memory for one in 16 states and for gradients of B and C per channel block.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990; Gu and Dao, Mamba: Linear-Time
     Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU in this way, and
     recompute states for gradients.
@@ -37,9 +37,9 @@ from torch import Tensor
 from .arithmetic import BINARY
 from .token_loop import ScanCoefficients
 
-#: Tokens, and channels times states, of a program's tile.
+#: Number of tokens, and of channels times states, in a program's tile.
 _TOKENS, _COLUMNS = 32, 64
-#: The same for gradients; more channels per program mean fewer partial sums to write.
+#: The same numbers for gradients; more channels per program mean fewer partial sums to write.
 _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
 #: The module ``triton.language``, imported before a kernel is compiled.
@@ -58,7 +58,7 @@ def serves(scan: ScanCoefficients) -> bool:
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """Return alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H)."""
+    """Return the scan's outputs y, or the adjoint's, for S stacked vectors x (S, B, L, H)."""
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -92,7 +92,7 @@ def by_vector(shared: Tensor, stack: int) -> Tensor:
 def gradients(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of dt, of B and C (B, L, G, N), summed over the vectors, and of x.
+    """Return the gradients of dt, b and c (each summed over the S vectors) and of x.
 
     Args:
         dt, a, b, c: coefficients of the scan; see the module's docstring.
@@ -106,12 +106,15 @@ def gradients(
 
 
 def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """Return the state before every 16th token (programs, S B, runs of 16 tokens, columns).
+    """Run the scan, and return the state h before each run of 16 tokens.
 
     Args:
         dt, a: coefficients of the scan; see the module's docstring.
         b, c: vectors B and C for each stacked vector (S, B, L, G, N).
         x: the vectors (S, B, L, H).
+
+    Returns:
+        The states (programs, S B, runs, columns); a column is a channel and a state index.
     """
     block, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     runs = -(-x.shape[2] // _PULLED_TOKENS)
@@ -124,7 +127,7 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of x, of dt for each vector, and of B and C for each block of channels.
+    """Return the gradients of x and dt per vector, and of B and C per vector and channel block.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
@@ -143,13 +146,13 @@ def pulled(
 
 
 def blocks_of(heads: int, states: int) -> tuple[int, int]:
-    """Return the channels of a gradient program, and the number of programs per group of heads."""
+    """Return the channels per gradient program, and the programs for ``heads`` channels."""
     block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
     return block, -(-heads // block)
 
 
 def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
-    """Launch :func:`_pull`, which stores states, or with ``back`` computes gradients."""
+    """Launch :func:`_pull` to compute gradients if ``back``, and to store states otherwise."""
     dt, a, b, c, x, up, *_ = tensors
     stack, batch, tokens, heads = x.shape
     groups, states = b.shape[3:]
@@ -173,18 +176,18 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel of the scan, wrapped for compilation by Triton."""
+    """Return :func:`_scan`, wrapped for compilation by Triton."""
     return jitted(_scan)
 
 
 @functools.cache
 def compiled_gradients() -> Any:
-    """Return the kernel of gradients, wrapped for compilation by Triton."""
+    """Return :func:`_pull`, wrapped for compilation by Triton."""
     return jitted(_pull)
 
 
 def jitted(kernel: Any) -> Any:
-    """Wrap a kernel for Triton, and set the names that Triton looks up in the kernel's module."""
+    """Wrap a kernel for Triton; set ``tl`` and ``composed`` in the kernel's module for it."""
     triton, names = import_module("triton"), kernel.__globals__
     names["tl"] = import_module("triton.language")
     if inspect.isfunction(names["composed"]):  # not yet wrapped for a different kernel
@@ -218,9 +221,11 @@ def _scan(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Map BLOCK channels of one example, T tokens at a time; a column is a channel and a state.
+    """Write y[t] = read[t] . h[t] of BLOCK channels of one example, T tokens at a time.
 
-    The adjoint runs from the last token to the first; its decay at token t is that of token t + 1.
+    The states are h[t] = exp(dt[t] a) h[t-1] + dt[t] key[t] x[t].  A column is a channel and a
+    state index.  The adjoint runs from the last token to the first; its step t uses the decay of
+    token t + 1, and dt[t] multiplies y[t] instead of x[t].
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch
@@ -271,11 +276,11 @@ def _pull(  # type: ignore[no-untyped-def]
     BACK: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK channels of a group of one example, T tokens at a time; see :func:`_launch`.
+    """Store states, or with BACK compute gradients, of BLOCK channels of one group and example.
 
-    Forward, the state before each T tokens is stored in ``kept``; ``c``, ``up`` and ``of_*`` are
-    not used.  With BACK, states are recomputed from ``kept``: ``held`` is first the state after the
-    token before, so nothing is divided by a decay.  ``pull`` is the gradient of the states.
+    Without BACK, the state before every T tokens is stored in ``kept``; ``c``, ``up`` and ``of_*``
+    are not used.  With BACK, states are recomputed from ``kept``: ``held`` is first the state after
+    the previous token, so nothing is divided by a decay.  ``pull`` is the gradient of the states.
     ``of_shared`` receives the gradients of B (``of_key``), then of C (``of_read``).  Each column is
     a pair of a channel and a state index.
     """

@@ -43,13 +43,13 @@ from .rows import Strip
 
 #: Smallest number of tokens before a strip for which this method saves time.
 LEAST = 64
-#: Largest number of elements of a factor, and of columns, that are computed together.
+#: Largest number of elements of a factor, and largest number of columns, to compute together.
 _ELEMENTS = 2**18
 _COLUMNS = 512
-#: Number of tokens of a run, accumulated one after the other.
+#: Number of tokens in each run of :func:`_accumulated`.
 _RUN = 32
 
-#: Function of a slice of tokens: products of decays between each token and a pivot (B, T, N, H).
+#: Function that returns the products of decays between a slice of tokens and a pivot (B, T, N, H).
 Fades = Callable[[slice], Tensor]
 
 
@@ -62,26 +62,26 @@ class Fading(Protocol):
         """Restrict the recurrence to neighboring tokens."""
 
     def entries(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return some rows of the product recurrence . band."""
+        """Return ``rows`` of the product diag(left) . recurrence . band."""
 
     def by_memory(self, tokens: slice) -> Tensor:
         """Return head indices (H,), sorted by how fast their states decay over ``tokens``."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Return the products of decays between a token and each of the first ``tokens``."""
+        """Return a function of products of decays between ``token`` and the first ``tokens``."""
 
     def reads(self, tokens: slice, heads: Heads) -> Tensor:
-        """Return the factors of the state in each token's output, (B, T, N, 1 or H)."""
+        """Return reads[t, n], the factor of state n in token t's output, (B, T, N, 1 or H)."""
 
     def writes(self, tokens: slice, heads: Heads) -> Tensor:
-        """Return the factors of each token's :meth:`entering` in the state, (B, T, N, 1 or H)."""
+        """Return writes[t, n], the factor of token t's input in state n, (B, T, N, 1 or H)."""
 
     def entering(self, values: Tensor) -> Tensor:
-        """Return ``values`` (B, L, H), broadcastable, times their step sizes if there are any."""
+        """Return the inputs of the state: ``values`` (B, L, H), times step sizes if it has any."""
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return some rows of the product recurrence . band, which begin after the first token.
+    """Return ``rows`` of the product diag(left) . recurrence . band.
 
     Args:
         recurrence: the recurrence.
@@ -98,7 +98,7 @@ def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) ->
 
 
 def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return, by the tree, the columns that are not complete before the strip's first row."""
+    """Return the columns j with j + max(band) >= rows.start, computed by the tree."""
     first, last = min(band), max(band)
     _, tokens, *_ = recurrence.shape
     # from the first of these columns, or an earlier token that writes to one of them
@@ -118,7 +118,7 @@ def _late_columns(recurrence: Fading, left: Tensor, band: Band, rows: range) -> 
 def _add_early_columns(
     out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows: range
 ) -> None:
-    """Add the columns that are complete before the rows begin, by the state at the pivot."""
+    """Add the columns j with j + max(band) < rows.start, computed from the pivot's state."""
     batch, tokens, *_ = recurrence.shape
     last = max(band)
     order = recurrence.by_memory(slice(rows.start))
@@ -152,12 +152,12 @@ def _add_early_columns(
 
 
 def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
-    """Return True if decays since ``token`` make its state negligible at the pivot."""
+    """Return True if decays make the state after ``token`` negligible at the pivot."""
     return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 
 def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
-    """Return the part of the pivot's state from each column complete at ``times``, (B, T, N, H)."""
+    """Return Y[m] times the decays from m to the pivot, for m in ``times``, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:
@@ -173,7 +173,7 @@ def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, head
 
 
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
-    """Return sums or products of the steps between the pivot and each token, (B, T, H) in float64.
+    """Return the sum or product of x over the steps between the pivot and each token, in float64.
 
     The steps between a token t and a later token t' are those of tokens t + 1 to t'.
 
@@ -189,7 +189,7 @@ def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
 
 
 def _accumulated(x: Tensor, product: bool) -> Tensor:
-    """Return cumulative sums or products over tokens (B, T, H), in float64.
+    """Return x[0] + ... + x[t], or x[0] * ... * x[t], for each token t (B, T, H), in float64.
 
     A loop over the positions in a run accumulates all runs in parallel; then each run adds, or
     multiplies by, the total of the runs before it.
@@ -208,7 +208,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
 
 
 def _join(into: Tensor, x: Tensor, product: bool) -> None:
-    """Multiply ``into`` by x, or add x to it, in place."""
+    """Multiply ``into`` by x in place if ``product``; add x to ``into`` otherwise."""
     if product:
         into *= x
     else:

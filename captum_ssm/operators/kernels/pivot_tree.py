@@ -44,11 +44,11 @@ from .truths import are_noted
 
 #: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K channels.
 Factors = tuple[Tensor, Tensor, Tensor]
-#: The same with column factors for neighboring lags, in ascending order.
+#: Decays A, row factors U, and column factors V for each of some neighboring lags, ascending.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
-#: Number of tokens of the blocks whose decays are checked for being forgotten.
+#: Number of tokens of the blocks that :meth:`_Sum.add` checks for being forgotten.
 _PROBED = 64
-#: Smallest number of tokens for which this check is worth reading from a GPU, which has to wait.
+#: Smallest number of tokens for which reading this check from a GPU saves time.
 _LONG = 4096
 
 
@@ -63,7 +63,7 @@ def semiseparable_strip(
     first_lag: int = 0,
     own: Tensor | None = None,
 ) -> Strip:
-    """Return some rows of the sum over all blocks of channels of M times a banded matrix.
+    """Return rows of M times a banded matrix, summed over all blocks of channels.
 
     The tree covers all tokens up to the last row; :mod:`.pivot_strip` costs less for strips that
     begin far from the first token.
@@ -85,7 +85,7 @@ def semiseparable_strip(
             total = _Sum(decay, batch, rows, len(columns), own)
         total.add(decay, u, columns)
     if total is None:
-        raise ValueError("semiseparable_strip got no blocks. Pass at least one block of factors.")
+        raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")
     out = total.assembled()[:, rows.start :]
     last_lag = first_lag + len(total.diagonals) - 1
     return Strip(out, rows, range(out.shape[-1])).moved(0, -last_lag, tokens)
@@ -155,7 +155,7 @@ class _Sum:
         return out
 
     def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
-        """Return the tree of some factors, the last one if the factors are the same tensors."""
+        """Return the last tree if it was prepared for the same tensors, and a new one otherwise."""
         factors = (total, u, v)
         if self._prepared is None or any(
             x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
@@ -165,7 +165,7 @@ class _Sum:
 
 
 class _Tree:
-    """The steps of all levels, prepared once for factors in the same memory.
+    """The steps of all levels, prepared once as views of the same factors.
 
     Attributes:
         steps: one :class:`_Steps` for each level.
@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """Return the number of tokens after which all states are below rounding."""
+    """Return the number w of tokens for which max(totals) ** (w / span) is below rounding."""
     most = float(totals.amax())
     if most >= 1:
         return math.inf

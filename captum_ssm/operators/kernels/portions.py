@@ -29,7 +29,7 @@ class Portion(NamedTuple):
     multiple: int = 1
 
 
-#: For selective scans: their states then fit into a CPU's second-level cache.
+#: For selective scans, whose states then fit into a CPU's second-level cache.
 SMALL = Portion(2**15, 32)
 #: For operators with one number for each channel and token.
 LARGE = Portion(2**19, 1024)
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """Return the size of parts, at most ``most`` tokens each, as few and as equal as possible."""
+    """Return the size of the fewest equal parts, at most ``most``, rounded up to ``multiple``."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 

@@ -85,7 +85,7 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
 
 
 def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
-    """Return rows of matrix . band; ``entries`` returns the matrix's strip for column factors."""
+    """Return ``rows`` of matrix . band; ``entries(right)`` is a strip of matrix . diag(right)."""
     if [*band] == [0]:
         return entries(band[0])
     return sum_strips(
@@ -123,7 +123,7 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
     index = index.expand(batch, -1) if index.dim() == 1 else index
     if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
         accepted = f"positions must lie in [{-tokens}, {tokens})"
-        raise QueryError(f"{accepted}, got {positions}. Pass at least one position.")
+        raise QueryError(f"{accepted}, got {positions}. Pass one or more such token positions.")
     return (index % tokens).to(device)
 
 
@@ -142,7 +142,7 @@ def by_query(positions: Positions, device: torch.device) -> Tensor:
 
 
 def at_positions(x: Tensor, positions: Positions) -> Tensor:
-    """Return entries (Q, 1 or B, 1, H, P) of ``x``, broadcastable to (B, L, H, P), at positions."""
+    """Return ``x``, broadcastable to (B, L, H, P), at Q positions, as (Q, 1 or B, 1, H, P)."""
     if x.shape[1] == 1:
         return x[None]
     index = by_query(positions, x.device)

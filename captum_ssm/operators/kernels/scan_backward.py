@@ -46,7 +46,7 @@ def selective_scan(
     return_last_state: bool = False,
     **_: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the outputs (B, D, L) of the reference scan, with its arguments.
+    """Compute the reference scan from the same arguments, and return the outputs (B, D, L).
 
     Args:
         hidden_states: values (B, D, L).
@@ -301,7 +301,7 @@ def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
 def time_first(x: Tensor) -> Tensor:
     """Return a tensor (T, B, D) as contiguous memory.
 
-    torch copies a strided tensor number by number, five times slower than this transposes matrices.
+    torch copies a strided tensor number by number, which takes five times as long.
     """
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()

@@ -25,7 +25,7 @@ from torch import Tensor
 from .arithmetic import BINARY, Scratch
 from .portions import parts, vectors_of_heads
 
-#: Inputs are prepared for this many times as many tokens as have states in memory.
+#: Number of tokens whose inputs are prepared together, per token with a state in memory.
 _PREPARED = 8
 
 
@@ -96,7 +96,10 @@ class ScanSteps:
             out.copy_(found)
 
     def _run(self, values: Tensor, keys: Tensor) -> None:
-        """Write the states of T tokens with values (T, S, B, 1, H), keys (T, 1, B, N, 1 or H)."""
+        """Write h[t] = decay[t] h[t-1] + keys[t] values[t] to ``states``.
+
+        The values are (T, S, B, 1, H), and the keys (T, 1, B, N, 1 or H).
+        """
         count, state = len(values), self.carried
         order = slice(count - 1, None, -1) if self.transposed else slice(count)
         steps = zip(self.each_decay[order], self.each_state[order], strict=True)

@@ -21,7 +21,7 @@ from .arithmetic import unseen
 T = TypeVar("T")
 #: How often :func:`nonzero_range` reads from a GPU for one query.
 _LOOKS = 2
-#: Up to this number of elements a noted tensor is stored; of larger tensors only a norm is.
+#: Largest number of elements for which a noted tensor is stored, and not only the tensor's norm.
 _SMALL = 2**16
 
 
@@ -41,7 +41,7 @@ class _Noted(NamedTuple):
 #: The noted checks; a tensor is a check that it is finite. None outside :func:`read_together`.
 _noted: ContextVar[list[_Noted | Tensor] | None] = ContextVar("captum_ssm_truths", default=None)
 #: Results that were already read in the same call, by key.
-_known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
+_already_read: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
 #: Whether the call is being repeated because a noted check failed.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
@@ -51,7 +51,7 @@ def read_together(call: Callable[[], T]) -> T:
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted | Tensor] = []
-    before, known = _noted.set(noted), _known.set({})
+    before, known = _noted.set(noted), _already_read.set({})
     try:
         found = call()
     except Exception:
@@ -63,7 +63,7 @@ def read_together(call: Callable[[], T]) -> T:
         del found
     finally:
         _noted.reset(before)
-        _known.reset(known)
+        _already_read.reset(known)
     noted.clear()
     again = _doubted.set(True)
     try:
@@ -101,7 +101,7 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
     if of is not None:
         version = 0 if of.is_inference() else of._version
         about = about, of.data_ptr(), version, of.shape, of.stride()
-    known = _known.get()
+    known = _already_read.get()
     if about not in known:
         known[about] = read(), of
     found: T = known[about][0]
@@ -117,13 +117,13 @@ def nonzero_range(weights: Tensor) -> range:
     """
     tokens = weights.shape[-1]
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
-    queried = _known.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
+    queried = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
     if queried is not None:  # the first weights of a query, whose tokens the CPU knows
         some: range = queried[0]
         ends.append(some.stop)
         return some
     nonzero = weights.ne(0).reshape(-1, tokens).any(0)
-    if ends and ("later", tokens) in _known.get({}):
+    if ends and ("later", tokens) in _already_read.get({}):
         return range(tokens if looks_ahead(nonzero, ends[0]) else ends[0])
     if len(ends) < _LOOKS:
         found = nonzero.tolist()
@@ -160,7 +160,7 @@ def ask_anew(tokens: int, asked: range | None) -> None:
         tokens: number of tokens, L.
         asked: range from the query's first to its last token, or None if it is only on a GPU.
     """
-    known = _known.get({})
+    known = _already_read.get({})
     for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
         del known[about]
     if asked is not None and _noted.get() is not None:

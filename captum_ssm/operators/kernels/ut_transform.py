@@ -109,7 +109,7 @@ class Corrected(NamedTuple):
         return Chunk(tokens, within, reads, writes, carry)
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs of values (B, H, C, T, P), and the state after ``state`` (B H, N, P)."""
+        """Return outputs y of values ``v`` (B, H, C, T, P), and the last S' (B H, N, P)."""
         w, states_before = torch.empty_like(v, memory_format=torch.contiguous_format), []
         known = v if self.own is None else matmul(self.own.erased, v)
         known_of, w_of = map(_by_chunk, (known, w))
@@ -156,7 +156,7 @@ class Corrected(NamedTuple):
         return out, state
 
     def _own_writes(self, v: Tensor) -> Tensor | None:
-        """Return each chunk's sum of k v with decays until its end, or None if k is f."""
+        """Return own.after^T v for each chunk, or None if k is f."""
         if self.own is None:
             return None
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)
@@ -263,7 +263,7 @@ def _by_chunk(x: Tensor | None) -> Sequence[Tensor]:
 
 
 def _faded(x: Tensor, factors: Sequence[Tensor], c: int) -> Tensor:
-    """Return values (B H, T, P) of chunk ``c`` times its factor, if there are factors."""
+    """Return x * factors[c] for values ``x`` (B H, T, P) of chunk ``c``; ``x`` without factors."""
     return x * factors[c] if factors else x
 
 

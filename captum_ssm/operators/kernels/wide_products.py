@@ -33,7 +33,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
 
 @wrap_torch_function(lambda x, weight, bias=None: (x, weight, bias))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return W x + bias (..., N); torch's function modes intercept the call as torch's ``linear``.
+    """Return W x + bias (..., N); torch's function modes can intercept this call.
 
     Args:
         x: vectors (..., K) in float32.

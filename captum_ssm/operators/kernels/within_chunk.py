@@ -3,7 +3,7 @@
     between[i, j] = product of a[t] over j < t <= i
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
 
-Recursive doubling computes a product of twice as many factors as a product of two known products.
+Recursive doubling computes a product of 2 n factors from two known products of n factors.
 M uses the tree of :mod:`.pivot_tree`, here from leaves of a few tokens, for hundreds of short runs
 together instead of one long run.
 
@@ -58,7 +58,7 @@ class Decays:
 
 
 def _between(decay: Tensor) -> Tensor:
-    """Return :attr:`Decays.between` of decays (..., T).
+    """Return the product of decay[t] over j < t <= i in row i and column j, (..., T, T).
 
     Each step multiplies two known products to get products of up to twice as many factors.
     """
@@ -126,7 +126,7 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
 
 
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """Return one matrix M for each of several row factors, with the same column factors.
+    """Return M for each of several row factors U and the same V, and the factors times decays.
 
     Args:
         decay: decays A (..., T, K), between 0 and 1.
