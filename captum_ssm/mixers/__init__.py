@@ -1,7 +1,6 @@
-"""Adapters of architectures: functions of a mixer module and one recorded call of the module.
+"""Adapters of architectures, and functions that help to write adapters.
 
-An adapter takes a module and a Call and returns a LinearMixer; the functions here help to write
-adapters.
+An adapter takes a mixer module and one recorded Call of the module, and returns a LinearMixer.
 """
 
 from .base import Call, Linearize, LinearMixer

@@ -42,13 +42,13 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
 
 def hf_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize a self-attention class of transformers."""
+    """Linearize a self-attention module of transformers as softmax attention with a gate."""
     _refuse_cache(module, call)
     return _linearize(module, *_replay(module, call))
 
 
 def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
-    """Return the mixer, from the attention function's arguments and the gate (B, L, H P)."""
+    """Return the mixer from arguments of the attention function and a gate (B, L, H P)."""
     pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
@@ -61,7 +61,7 @@ def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearM
 
 
 def _is_one(factor: Tensor, kind: Hashable) -> bool:
-    """Return True if the gate is one everywhere, which means that the module has no gate.
+    """Return True if the gate is one everywhere, because the module has no gate.
 
     On a GPU the result is read only for the first module of a kind.  If it is True there, it is
     assumed for the others and checked at the end of the call.
@@ -269,7 +269,7 @@ def _record(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record the arguments of an attention function; return ones, so the output is the gate."""
+    """Record attention's arguments; return ones, so that the module then returns its gate."""
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise _unknown(module, name)
@@ -296,7 +296,7 @@ def _record(
 
 def _unknown(module: Any, name: str) -> UnsupportedMixerError:
     kind = type(module).__name__
-    return UnsupportedMixerError(f"{kind} with {name} is not supported. Use a model without it.")
+    return UnsupportedMixerError(f"{kind} with {name} has no adapter. Use a model without {name}.")
 
 
 @contextmanager
@@ -379,7 +379,7 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """Return a submodule of the copied mixer; output projections and dropout become identities."""
+    """Return a submodule for the copied mixer: the identity for output projections and dropout."""
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)

@@ -90,7 +90,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class LinearMixer:
-    """A mixer at one input, as a frozen linear map over tokens; the result of an adapter.
+    """A mixer at one input as a frozen linear map over tokens: the result of an adapter.
 
     ``project(operator.affine(values))`` equals the module's output; if there is a ``map``, tokens
     are in the map's order.
@@ -198,7 +198,7 @@ class LinearMixer:
 
 
 def refused_cache(name: str, cache: Any) -> CachedStateError:
-    """Return the error for a call with a cache, given the argument's name and the cache."""
+    """Return the error to raise if the argument ``name`` of a call is a cache."""
     return CachedStateError(
         f"{name}={type(cache).__name__} was passed: the call continues from a cache, so earlier "
         "tokens cannot be attributed. Pass the whole sequence in one call, without a cache."
@@ -215,7 +215,7 @@ def in_batch(sequence: Tensor) -> Tensor:
 
 
 def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
-    """Concatenate sequences (B, L, E) without their padding to a batch of one."""
+    """Concatenate sequences (B, L, E), without padding, to a batch of one sequence."""
     return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 
@@ -228,4 +228,7 @@ def first_tensor(output: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
     kind = type(output).__name__
-    raise TypeError(f"The output of type {kind} has no tensor. Use a module that returns one.")
+    raise TypeError(
+        f"The mixer's output of type {kind} contains no tensor. Use a mixer that returns a tensor, "
+        "or a tuple, list or mapping with one."
+    )

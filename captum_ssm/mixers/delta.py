@@ -52,7 +52,7 @@ def qwen3_5(module: Any, call: Call) -> LinearMixer:
 
 
 def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
-    """Linearize transformers' OlmoHybridGatedDeltaNet."""
+    """Linearize transformers' OlmoHybridGatedDeltaNet: a delta rule with a decay per head."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
@@ -95,13 +95,13 @@ def _scanned(
 
 
 def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
-    """Apply the norm of each head, and the gate that the norm module applies."""
+    """Apply the norm per head and the gate act(z), which ``norm`` computes together."""
     path.rms_norm(norm.weight, norm.variance_epsilon)
     return path.gate(z, _activation(getattr(norm, "activation", "silu")))
 
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
-    """Return log decays (B, L, H, N) per head and key channel; if there is a bound, above it."""
+    """Return log decays (B, L, H, N) per key channel, above the lower bound of some models."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
@@ -117,7 +117,7 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
 
 
 def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """Run the projection ``name`` of ``hidden``, in some models a product of two low-rank ones."""
+    """Project ``hidden`` by ``{name}_proj``, or by ``{name}_a_proj`` and then ``{name}_b_proj``."""
     if hasattr(module, f"{name}_proj"):
         return run(getattr(module, f"{name}_proj"), hidden)
     first, second = (getattr(module, f"{name}_{part}_proj") for part in "ab")

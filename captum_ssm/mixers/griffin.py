@@ -28,7 +28,7 @@ from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
-    """Linearize transformers' RecurrentGemmaRecurrentBlock."""
+    """Linearize transformers' RecurrentGemmaRecurrentBlock: a gated elementwise recurrence."""
     call.refuse_cache("past_key_values")
     hidden = entering(module, call, "input_states")
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)

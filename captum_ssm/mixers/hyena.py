@@ -23,12 +23,12 @@ from .parts.common import entering, frozen, run
 from .parts.softmax import seen_pairs
 from .path import Path
 
-#: Up to this number of taps, a filter is a ShortConv; Fourier transforms are faster beyond.
+#: Largest number of taps of a ShortConv; for longer filters Fourier transforms are faster.
 _SHORT = 16
 
 
 def hyena(module: Any, call: Call) -> LinearMixer:
-    """Linearize HyenaOperator in captum_ssm.models.dna."""
+    """Linearize HyenaOperator in captum_ssm.models.dna: long convolutions between gates."""
     path = Path(run(module.in_proj, entering(module, call))).conv(module.short_filter)
     width = path.shape.heads // (module.order + 1)
     x, *gates, _ = torch.split(path.now, width, 2)
@@ -42,7 +42,7 @@ def hyena(module: Any, call: Call) -> LinearMixer:
 
 
 def cascade(module: Any, call: Call) -> LinearMixer:
-    """Linearize HyenaCascade in captum_ssm.models.dna."""
+    """Linearize HyenaCascade in captum_ssm.models.dna: a convolution between two gates."""
     projected = torch.unflatten(entering(module, call), -1, (-1, 3))
     taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
     taps = torch.unflatten(taps, 0, (-1, 3))
@@ -59,7 +59,7 @@ def cascade(module: Any, call: Call) -> LinearMixer:
 
 
 def attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize StripedAttention in captum_ssm.models.dna."""
+    """Linearize StripedAttention in captum_ssm.models.dna: causal softmax attention."""
     hidden = entering(module, call)
     query, key, values = module.parts(run(module.Wqkv, hidden))
     pairs = seen_pairs(hidden.shape[1], hidden.device)

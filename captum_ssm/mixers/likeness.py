@@ -126,7 +126,7 @@ def _last(path: str) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """Return the similarity of two class names, without endings like Mixer; at most 1/2 gives 0."""
+    """Return the similarity of class names without endings like Mixer, or 0 if at most 1/2."""
     one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
     ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -76,7 +76,7 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
-    """Return the :class:`.Path` of x (B, L, D) after convolution, activation and mask."""
+    """Return ``x`` (B, L, D) after convolution, activation and mask, as a :class:`.Path`."""
     path = Path(zeroed(x, mask) if _is_old(module) else x, mask)
     return path.conv(module.conv1d).act(activation_of(module)).silence()
 

@@ -46,7 +46,7 @@ from .path import Path
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Linearize a Mamba-2 class of transformers without further options."""
+    """Linearize Mamba2Mixer, BambaMixer or NemotronHMamba2Mixer of transformers."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)
@@ -66,8 +66,8 @@ def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
     if slow and (linear.mask is not None or linear.values.shape[1] > module.chunk_size):
         raise UnsupportedMixerError(
             f"Zamba 2 on a CPU in transformers 4 got {linear.values.shape[1]} tokens. For more "
-            f"than {module.chunk_size} tokens, or a padded batch, its outputs there differ from a "
-            "GPU's. Use transformers 5, or pass shorter examples one by one."
+            f"than {module.chunk_size} tokens, or a padded batch, outputs differ from GPU outputs. "
+            "Use transformers 5, or pass shorter examples one by one."
         )
     return linear
 
@@ -112,7 +112,7 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
-    """Linearize mamba_ssm's Mamba2Simple."""
+    """Linearize mamba_ssm's Mamba2Simple, which may have learned initial states."""
     sizes, learned = (module.ngroups, module.dt_limit), module.learnable_init_states
     return _simple(module, call, *sizes, learned, module.use_mem_eff_path)
 
@@ -205,7 +205,7 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
 
 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
-    """Return the identity plus the constant that states before the first token add."""
+    """Return x + (all decays up to t) query[t] . initial, the constant of initial states."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read

@@ -50,7 +50,7 @@ def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
 
 
 def mambapy_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize AttentionSDPA in mambapy's Jamba."""
+    """Linearize AttentionSDPA in mambapy's Jamba: causal softmax attention."""
     call.refuse_cache("cache", position=1)
     hidden = entering(module, call)
     heads, shared = module.num_heads, module.num_key_value_heads

@@ -35,7 +35,7 @@ from .path import Path
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
-    """Linearize mambavision's MambaVisionMixer."""
+    """Linearize mambavision's MambaVisionMixer: a selective scan of half of the channels."""
     path = Path(run(module.in_proj, entering(module, call)))
     path.then(_same_conv((module.conv1d_x, module.conv1d_z), path)).act(live=True)
     x, _ = path.now.squeeze(-1).chunk(2, -1)
@@ -73,7 +73,7 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """Convert a mixer of windows to a mixer of the whole map, if it was called on windows."""
+    """Convert a mixer that was called on windows of a map to a mixer of the whole map."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # called without a layer around it
         return linear

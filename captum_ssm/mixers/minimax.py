@@ -25,7 +25,7 @@ from .path import Path
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize transformers' MiniMaxLightningAttention."""
+    """Linearize transformers' MiniMaxLightningAttention: linear attention with fixed decays."""
     call.refuse_cache("past_key_values", position=3)
     hidden = entering(module, call)
     mask = padding_mask(call.argument("attention_mask", 2), hidden)

@@ -29,7 +29,7 @@ from .path import Path
 
 
 def timm_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize timm.layers.Attention."""
+    """Linearize timm.layers.Attention: softmax attention, and a gate in some models."""
     if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
         raise UnsupportedMixerError(
             f"{type(module).__name__} with scale_norm=True: a norm of attention's output over all "
@@ -55,7 +55,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def torch_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize nn.MultiheadAttention, for self-attention."""
+    """Linearize nn.MultiheadAttention; refuse calls other than self-attention."""
     _refuse(module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))])
     hidden, heads = entering(module, call), module.num_heads
     if module._qkv_same_embed_dim:
@@ -72,7 +72,7 @@ def torch_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _refuse(module: Any, inputs: list[Tensor]) -> None:
-    """Raise unless the call is self-attention with the batch in the first dimension."""
+    """Raise UnsupportedMixerError unless the call is self-attention with the batch first."""
     query, *others = inputs
     name = type(module).__name__
     if any(x is not query and not _same(x, query) for x in others):
@@ -120,7 +120,7 @@ def _added(mask: Tensor, hidden: Tensor) -> Tensor:
 
 
 def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize mamba_ssm's MHA."""
+    """Linearize mamba_ssm's MHA: softmax attention, after a convolution in some models."""
     call.refuse_cache("inference_params", position=1)
     projected = run(module.in_proj, entering(module, call, "x"))
     beside, head, shared = module.mlp_dim // 2, module.head_dim, module.num_heads_kv

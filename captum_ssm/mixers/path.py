@@ -1,4 +1,4 @@
-"""Path: values and the operators applied to them so far, to write adapters step by step."""
+"""Path: a tool to write adapters step by step, in the order of the module's code."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Path:
         return self._now
 
     def release(self) -> Path:
-        """Free the memory of :attr:`now`, which the next access computes again."""
+        """Free the memory of :attr:`now`; the next access computes the values again."""
         self._now, self._pending = self.values, self.parts[::-1]
         return self
 
     def then(self, *operators: Operator) -> Path:
-        """Apply operators in the given order."""
+        """Apply operators, the first one first."""
         for operator in operators:
             self.parts.insert(0, operator)
             self._pending.append(operator)
@@ -117,7 +117,7 @@ class Path:
         return self
 
     def scan(self, *operators: Operator, skip: Tensor | None = None) -> Path:
-        """Mix tokens by the sum of operators.
+        """Mix tokens with the sum of operators.
 
         Args:
             *operators: operators that mix tokens, such as recurrences.
@@ -129,7 +129,7 @@ class Path:
         return self.then(operators[0] if len(operators) == 1 else Sum(*operators))
 
     def attend(self, query: Tensor, key: Tensor, scaling: float, pairs: Tensor | None) -> Path:
-        """Mix tokens by softmax attention, and set :attr:`mask` to the tokens attended to.
+        """Mix tokens with softmax attention, and set :attr:`mask` to the tokens attended to.
 
         Args:
             query, key: queries and keys (B, L, H, N).
@@ -145,7 +145,7 @@ class Path:
         back: Callable[[Path], Path],
         share: float = 1.0,
     ) -> Path:
-        """Replace the values by the sum of two directions of processing.
+        """Replace the values with the sum of a forward and a backward direction.
 
         Args:
             ahead: function that applies the steps from the first token to the last.

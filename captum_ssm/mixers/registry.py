@@ -1,4 +1,4 @@
-"""The adapters of mixer classes by class name, so that no model package has to be imported."""
+"""Find adapters by the names of mixer classes, so that no model package has to be imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MIXER_NAME = re.compile(
     r"(?<!FeedForward)$"
 )
 
-#: A package that exports only mixers, some with names that do not match the pattern (Raven, MoBA).
+#: A package that exports only mixers; some names, such as Raven and MoBA, do not match the pattern.
 _MIXERS = "fla.layers"
 
 
@@ -116,8 +116,8 @@ def _served_like(like: type[nn.Module] | str) -> str:
             f"{', '.join(map(repr, found))}."
         )
     raise OptionError(
-        f"like={like!r} is neither a supported class, nor the full name of one, nor a family. "
-        f"{what_is_served()}"
+        f"like={like!r} is neither a supported class, nor the full name of one, nor a family. Pass "
+        f"one of these. {what_is_served()}"
     )
 
 
@@ -243,7 +243,7 @@ def what_is_served() -> str:
 
 
 def _load(adapter: Linearize | str) -> Linearize:
-    """Return an adapter; import it if it is a name ``"module:function"``."""
+    """Return the adapter function, imported if ``adapter`` is a name ``"module:function"``."""
     if not isinstance(adapter, str):
         return adapter
     module, function = adapter.split(":")

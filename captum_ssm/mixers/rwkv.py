@@ -48,7 +48,7 @@ from .parts.common import as_heads, frozen, linear, run
 from .parts.common import entering as entering_of
 from .path import Path
 
-#: The logarithm of a decay is this times a sigmoid.
+#: The logarithm of a decay is this number times a sigmoid.
 _LOG_DECAY = -math.exp(-0.5)
 
 
@@ -69,7 +69,7 @@ def entering(module: Any, hidden: Tensor) -> list[Tensor]:
 
 
 def log_decay(x: Tensor) -> Tensor:
-    """Return the logarithm w of the decay, given the sigmoid's input."""
+    """Return w = -exp(-1/2) sigmoid(x), the logarithm of the decay."""
     return _LOG_DECAY * torch.sigmoid(x)
 
 
@@ -79,7 +79,7 @@ def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
 
 
 def rwkv7(module: Any, call: Call) -> LinearMixer:
-    """Linearize RWKV7TimeMix in captum_ssm.models.rwkv7."""
+    """Linearize RWKV7TimeMix in captum_ssm.models.rwkv7: a delta rule with norm and gate."""
     r, w, k, v, a, g = entering(module, entering_of(module, call))
     keys, values = run(module.key, k), run(module.value, v)
     if not module.is_first:
@@ -99,7 +99,7 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
 def _low_rank(
     module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Apply the low-rank map called ``name`` to x: two matrices, then a bias."""
+    """Return act(x M1) M2 + bias, with the low-rank matrices and bias of ``name``."""
     first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
     inner = linear(x, first.T)
     return linear(inner if act is None else act(inner), second.T, bias.flatten())
@@ -142,12 +142,12 @@ def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMix
 
 
 def unit(x: Tensor, heads: int) -> Tensor:
-    """Normalize ``x`` (B, L, H N) to vectors of length one per head, (B, L, H, N)."""
+    """Normalize the vector of each head of ``x`` (B, L, H N) to length one, (B, L, H, N)."""
     return F.normalize(as_heads(x, heads), dim=-1)
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:
-    """Linearize transformers' RwkvSelfAttention."""
+    """Linearize transformers' RwkvSelfAttention: WKV with a gate."""
     call.refuse_cache("state", position=1)
     hidden = entering_of(module, call, "hidden")
     before = F.pad(hidden, (0, 0, 1, -1))

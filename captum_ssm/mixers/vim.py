@@ -36,7 +36,7 @@ _ANOTHER_FUNCTION = 0.25
 
 
 def vim_mixer(module: Any, call: Call) -> LinearMixer:
-    """Linearize VimMixer in captum_ssm.models.vim."""
+    """Linearize VimMixer in captum_ssm.models.vim, with scans in one or both directions."""
     return _linearize(module, run(module.in_proj, entering(module, call)), called=True)
 
 
@@ -65,7 +65,7 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
 
 
 def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
-    """Return the mixer from x and z (B, L, 2 D); ``called`` is as in :func:`direction`."""
+    """Return the mixer from x and z (B, L, 2 D); :func:`direction` explains ``called``."""
     x, z = projected.chunk(2, -1)
     path, ahead = Path(x), partial(direction, module=module, called=called)
     # the attribute's name differs between published copies
@@ -105,14 +105,14 @@ def direction(path: Path, module: Any, suffix: str = "", called: bool = True) ->
 
 
 def bi_mamba(module: Any, call: Call) -> LinearMixer:
-    """Linearize BiMamba in captum_ssm.models.dna."""
+    """Linearize BiMamba in captum_ssm.models.dna: the sum of both directions, times a gate."""
     x, z = run(module.mamba_fwd.in_proj, entering(module, call)).chunk(2, -1)
     ahead, back = (partial(direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
     return Path(x).both_ways(ahead, back).gate(z).to(partial(_out, module))
 
 
 def both_strands(module: Any, call: Call) -> LinearMixer:
-    """Linearize StrandsMixer in captum_ssm.models.dna."""
+    """Linearize StrandsMixer in captum_ssm.models.dna: BiMamba on both strands of DNA."""
     mixer = module.submodule
     one, other = entering(module, call).chunk(2, -1)
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
@@ -137,14 +137,14 @@ def _out(module: Any, y: Tensor) -> Tensor:
 
 
 def _joined(one: Path, other: Path) -> Path:
-    """Join two paths with the same order of tokens to one path with the heads of both."""
+    """Join two paths with the same order of tokens to one path with all their heads."""
     path = Path(torch.cat([one.values, other.values], 2))
     pairs = zip(one.parts[::-1], other.parts[::-1], strict=True)
     return path.then(*(_beside(path, *pair) for pair in pairs))
 
 
 def _beside(path: Path, one: Any, other: Any) -> Operator:
-    """Join one step of each of two paths to one operator on the heads of both."""
+    """Join a step of one path and the same step of a second path to an operator on all heads."""
     if isinstance(one, Sum):
         return Sum(*(_beside(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
     if isinstance(one, Diagonal):

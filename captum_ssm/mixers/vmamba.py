@@ -26,7 +26,7 @@ from .path import Path
 
 
 def ss2d(module: Any, call: Call) -> LinearMixer:
-    """Linearize SS2D in all its configurations."""
+    """Linearize SS2D: a sum of selective scans of a map in several token orders."""
     size = call.argument("size", 1)
     projected = run(module.in_proj, entering(module, call))
     x, z = projected.chunk(2, -1) if module.form.gate else (projected, None)
@@ -55,7 +55,7 @@ def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
 
 
 def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
-    """Return one scan for each scan order; parameters depend on the present values ``path.now``."""
+    """Return one scan for each scan order, with parameters computed from ``path.now``."""
     activated = path.now.squeeze(-1)
     count, _, rank = module.dt_projs_weight.shape
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)

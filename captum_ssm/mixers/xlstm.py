@@ -84,7 +84,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
-    """Linearize mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
+    """Linearize the package's mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
     cell, heads = module.mlstm_cell, module.config.num_heads
     x, z = run(module.proj_up, entering(module, call, "x")).chunk(2, -1)
     by_skip = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
@@ -159,7 +159,10 @@ def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 
 def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
-    """Return m[t-1] and m[t] for every token t, each (B, L, H), with m[0] in place of m[-1]."""
+    """Return m[t-1] and m[t] = max(log_decay[t] + m[t-1], write[t]), each (B, L, H).
+
+    The recurrence begins with m[-1] = start; the first returned m[t-1] is m[0] instead.
+    """
     after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):

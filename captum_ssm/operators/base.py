@@ -155,7 +155,7 @@ class Operator:
     at_rest: float | Tensor = 0.0
     #: Whether computing whole matrices per head is faster than computing rows of all channels.
     quick_heads = False
-    #: Up to this number of rows, :meth:`rows` computes the channels' mean faster than a strip does.
+    #: Largest number of rows for which :meth:`rows` is faster than a strip for the channels' mean.
     few_rows: int = 0
 
     def __repr__(self) -> str:
@@ -197,7 +197,7 @@ class Operator:
     # --- its dependence on its coefficients ------------------------------------------------
 
     def at(self, coefficients: Mapping[str, Tensor]) -> Operator:
-        """Return a copy with some of the coefficients that have roles replaced.
+        """Return a copy with new values of some coefficients that have roles.
 
         Args:
             coefficients: the new coefficients by name.
@@ -255,7 +255,7 @@ class Operator:
         yield self
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        """Keep the named components; replace all other components by the identity.
+        """Keep the named components; replace all other components with the identity.
 
         Args:
             components: names of the components to keep, such as ``{"scan", "gate"}``.
@@ -268,7 +268,7 @@ class Operator:
     def per_channel(self) -> Operator:
         """Remove mixing between channels: an output channel depends only on the same input channel.
 
-        Implicit attention matrices are matrices of single channels, so they are computed from this.
+        Implicit attention matrices are matrices of single channels, so the result defines them.
         """
         return self
 
@@ -309,7 +309,7 @@ class Operator:
         """Return a function that maps a few tokens per call, and keeps its state between calls.
 
         Args:
-            transposed: whether to map by the adjoint, from the last token to the first.
+            transposed: whether to use the adjoint, from the last token to the first.
             longest: largest number of tokens in one call.
 
         Returns:
@@ -320,7 +320,7 @@ class Operator:
 
     @property
     def portion(self) -> Portion:
-        """How many tokens to pass to the function of :meth:`stream` per call."""
+        """How many tokens to pass to the function that :meth:`stream` returns, per call."""
         return SMALL
 
     def mean_matvec(self, x: Tensor) -> Tensor:
@@ -408,14 +408,14 @@ class Operator:
         return generic.channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
-        """Return one coefficient, from which the operator's dtype and device are read."""
+        """Return any one coefficient; :attr:`dtype` and :attr:`device` are read from it."""
         for leaf in self.leaves():
             for coefficient in leaf.tensors().values():
                 return coefficient
         return next(self.leaves())._without_coefficients()
 
     def _without_coefficients(self) -> Tensor:
-        """Return a number with the dtype and device of an operator that has no coefficients."""
+        """Return the replacement of :meth:`_example` for an operator without coefficients."""
         return torch.zeros(())
 
     def _zeros(self, *size: int, factor: Tensor | None = None) -> Tensor:

@@ -56,7 +56,7 @@ class Chain(Composite):
 
     @property
     def mixing(self) -> Mixing:
-        """GATED if data-dependent parts only scale tokens, before or after all token mixing."""
+        """The class of mixing: GATED if data-dependent parts only scale tokens, at the ends."""
         if not (self.mixes_tokens and self.data_dependent):
             return super().mixing
         # a reordering does not count: it only moves the factors of diagonals to other tokens
@@ -146,10 +146,10 @@ class Chain(Composite):
         return Chain(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Turn diagonals and short convolutions at both ends into factors and shifts.
+        """Compute the strip after turning diagonals and short convolutions at the ends into bands.
 
-        One part is usually left, a recurrence, whose own fast method computes the strip. If several
-        parts are left, the generic method computes it.
+        Usually one part is left, such as a recurrence, and its fast method computes the strip. If
+        several parts are left, the generic method does.
         """
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
@@ -167,20 +167,20 @@ class Chain(Composite):
 
             return sum_of_lags(one, band, rows, self.shape.tokens)
         if by_head:
-            return self._folded(left, band, rows, by_head)
+            return self._strip_of_core(left, band, rows, by_head)
         return sum_strips(self._by_blocks(left, band, rows), rows)
 
     def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
-        """Yield one strip per block of heads, so that the factors of a block stay small.
+        """Yield a strip for each block of heads, so that the factors of a block stay small.
 
-        The sum of these strips is the whole strip. A block has at least half as many heads as there
-        are rows, because each strip costs time to allocate and to add.
+        The strips are to be summed. A block has at least half as many heads as there are rows,
+        because each strip costs time to allocate and to add.
         """
         batch, tokens, heads, per_head = self.shape
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
         size = max(1, len(rows) // 2, most)
         if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
-            yield self._folded(left, band, rows, False)
+            yield self._strip_of_core(left, band, rows, False)
             return
         left = left.expand(self.shape)
         band = {lag: factor.expand(self.shape) for lag, factor in band.items()}
@@ -188,9 +188,9 @@ class Chain(Composite):
             part = range(start, min(start + size, heads))
             of_part = Chain(*(operator.select(part) for operator in self.parts))
             some = {lag: factor[:, :, part.start : part.stop] for lag, factor in band.items()}
-            yield of_part._folded(left[:, :, part.start : part.stop], some, rows, False)
+            yield of_part._strip_of_core(left[:, :, part.start : part.stop], some, rows, False)
 
-    def _folded(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
+    def _strip_of_core(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
         """Return the strip of outer band . core . inner band, computed from strips of the core."""
         outer, middle, inner = self._bands(band)
         if len(middle) > 1:
@@ -214,7 +214,7 @@ class Chain(Composite):
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Return the outer parts as one band, the middle parts, and the inner parts as one band.
+        """Multiply the outer parts, and the inner parts, to one band each; keep the middle parts.
 
         Args:
             inner: the band to the right of all parts; it is multiplied into the inner band.
@@ -243,7 +243,7 @@ def _mixes_heads(part: Operator) -> bool:
 
 
 def _channels_differ_around(parts: Sequence[Operator]) -> bool:
-    """Return True if a head's channels are treated differently before and after a head's matrix."""
+    """Return True if parts on both sides of a head's matrix treat its channels differently."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
     core = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())

@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 #: New coefficients, or gradients of coefficients, by part and name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
-#: Returns the values' gradient, and adds the coefficients' gradients to the second argument.
+#: Function that returns the values' gradient, and adds coefficients' gradients to argument 2.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 
@@ -46,7 +46,7 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
 
 
 def _holders(operator: Operator) -> Iterator[Operator]:
-    """Yield the parts with coefficients: leaves, and composites with roles, such as WKV."""
+    """Yield the parts of an operator that have coefficients: leaves, and composites like WKV."""
     if isinstance(operator, Composite) and not operator.roles:
         for part in operator.parts:
             yield from _holders(part)
@@ -135,7 +135,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
 
 
 def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
-    """Call ``back``; return the values' gradient, add the coefficients' gradients to ``found``."""
+    """Return the values' gradient from ``back``, and add the coefficients' to ``found``."""
     of_values, of_coefficients = back(gradient)
     total = found.setdefault(operator, {})
     for name, x in of_coefficients.items():

@@ -83,7 +83,7 @@ class ShortConv(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
-        """Sum weight[lag] v[t - lag] over lags, for all tokens t at a time."""
+        """Return the sum over lags of weight[lag] v[t - lag], for all tokens t."""
         out, others = self._without_delay(v)
         read, written = self._laid_out(v), self._laid_out(out)
         for lag, weight in others.items():
@@ -107,11 +107,11 @@ class ShortConv(Operator):
         return (out.zero_() if weight is None else torch.mul(x, weight, out=out)), others
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """Return ``x`` (..., L, H, P), or in a map its view (..., L / width, width, H, P)."""
+        """View ``x`` (..., L, H, P) as (..., L / width, width, H, P) if the tokens form a map."""
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
     def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """Return indices into :meth:`_laid_out` of a tap's input tokens and its output tokens."""
+        """Index a tap's input tokens and output tokens in tensors of :meth:`_laid_out`."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
@@ -174,7 +174,7 @@ class ShortConv(Operator):
 
 
 class _Stream:
-    """A causal convolution or its adjoint, a few tokens per call; stores tokens for later calls."""
+    """A causal convolution, or the adjoint; each call maps and stores the next few tokens."""
 
     def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
         self.transposed = transposed

@@ -153,7 +153,7 @@ class Diagonal(Operator):
         return self.added_to(none, left, band)
 
     def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
-        """Add the same rows of :meth:`entries` to a strip, possibly in place; return the sum."""
+        """Return a strip plus the same rows of :meth:`entries`; may overwrite the strip."""
         tokens, rows = self.shape.tokens, strip.rows
         first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
         strip = strip.covering(rows, range(first.start, last.stop))

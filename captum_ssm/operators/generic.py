@@ -30,8 +30,6 @@ from .reduction import Reduce, by_channel, by_head, goes_by_channel, reduce_chan
 if TYPE_CHECKING:
     from .base import Operator, Pull
 
-# --- the adjoint -------------------------------------------------------------------------------
-
 
 def transpose(operator: Operator, u: Tensor) -> Tensor:
     """Apply the adjoint of ``operator.apply`` to ``u``, by automatic differentiation."""
@@ -53,7 +51,7 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
 def vjp(
     operator: Operator, values: Tensor, coefficients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Pull]:
-    """Return :meth:`.Operator.vjp`, computed for one vector of the stack after the other."""
+    """Compute :meth:`.Operator.vjp` for each vector of the stack separately."""
     each = [operator] * len(values)
     if coefficients:
         stack = range(len(values))
@@ -118,7 +116,7 @@ def dense(
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
-            found = f"got {list(heads)}. Pass at least one head, or None for all heads."
+            found = f"got {list(heads)}. Pass one or more such heads, or None for all heads."
             raise OptionError(f"heads must lie in [{-count}, {count}), {found}")
         return operator.select([head % count for head in heads]).dense(reduce)
     _, tokens, count, per_head = operator.shape

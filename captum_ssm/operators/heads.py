@@ -80,7 +80,7 @@ class HeadOperator(Operator):
         return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
     def _one_channel(self, x: Tensor) -> Tensor:
-        """Expand ``x`` (B, L) to (B, L, H, 1): one channel per head, as all channels act alike."""
+        """Expand ``x`` (B, L) to (B, L, H, 1): one channel per head, because all share a matrix."""
         return x[..., None, None].expand(*self.shape[:3], 1)
 
 
@@ -139,7 +139,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """Multiply all heads' matrices by ``x`` in one product, which is several times as fast."""
+        """Return the mean over heads of matrices @ x, from one product, which is faster."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
@@ -315,7 +315,9 @@ class ScoredHeads(DenseHeads):
 
 
 def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of the scores of softmax attention, (B, H, L, L).
+    """Return the gradient of softmax attention's scores, A (dA - row sums of A dA).
+
+    A are the ``matrices``, and dA = gradient values^T is their gradient, all (B, H, L, L).
 
     Args:
         matrices: the probabilities (B, H, L, L).

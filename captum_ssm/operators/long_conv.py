@@ -80,7 +80,7 @@ class LongConv(Operator):
             return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
     def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Return the strip of the sum over all channels, for one lag of the band."""
+        """Return the strip of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
         if right.shape[1] == 1:
@@ -150,13 +150,13 @@ class LongConv(Operator):
         return out.mT.contiguous() if by_column else out
 
     def _weigh(self, weight: Tensor) -> Tensor:
-        """Return the sum of the channels' kernels with weights (..., H, P), (..., K)."""
+        """Return the sum over channels c of weight[..., c] kernel_c, (..., K)."""
         if self.kernel.shape[1] == 1:
             weight = weight.sum(-1, keepdim=True)
         return weight.flatten(-2) @ self.kernel.flatten(0, 1)
 
     def _lag_by_lag(self, left: Tensor, right: Tensor, rows: range, columns: range) -> Tensor:
-        """Return the entries (B, R, W) of a strip, computed one diagonal after the other."""
+        """Sum left[i, c] kernel_c[i - j] right[j, c] over channels c, one lag i - j at a time."""
         batch, _, heads, per_head = self.shape
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)
@@ -174,10 +174,10 @@ class LongConv(Operator):
 
 
 def _check(kernel: Tensor, shape: Shape) -> None:
-    """Raise unless the kernel is real and has the heads and channels of ``shape``."""
+    """Raise OptionError unless the kernel is real and has the heads and channels of ``shape``."""
     if kernel.is_complex():
         raise OptionError(
-            f"LongConv needs a real kernel, got one of dtype {kernel.dtype}. If the states are "
+            f"LongConv needs a real kernel, but kernel has dtype {kernel.dtype}. If the states are "
             "conjugate pairs, pass twice the real part of the sum over one state of each pair."
         )
     heads, per_head = shape.heads, shape.per_head
@@ -191,7 +191,7 @@ def _check(kernel: Tensor, shape: Shape) -> None:
 
 
 def _once(x: Tensor) -> Tensor:
-    """Return factors (B, 1, H, P) if ``expand`` repeated them over tokens, else unchanged."""
+    """Undo ``expand`` along tokens: return factors (B, 1, H, P) if all tokens share them."""
     return x[:, :1] if x.stride(1) == 0 else x
 
 

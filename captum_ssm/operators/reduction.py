@@ -89,7 +89,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
 #: returns larger memory to the system, and getting it back page by page is slow.
 _ELEMENTS = 2**21
 
-#: Reductions that can be applied pair by pair: over a dimension, and of two tensors.
+#: Functions of reductions that can be applied pair by pair: over a dimension, and of two tensors.
 _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (torch.amax, torch.maximum),
     "min": (torch.amin, torch.minimum),
@@ -98,7 +98,7 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
-    """Return True if computing the reduced matrix channel by channel is possible and faster."""
+    """Return True if :func:`by_channel` supports the reduction and is faster than rows."""
     known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 

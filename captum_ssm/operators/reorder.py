@@ -99,7 +99,7 @@ class Permute(Operator):
         return _as_range(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
-        """Return some rows of the product Permute . matrix, from the same tokens' rows of matrix.
+        """Return ``rows`` of the product Permute . matrix.
 
         Args:
             strip: rows of the matrix, at the tokens that :meth:`read_by` returns.
@@ -109,10 +109,10 @@ class Permute(Operator):
         return Strip(strip.entries.index_select(-2, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
-        """Return some rows of the product matrix . Permute.
+        """Return the same rows of the product matrix . Permute.
 
         Args:
-            strip: the rows of the matrix with the same indices.
+            strip: rows of the matrix.
         """
         columns = _as_range(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
@@ -164,10 +164,10 @@ class Windows:
 
     def merge(self, x: Tensor) -> Tensor:
         """Return the adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
-        return self._in_a_row(x).index_select(-3, self._place_of)
+        return self._as_sequence(x).index_select(-3, self._place_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """Return True for positions of windows with a real token, (B W, T); None if all have one.
+        """Return the mask (B W, T), True for windows' positions with a real token; None if all are.
 
         Args:
             mask: True for real tokens (B, L), or None if all tokens are real.
@@ -180,10 +180,10 @@ class Windows:
         return self.cut(mask[..., None, None].int())[..., 0, 0].bool()
 
     def padding(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` (..., B W, T, H, P) at padding, zero elsewhere; None without padding."""
+        """Set ``x`` (..., B W, T, H, P) to zero except at padding; return None without padding."""
         if not bool(self._padding.any()):
             return None
-        only = self._in_a_row(x).masked_fill(~self._padding[:, None, None], 0)
+        only = self._as_sequence(x).masked_fill(~self._padding[:, None, None], 0)
         return self._as_windows(only)
 
     def assemble(self, blocks: Tensor, rows: range) -> Tensor:
@@ -201,7 +201,7 @@ class Windows:
         """Reshape (..., B, W T, H, P) to (..., B W, T, H, P)."""
         return torch.unflatten(x, -3, self.places.shape).flatten(-5, -4)
 
-    def _in_a_row(self, x: Tensor) -> Tensor:
+    def _as_sequence(self, x: Tensor) -> Tensor:
         """Reshape (..., B W, T, H, P) to (..., B, W T, H, P)."""
         return torch.unflatten(x, -4, (-1, len(self.places))).flatten(-4, -3)
 
@@ -274,7 +274,7 @@ class Windowed(Operator):
         return self.within.tensors()
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Return some rows, read from the matrices of all windows, which need little memory."""
+        """Compute the strip from the whole matrices of all windows, which need little memory."""
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call, refused_cache
-from ..mixers.parts.heard import Heard, telling
+from ..mixers.parts.heard import SubmoduleRecord, reusing_outputs
 from ..mixers.registry import refusal
 from .caches import without_caches
 from .eager import eagerly
@@ -145,7 +145,7 @@ class _Calls:
         self.entered: dict[nn.Module, torch.Size] = {}
         #: For each running mixer its contexts and the calls of its child modules; None for a child
         #: that was called again.
-        self.running: list[tuple[ExitStack, dict[nn.Module, Heard | None]]] = []
+        self.running: list[tuple[ExitStack, dict[nn.Module, SubmoduleRecord | None]]] = []
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
@@ -160,7 +160,7 @@ class _Calls:
         return None if given[0] is args and given[1] is kwargs else given
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        contexts, heard = ExitStack(), dict[nn.Module, Heard | None]()
+        contexts, heard = ExitStack(), dict[nn.Module, SubmoduleRecord | None]()
         self.running.append((contexts, heard))
         if all(watcher.looks_away for watcher in self.watchers):
             return
@@ -175,7 +175,7 @@ class _Calls:
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's call to watchers before other hooks run; return the changed output."""
-        heard: dict[nn.Module, Heard | None] = {}
+        heard: dict[nn.Module, SubmoduleRecord | None] = {}
         if self.running:  # empty if a hook before ours raised
             contexts, heard = self.running.pop()
             contexts.close()
@@ -187,7 +187,7 @@ class _Calls:
         call, changed = Call(args, kwargs, output, block, around), None
         known = {child: once for child, once in heard.items() if once is not None}
         del heard  # known alone holds the outputs now, so that an adapter's forget() frees them
-        with telling(known):
+        with reusing_outputs(known):
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
                 changed = changed if found is None else found
@@ -210,7 +210,7 @@ class _Calls:
 def _listen(
     mixer: nn.Module,
     size: torch.Size,
-    heard: dict[nn.Module, Heard | None],
+    heard: dict[nn.Module, SubmoduleRecord | None],
     contexts: ExitStack,
     verified: bool,
 ) -> None:
@@ -229,7 +229,7 @@ def _listen(
     def before(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         once = is_one and args[0].shape == size and child not in heard
-        heard[child] = Heard(args[0], verified) if once else None
+        heard[child] = SubmoduleRecord(args[0], verified) if once else None
 
     def between(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = heard.get(child)

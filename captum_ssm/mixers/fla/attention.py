@@ -60,7 +60,7 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_forgetting(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's ForgettingAttention."""
+    """Linearize fla's ForgettingAttention: softmax attention with decays in the scores."""
     hidden, mask = entering(module, call)
     heads, groups = module.num_heads, module.num_kv_groups
     q = _normed_channels(module, "q", hidden, heads) * module.head_dim**-0.5
@@ -76,7 +76,7 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_path(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's PaTHAttention."""
+    """Linearize fla's PaTHAttention: softmax attention with the scores of a delta rule."""
     hidden, _ = entering(module, call)
     heads, groups = module.num_kv_heads, module.num_heads // module.num_kv_heads
     q = _normed(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))

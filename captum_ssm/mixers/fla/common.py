@@ -139,7 +139,7 @@ def closing(
 
 
 def norm_and_act(module: Any) -> tuple[Any, Any]:
-    """Return the norm of RetNet or GLA, and the gate's activation (None without a gate)."""
+    """Return the norm module of RetNet or GLA, and the gate's activation (None for no gate)."""
     if module.fuse_norm_and_gate:
         return module.g_norm_swish_gate, F.silu
     return module.g_norm, module.gate_fn if getattr(module, "use_output_gate", True) else None

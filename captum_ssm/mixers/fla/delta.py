@@ -39,7 +39,7 @@ from .common import act_of, closing, entering_unpadded, projected, value_path
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's DeltaNet."""
+    """Linearize fla's DeltaNet: a delta rule without decay."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (_delta_net_key(module, name, hidden) for name in "qk")
     beta = _beta(module, hidden) if module.use_beta else torch.ones_like(q[..., 0])
@@ -49,7 +49,7 @@ def fla_delta_net(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's GatedDeltaNet."""
+    """Linearize fla's GatedDeltaNet: a delta rule with one decay per head."""
     hidden, mask = entering_unpadded(module, call)
     q, k = _shared_keys(module, hidden)
     beta, log_decay = _beta(module, hidden), _log_decay(module, hidden)
@@ -57,7 +57,7 @@ def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_kda(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's KimiDeltaAttention."""
+    """Linearize fla's KimiDeltaAttention: a delta rule with a decay per key channel."""
     hidden, mask = entering_unpadded(module, call)
     a = as_heads(run(module.f_proj, hidden) + module.dt_bias.to(hidden), module.num_v_heads)
     rate = module.A_log.to(hidden).exp()[:, None]
@@ -70,7 +70,7 @@ def fla_kda(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_delta_product(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's GatedDeltaProduct."""
+    """Linearize fla's GatedDeltaProduct: several steps of a delta rule per token."""
     hidden, mask = entering_unpadded(module, call)
     count, heads = module.num_householder, module.num_v_heads
     q, k = _shared_keys(module, hidden, count)
@@ -96,7 +96,7 @@ def fla_delta_product(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_comba(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Comba."""
+    """Linearize fla's Comba: a delta rule with a separate erasing key."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(projected(module, n, hidden, True), module.num_heads) for n in "qk")
     p = k
@@ -120,7 +120,7 @@ def _delta_rule(
     log_decay: Tensor | None,
     erase: Tensor | None = None,
 ) -> LinearMixer:
-    """Return the mixer from q and k (B, L, H, N), beta (B, L, H) and the logarithm of decays."""
+    """Return the mixer from q, k and erasing keys (B, L, H, N), beta (B, L, H) and log decays."""
     path = value_path(module, hidden, mask, module.head_v_dim, silu=True)
     log_decay = None if log_decay is None else zeroed(log_decay, mask)
     q = q * module.head_k_dim**-0.5

@@ -56,7 +56,7 @@ _TOKENS = 16
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
-    """Linearize HGRNAttention; padded values are zero, but decays are kept."""
+    """Linearize fla's HGRNAttention: a recurrence that decays at padded tokens, too."""
     hidden, mask = entering(module, call)
     decay = _log_forget(module, projected(module, "f", hidden, mask=mask), call).exp()
     path = value_path(module, hidden, mask, 1, name="i", silu=True)
@@ -66,7 +66,7 @@ def fla_hgrn(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's HGRN2Attention."""
+    """Linearize fla's HGRN2Attention: linear attention with a decay per key channel."""
     hidden, mask = entering_unpadded(module, call)
     q = F.silu(projected(module, "q", hidden)) * module.head_f_dim**-0.5
     log_decay = _log_forget(module, projected(module, "f", hidden), call)
@@ -87,7 +87,7 @@ def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
 
 
 def fla_lightnet(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's LightNetAttention."""
+    """Linearize fla's LightNetAttention: means of the values weighted by exp(k)."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(projected(module, name, hidden), module.num_heads) for name in "qk")
     key, log_decay = _weighted(k, mask)
@@ -98,7 +98,7 @@ def fla_lightnet(module: Any, call: Call) -> LinearMixer:
 
 
 def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return LightNet's keys and logarithms of decays, given k, all (B, L, H, N)."""
+    """Return key[t] = sigmoid(k[t] - z[t-1]) and log(1 - key[t]) of LightNet, (B, L, H, N)."""
     if mask is not None:
         k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
     before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
@@ -109,7 +109,7 @@ def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def fla_gsa(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's GatedSlotAttention."""
+    """Linearize fla's GatedSlotAttention: linear attention with a decay per slot."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = (
@@ -159,5 +159,5 @@ def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor
 
 
 def _closed(module: Any, path: Path) -> LinearMixer:
-    """Project by the raw weight of o_proj, without LoRA adapters; return the mixer."""
+    """Return the mixer after a projection with o_proj's raw weight, without LoRA adapters."""
     return path.silence().to(projection(module.o_proj, called=False))

@@ -50,7 +50,7 @@ _BASED_EPS = 1e-6
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's MultiScaleRetention."""
+    """Linearize fla's MultiScaleRetention: linear attention with a fixed decay per head."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (rotated(module.rotary, mask, x) for x in queries_and_keys(module, hidden))
     head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
@@ -61,7 +61,7 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_gla(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's GatedLinearAttention."""
+    """Linearize fla's GatedLinearAttention: linear attention with a decay per key channel."""
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = queries_and_keys(module, hidden)
@@ -93,7 +93,7 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's LinearAttention."""
+    """Linearize fla's LinearAttention: linear attention without decay and gate."""
     hidden, mask = entering_unpadded(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k = as_heads(run(module.k_proj, hidden), module.num_kv_heads)

@@ -36,7 +36,7 @@ from .common import entering, entering_unpadded
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Mamba."""
+    """Linearize fla's Mamba: a selective scan with convolution and gate."""
     hidden, mask = entering(module, call)
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
@@ -45,7 +45,7 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Mamba2."""
+    """Linearize fla's Mamba2; refuse n_groups for which layer and kernels differ."""
     hidden, mask = entering(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)
@@ -59,7 +59,7 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's LogLinearMamba2."""
+    """Linearize fla's LogLinearMamba2: a sum of Mamba-2 operators within windows."""
     hidden, mask = entering(module, call)
     levels = module.num_heads * module.num_lambda_dims
     projected = run(module.in_proj, zeroed(hidden, mask))

@@ -33,7 +33,7 @@ _EPS = 1e-5
 
 
 def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's MesaNet."""
+    """Linearize fla's MesaNet: linear attention with queries (A[t] + diag(lambda))^-1 q[t]."""
     hidden, mask = entering_unpadded(module, call, skips="short convolution")
     heads = module.num_heads
     q, k = (unit(as_heads(projected(module, name, hidden), heads)) for name in "qk")
@@ -48,9 +48,9 @@ def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
 
 
 def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
-    """Return q* after some steps of conjugate gradients, as a linear function of q (B, L, H, N).
+    """Solve (A[t] + diag(ridge)) q* = q for q* (B, L, H, N), by steps of conjugate gradients.
 
-    The step sizes, which also depend on q, are frozen.
+    The result is linear in q: the step sizes, which also depend on q, are frozen.
 
     Args:
         q: queries (B, L, H, N).

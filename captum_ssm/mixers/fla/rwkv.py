@@ -39,7 +39,7 @@ _TAKEN, _RETURNED = 5, 3
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
-    """Linearize RWKV6Attention; padded values are zero, but decays are kept."""
+    """Linearize fla's RWKV6Attention: linear attention that decays at padded tokens, too."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     delta = shifted(hidden)
@@ -67,7 +67,7 @@ def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
 
 
 def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's RWKV7Attention."""
+    """Linearize fla's RWKV7Attention: a delta rule with norm and gate."""
     hidden, mask = entering(module, call)
     hidden = zeroed(hidden, mask)
     r, w, k, v, a, g = mixed(module, hidden)
@@ -88,7 +88,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
 
 
 def _erase(module: Any, keys: Tensor) -> Tensor:
-    """Return erasing keys (B, L, H, N), normalized; a fused norm adds eps to the squared length."""
+    """Return erasing keys (B, L, H, N) of length one; a fused norm adds eps to squared lengths."""
     x = keys * module.k_k.to(keys)
     return (
         unit(as_heads(x, module.num_heads))

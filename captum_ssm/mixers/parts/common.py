@@ -127,20 +127,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def projection(module: Any, called: bool = True) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies a projection, by its raw weight if ``called`` is False."""
+    """Return a function that calls ``module``, or uses its raw weight if ``called`` is False."""
     if called:
         return lambda x: run(module, x)
     return lambda x: linear(x, module.weight, module.bias)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Return ``x`` divided by its root mean square over the last dimension, times ``weight``."""
+    """Return weight * x / sqrt(mean of x^2 + eps), with the mean over the last dimension."""
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x if weight is None else x * weight.to(x)
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Normalize vectors ``x`` (..., N) to length one; eps is added to the squared lengths."""
+    """Return x / sqrt(sum of x^2 + eps), vectors of length one, for vectors ``x`` (..., N)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
@@ -150,7 +150,7 @@ def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def activation_of(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the activation of a mixer, with torch's SiLU instead of a kernel's."""
+    """Return a mixer's activation function; SiLU is torch's, not a kernel's."""
     return F.silu if getattr(module, "activation", None) in ("silu", "swish") else module.act
 
 
@@ -218,7 +218,7 @@ def padding_mask(
         mask: the mask, broadcastable to (B, L).
         x: the sequence (B, L, E).
         kind: class of the module that computed the mask from ``original``. Default: None.
-        original: the call's mask; results are cached by its memory. Default: None, ``mask``.
+        original: the call's mask, whose memory address is the cache's key. Default: None, ``mask``.
     """
     if mask is None:
         return None

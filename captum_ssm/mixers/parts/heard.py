@@ -1,6 +1,6 @@
 """Recorded outputs of a mixer's submodules, so that an adapter need not run them again.
 
-Hooks before and after a submodule fill a :class:`Heard`; :func:`known_output` returns the output.
+Hooks before and after a submodule fill a record; :func:`known_output` returns the record's output.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...operators.kernels.arithmetic import autocast_dtype, unseen
 from ...operators.kernels.truths import are_noted
 
 
-class Heard:
-    """The record of one call of a submodule, filled by hooks before and after the submodule.
+class SubmoduleRecord:
+    """The record of one submodule call, filled by hooks before and after the submodule.
 
     Args:
         given: input of the module, before any other hook.
@@ -40,8 +40,7 @@ class Heard:
         self.is_its_own = False
         #: Versions of the input and the output; a later write to either changes its version.
         self._versions = _version(given), 0
-        #: During the call: the input before other hooks; the output before other hooks, with its
-        #: version.
+        #: During the call: the input, and the output with its version, both before other hooks.
         self._entered: Any = given
         self._left: tuple[Any, int] = None, 0
 
@@ -84,12 +83,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-#: Recorded calls of submodules, in the context of :func:`telling`.
-_heard: ContextVar[dict[nn.Module, Heard] | None] = ContextVar("heard", default=None)
+#: Recorded calls of submodules, in the context of :func:`reusing_outputs`.
+_heard: ContextVar[dict[nn.Module, SubmoduleRecord] | None] = ContextVar("heard", default=None)
 
 
 @contextmanager
-def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
+def reusing_outputs(heard: dict[nn.Module, SubmoduleRecord]) -> Iterator[None]:
     """Return a context in which adapters reuse recorded outputs of submodules.
 
     Args:

@@ -85,7 +85,7 @@ def softmax_attention(
 def seen_pairs(
     tokens: int, device: torch.device, *, causal: bool = True, window: int | None = None
 ) -> Tensor | None:
-    """Return the pairs of query and key that are visible with causality and a window.
+    """Return a mask of the pairs of query and key that are visible, with causality and a window.
 
     All mixers of a call on a device share one tensor.  Every token is visible to itself, so the
     tensor's properties need not be read from a GPU.
@@ -136,6 +136,6 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
 
 
 def _read(*truths: Tensor) -> list[bool]:
-    """Return boolean tensors as numbers, waiting for the device once."""
+    """Return tensors of one boolean each as Python booleans, waiting for the device once."""
     found: list[bool] = torch.stack(truths).tolist()
     return found

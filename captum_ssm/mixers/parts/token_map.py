@@ -46,7 +46,7 @@ class Reduction:
         return spread.flatten(1)
 
     def _tokens_read(self, like: Tensor) -> Tensor:
-        """Return how many finer tokens each coarser token depends on, (1, 1, h', w')."""
+        """Return the number of finer tokens that each coarser token depends on, (1, 1, h', w')."""
         return F.conv2d(like.new_ones(1, 1, *self.size), self._ones(like), **self._geometry())
 
     def _ones(self, like: Tensor) -> Tensor:

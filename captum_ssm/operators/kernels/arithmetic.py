@@ -83,9 +83,6 @@ def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
 class Scratch:
     """Named temporary tensors that reuse the same memory at each call.
 
@@ -214,9 +211,6 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return linear_map(grads[0], *ctx.maps), None, None
-
-
-# --- a scan over logarithms --------------------------------------------------------------------
 
 
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:

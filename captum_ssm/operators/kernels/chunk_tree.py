@@ -46,9 +46,6 @@ class _Span(NamedTuple):
 WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
-# --- chunks ------------------------------------------------------------------------------------
-
-
 def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
     """Return chunks of all tokens up to the last row; one of the chunks begins at the first row.
 
@@ -95,9 +92,6 @@ def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
     return chunk._replace(within=within, reads=left * chunk.reads, writes=right * chunk.writes)
 
 
-# --- matrices of heads -------------------------------------------------------------------------
-
-
 def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
     """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
 
@@ -117,9 +111,6 @@ def decay_matrices(decay: Tensor) -> Tensor:
         chunk._replace(within=chunk.within.tril()) for chunk in _decay_chunks(decay, range(tokens))
     ]
     return assemble(chunks, decay.new_zeros(batch, heads, tokens, tokens))
-
-
-# --- sums of matrices --------------------------------------------------------------------------
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
@@ -227,9 +218,6 @@ def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
     """Add the sum over groups of ``sums * grams``, each (B, G, R, W), to ``into`` (B, R, W)."""
     for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
         into.addcmul_(of_channels, gram)
-
-
-# --- the tree ----------------------------------------------------------------------------------
 
 
 def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:

@@ -52,9 +52,6 @@ _PROBED = 64
 _LONG = 4096
 
 
-# --- the sum -----------------------------------------------------------------------------------
-
-
 def semiseparable_strip(
     blocks: Iterable[BandFactors],
     batch: int,

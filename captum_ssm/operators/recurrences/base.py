@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Coefficients(Operator):
-    """Base class of operators whose coefficients are attributes named as their arguments.
+    """Base class of operators with one attribute per coefficient, named like the argument.
 
     Coefficients with roles have heads in the third dimension; coefficients listed in :attr:`fixed`
     have heads in the first.
@@ -58,7 +58,7 @@ class Coefficients(Operator):
         return self._selected(heads)
 
     def _selected(self, heads: Sequence[int], **others: Any) -> Self:
-        """Return :meth:`select`; ``others`` are arguments that the caller has already selected."""
+        """Return the operator on some heads; ``others`` are arguments already on these heads."""
         for name, x in self.tensors().items():
             if name not in others:
                 others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
@@ -94,14 +94,14 @@ class Recurrent(Coefficients):
 
 #: Largest number of elements of one factor of a block of the tree (1 MiB in float32).
 TREE_ELEMENTS = 2**18
-#: Smallest number of columns, channels times states, of such a factor: smaller products are slow.
+#: Smallest number of channels times states of such a factor: smaller products are slow.
 TREE_LEAST = 128
 #: A band whose lags span at least this number is split into single lags.
 TREE_LAGS = 16
 
 
 class FadingRecurrence(Recurrent, pivot_strip.Fading):
-    """Base class of recurrences whose rows are computed by a tree of pivots, or at one pivot."""
+    """Base class of recurrences whose strips use a tree of pivots, or one pivot if faster."""
 
     shape: Shape
     few_rows = 4
@@ -127,7 +127,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             return semiseparable_strip(factors, batch, tokens, rows, first, own)
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return :meth:`entries` for each head, for a band with few lags."""
+        """Return :meth:`entries` with ``by_head=True``, for a band with few lags."""
         raise NotImplementedError
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
@@ -135,7 +135,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         raise NotImplementedError
 
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """Return the diagonal entries (B, R) of the sum over channels, for the tokens ``rows``."""
+        """Sum left reads writes entering(right) over channels and states, for ``rows`` (B, R)."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
@@ -211,5 +211,5 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return run_all(self._steps, x, transposed)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
-        """Return the steps of the map, or of its adjoint, by chunks of ``length`` tokens."""
+        """Return a function that runs the map, or its adjoint, by chunks of ``length`` tokens."""
         return ChunkSteps(self.chunk, length, transposed)

@@ -35,7 +35,7 @@ class DeltaProduct(Coefficients):
         key: keys of each step (B, L, M, H, N).
         beta: step sizes (B, L, M, H).
         log_decay: logarithms of the decays (B, L, H); None for no decay.
-        writes: index of the step, from 0, that adds the values of each head.
+        writes: for each head, the index (from 0) of the step that adds the head's values.
         per_head: number of value channels of a head, P.
         component: name of the mixer's part that it represents. Default: ``"scan"``.
 
@@ -97,7 +97,7 @@ class DeltaProduct(Coefficients):
 
     @cached_property
     def _unrolled(self) -> DeltaRule:
-        """The delta rule over L M steps; it decays at first steps and is read at last steps."""
+        """The delta rule over L M steps; tokens decay the state at first steps, read it at last."""
         logs = self.log_decay
         if logs is not None:
             logs = self._at_step(logs, 0, 2)
@@ -109,7 +109,7 @@ class DeltaProduct(Coefficients):
         return torch.unflatten(x, dim, (self.shape.tokens, self.steps))
 
     def _at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
-        """Return (B, L M, ...) with the tokens' numbers (B, L, ...) at one step, zero elsewhere.
+        """Place ``x`` (B, L, ...) at one step of each token, (B, L M, ...), with zeros elsewhere.
 
         ``dim`` is the dimension of ``x`` after the dimension of the tokens.
         """
@@ -118,7 +118,7 @@ class DeltaProduct(Coefficients):
         return out.flatten(dim - 1, dim)
 
     def _at_last(self, u: Tensor) -> Tensor:
-        """Return (..., B, L M, H, P) with ``u`` (..., B, L, H, P) at last steps, zero elsewhere."""
+        """Place ``u`` (..., B, L, H, P) at last steps, (..., B, L M, H, P); zero elsewhere."""
         return self._at_step(u, self.steps - 1, u.dim() - 2)
 
     @cached_property
@@ -128,11 +128,11 @@ class DeltaProduct(Coefficients):
         return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
 
     def _written(self, v: Tensor) -> Tensor:
-        """Return (..., B, L M, H, P) with ``v`` (..., B, L, H, P) at heads' steps, else zero."""
+        """Place ``v`` (..., B, L, H, P) at the heads' steps ``writes``, (..., B, L M, H, P)."""
         return (v.unsqueeze(-3) * self._writing).flatten(-4, -3)
 
     def _from_written(self, x: Tensor) -> Tensor:
-        """Return the adjoint of :meth:`_written`."""
+        """Return ``x`` (..., B, L M, H, P) at the heads' steps ``writes``, (..., B, L, H, P)."""
         return (self._by_token(x, -3) * self._writing).sum(-3)
 
     # --- the map and its matrices ----------------------------------------------------------

@@ -35,7 +35,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Correction(NamedTuple):
-    """Vectors of a step, which adds k v to the decayed state and subtracts f (e . S).
+    """Vectors k, e and f of steps that add k v to the decayed state and subtract f (e . S).
 
     Attributes:
         key: key k times the step size beta (B, L, H, N).
@@ -109,7 +109,7 @@ class DeltaRule(ChunkedHeads):
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
 
     def corrections(self, part: slice = slice(None), decays: Tensor | None = None) -> Correction:
-        """Return the keys k, e and f of some tokens.
+        """Return the vectors k, e and f of some tokens.
 
         Args:
             part: slice of the tokens. Default: all tokens.
@@ -180,7 +180,7 @@ class DeltaRule(ChunkedHeads):
     def _attended(
         self, reads: Sequence[Pair], writes: Sequence[Pair]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-        """Return gradients of queries, keys and log decays of linear attention with these decays.
+        """Return gradients of queries, keys and log decays in linear attention over all writes.
 
         Args:
             reads: pairs of queries and the gradients of their outputs.
@@ -208,7 +208,7 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
-        """Return the chunks of some tokens, with each chunk's triangular system solved."""
+        """Return chunks of the tokens ``part`` after solving each chunk's triangular system."""
 
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
@@ -226,5 +226,5 @@ class DeltaRule(ChunkedHeads):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _steps(self, length: int, transposed: bool) -> Steps:
-        """Return steps by corrected values, which cost less than the chunks' matrices."""
+        """Return steps that use corrected values, which cost less than the chunks' matrices."""
         return CorrectedSteps(self._corrected, length, transposed)

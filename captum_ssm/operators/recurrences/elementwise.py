@@ -190,7 +190,7 @@ class WKV(Sum):
 
 
 def _wkv_terms(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
-    """Return the terms of WKV: the diagonal, and the recurrence over earlier tokens."""
+    """Return the two terms of WKV: a diagonal for j = i, and a recurrence for tokens j < i."""
     like = key
     # in float32, differences of sums over all tokens so far would lose too many digits
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))

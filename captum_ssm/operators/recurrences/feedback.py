@@ -103,7 +103,7 @@ class FeedbackRecurrence(Recurrent):
         return self.write * self._of_states(x) if transposed else self.gate * self.states(x)
 
     def _of_states(self, u: Tensor) -> Tensor:
-        """Return the states' gradients for output gradients ``u``, by the loop backwards."""
+        """Return the gradients of the states, for gradients ``u`` of the outputs."""
         factors = shift_tokens(self.decay, -1), self.gate, self.write
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])
 

@@ -179,7 +179,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return out
 
     def _cut_at_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Return :meth:`_sum_of_heads` for rows that begin after the first token.
+        """Compute :meth:`_sum_of_heads` for rows that begin after the first token.
 
         Entries of earlier columns are products of two factors, split at the token before the rows:
         the decays since that token for each row, and the decays until that token for each column.
@@ -203,7 +203,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """Sum the decays times the factors over each group, times the group's q . k."""
+        """Compute the sums per group of heads, which share q . k."""
         if not self._shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:

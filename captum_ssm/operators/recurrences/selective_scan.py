@@ -154,7 +154,7 @@ class SelectiveScan(FadingRecurrence):
     def _vjp_on_gpu(
         self, values: Tensor, coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, Pull]:
-        """Return :meth:`vjp`, computed by the GPU kernels of :mod:`.fused_scan`."""
+        """Compute :meth:`vjp` with the GPU kernels of :mod:`.fused_scan`."""
         x, owns = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
         each = (coefficients.get(name, own[None]).detach() for name, own in owns.items())
         # one for each vector and group, (S, B, L, G, N)
@@ -212,7 +212,7 @@ class SelectiveScan(FadingRecurrence):
         return out.view(x.shape)
 
     def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
-        """Return :meth:`_run` on a GPU, by the fused kernel or else by reduction or chunks."""
+        """Compute :meth:`_run` on a GPU with Triton's kernel, or else by reduction or chunks."""
         if fused_scan.serves(self):
             stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
             coefficients = self.dt, self.a, self.b, self.c
@@ -221,7 +221,7 @@ class SelectiveScan(FadingRecurrence):
         return (_by_reduction if few else _by_products)(self, x, transposed)
 
     def _steps(self, stack: int, transposed: bool) -> ScanSteps:
-        """Return the loop over tokens for ``stack`` vectors; its states fit into the cache."""
+        """Return the loop over tokens for ``stack`` vectors; the states fit into the cache."""
         elements = stack * self.shape.batch * self.a.numel()
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
         return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
@@ -241,7 +241,7 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return :meth:`entries` for each head, by the tree with each channel as an example."""
+        """Compute :meth:`entries` per head with the tree, in which each head is an example."""
         heads, until = self.shape.heads, slice(rows.stop)
         b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
@@ -291,7 +291,7 @@ class SelectiveScan(FadingRecurrence):
 
 
 def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
-    """Return alpha x, or alpha-transposed x, for few vectors (..., B, L, H, 1), by reduction.
+    """Return alpha x, or alpha-transposed x, for few vectors (..., B, L, H, 1), by odd_even.
 
     The number of launches grows with log L; the states of many tokens are in memory together.
     """
@@ -340,7 +340,7 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
 
 
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
-    """Write the products of (B, T, h) and (..., n, 1 or h) to ``out`` (B, T, n h); return it."""
+    """Write channels[b, t, h] states[..., n, h] to ``out`` (B, T, n h), and return ``out``."""
     count = channels.shape[-1]
     torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, count)))
     return out
@@ -349,7 +349,7 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
 def _blocks(
     heads: int, states: int, tokens: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield slices of heads, with slices of states; each pair makes one block of the tree.
+    """Yield a slice of heads and slices of states; each pair of slices is a block of the tree.
 
     Args:
         heads, states: number of heads and of states.

@@ -130,7 +130,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.addcmul(others, self._own(self.bonus), x)
 
     def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
-        """Return the map of ``v``, or its adjoint, from states of all tokens, without bonus.
+        """Return alpha v, or alpha-transposed v, without the bonus, from the states of all tokens.
 
         For few vectors this costs less than the matrices within chunks.
         """
