@@ -117,7 +117,7 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
 
 
 class _Picked(nn.Module):
-    """An indexer module that returns a given result."""
+    """A replacement of an indexer module, which returns tokens that were already picked."""
 
     def __init__(self, picked: Tensor) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _picked(module: Any, call: Call) -> Tensor:
 
 
 def _refuse_cache(module: Any, call: Call) -> None:
-    """Raise if the call has a cache, because running the call again would add to it twice."""
+    """Raise if the call has a cache, because running it again would update the cache twice."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     for name in ("past_key_values", "layer_past"):
         if name in names:
@@ -195,7 +195,7 @@ class _AttentionCall:
 
 
 class _Settings:
-    """A view of a model's configuration in which the attention function records its arguments."""
+    """A model's configuration, but with :func:`_record` as the attention function."""
 
     _attn_implementation = _RECORDING
 
@@ -296,7 +296,8 @@ def _record(
 
 def _unknown(module: Any, name: str) -> UnsupportedMixerError:
     kind = type(module).__name__
-    return UnsupportedMixerError(f"{kind} with {name} has no adapter. Use a model without {name}.")
+    remedy = f"Use a model, or a call of the model, without {name}."
+    return UnsupportedMixerError(f"{kind} with {name} is not supported. {remedy}")
 
 
 @contextmanager

@@ -229,6 +229,6 @@ def first_tensor(output: Any) -> Tensor:
             return value
     kind = type(output).__name__
     raise TypeError(
-        f"The mixer's output of type {kind} contains no tensor. Use a mixer that returns a tensor, "
-        "or a tuple, list or mapping with one."
+        f"An output of type {kind} contains no tensor. Change the module to return a tensor, or a "
+        "tuple, list or mapping with a tensor."
     )

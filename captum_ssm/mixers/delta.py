@@ -62,7 +62,7 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
-    """Linearize KimiLinearDeltaAttention, or its copies in Ling 3 and GLM-5.3-Flash."""
+    """Linearize KimiLinearDeltaAttention, or the same mixer in Ling 3 or GLM-5.3-Flash."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
@@ -95,7 +95,7 @@ def _scanned(
 
 
 def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
-    """Apply the norm per head and the gate act(z), which ``norm`` computes together."""
+    """Apply the norm per head and the gate act(z); the module ``norm`` computes both."""
     path.rms_norm(norm.weight, norm.variance_epsilon)
     return path.gate(z, _activation(getattr(norm, "activation", "silu")))
 

@@ -48,9 +48,9 @@ def sdpa_attention(module: Any, call: Call) -> LinearMixer:
     window = module.config.attention_window_size
     if linear.values.shape[1] > window:
         raise UnsupportedMixerError(
-            f"RecurrentGemma in transformers 4 got {linear.values.shape[1]} tokens. Beyond its "
-            f"window of {window} tokens it computes different outputs with and without a cache, "
-            "and has no adapter. Use transformers 5, or pass shorter examples."
+            f"RecurrentGemma in transformers 4 got {linear.values.shape[1]} tokens. For more "
+            f"than attention_window_size={window} tokens its outputs depend on whether there is a "
+            f"cache, so it has no adapter. Use transformers 5, or pass at most {window} tokens."
         )
     return linear
 
@@ -67,7 +67,7 @@ def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor
 
 
 def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the sigmoid of one affine map per head of ``u`` (B, L, D); weights (H, D/H, D/H)."""
+    """Return sigmoid(u_h weight_h + bias_h) for each head h of ``u`` (B, L, D), concatenated."""
     # examples stay in the first dimension, as recorded constants require
     heads = torch.unflatten(u, -1, weight.shape[:2])
     with full_precision(u.device):

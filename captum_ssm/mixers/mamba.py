@@ -140,7 +140,7 @@ def _is_old(module: Any) -> bool:
 
 
 def calls_dt_proj(module: Any, t: Tensor) -> bool:
-    """Return True if the model calls dt_proj, False if it uses the raw weight (no LoRA)."""
+    """Return True if the module calls dt_proj, False if it uses only dt_proj's raw weight."""
     if not _is_old(module):
         return False
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):

@@ -132,7 +132,7 @@ def _simple(
     learned: bool,
     fused: bool,
 ) -> LinearMixer:
-    """Linearize Mamba2Simple or Mamba2Block; only the fused code's norm has groups."""
+    """Linearize Mamba2Simple or Mamba2Block; the norm has groups only if ``fused``."""
     refuse_packed(call, seq_idx=1)
     projected, initial = run(module.in_proj, entering(module, call)), None
     if learned:

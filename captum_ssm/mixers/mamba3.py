@@ -122,7 +122,7 @@ def _scan(
 
 
 def _next(x: Tensor) -> Tensor:
-    """Shift ``x`` (B, L, ...) to the next token's entries; the last token gets zeros."""
+    """Return y[t] = x[t + 1] for the tokens t of ``x`` (B, L, ...), with zeros for the last one."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)
 
 
@@ -133,7 +133,7 @@ def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
 
 
 def _turned(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotate channels 2m and 2m+1 of ``x`` (B, L, H, N) by angle m of (B, L, H, M), 2 M <= N."""
+    """Rotate channels 2m and 2m+1 of ``x`` (B, L, H, N) by angle[..., m]; keep later channels."""
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     end = 2 * angle.shape[-1]
     even, odd = x[..., 0:end:2], x[..., 1:end:2]

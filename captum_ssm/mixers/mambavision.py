@@ -45,11 +45,11 @@ def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
 
 
 def mambavision_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize mambavision's Attention, a copy of timm's."""
+    """Linearize mambavision's Attention, a copy of timm's Attention."""
     if module.fused_attn and module.attn_drop.p > 0:
         raise UnsupportedMixerError(
             f"{type(module).__name__} with attn_drop={module.attn_drop.p} drops random weights "
-            "even in evaluation mode, so its outputs are random. Set attn_drop.p = 0 on the module."
+            "even in evaluation mode, so outputs are random. Set attn_drop.p = 0 on this module."
         )
     return _on_the_map(timm_attention(module, call), call)
 

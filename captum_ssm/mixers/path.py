@@ -250,6 +250,10 @@ def _narrowed(part: Operator, taken: slice, shape: Shape) -> Operator:
 
     if isinstance(part, Diagonal):
         return Diagonal(cut(part.weight), shape, part.component, part.data_dependent)
-    assert isinstance(part, ShortConv)
+    if not isinstance(part, ShortConv):
+        raise TypeError(
+            f"narrow() cannot cut {type(part).__name__}. Call narrow() before all steps except "
+            "scale(), act(), gate() and conv()."
+        )
     bias = None if part.bias is None else cut(part.bias)
     return ShortConv(part.weight[taken].view(*shape[2:], -1), shape, bias, part.lags)

@@ -1,4 +1,4 @@
-"""RWKV-4: transformers' rwkv.
+"""RWKV-4 in transformers, and functions that the adapters of RWKV-7 share.
 
     k, v, r = maps of h mixed with the previous token's h (the token shift)
     y = sigmoid(r) alpha v          output = W_o y
@@ -14,7 +14,7 @@ In evaluation the model halves its residual stream every few blocks, and at its 
 output projections of later blocks in place to match.  h is normalized, so this changes only W_o.
 The model takes no padding mask.
 
-RWKV-7: functions that the adapters of its layers share.
+RWKV-7:
 
     r, k, v and the inputs of w, a, g and s: maps of h mixed with the previous token's h
     e_h = (k xi)_h / |(k xi)_h|                     k' = k (1 + (a - 1) kappa)
@@ -53,7 +53,7 @@ _LOG_DECAY = -math.exp(-0.5)
 
 
 def shifted(hidden: Tensor) -> Tensor:
-    """Return the previous token minus each token, (B, L, E)."""
+    """Return hidden[t-1] - hidden[t] for every token t, (B, L, E)."""
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
@@ -136,7 +136,7 @@ def time_mixing(
 
 
 def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
-    """Apply the gate g (B, L, H P), whose value at zero input is ``at_rest``, and the output."""
+    """Apply the gate (B, L, H P), which is ``at_rest`` at zero input, and project the output."""
     rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
     return path.scale(gate, "gate", at_rest=rest).to(output)
 

@@ -112,7 +112,7 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
 
 
 def _head_norm(norm: Any, x: Tensor) -> Tensor:
-    """Return the frozen scale of a MultiHeadLayerNorm at ``x`` (B, L, H, P), without centering."""
+    """Return weight / sigma(x), the frozen scale of a MultiHeadLayerNorm, for x (B, L, H, P)."""
     scale = torch.rsqrt(x.var(-1, keepdim=True, correction=0) + norm.eps).expand_as(x)
     weight = norm.weight_proxy
     return scale if weight is None else scale * frozen(weight, x).view(x.shape[2:])

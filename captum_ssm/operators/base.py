@@ -122,7 +122,7 @@ class Operator:
         component: name of the mixer's part: ``conv``, ``activation``, ``scan`` (any token mixing
             except a short convolution), ``skip``, ``gate`` or ``norm``. Default: None, for
             structural parts such as masks, which :meth:`restrict` keeps.
-        shape: sizes of the values that it maps, a :class:`Shape`.
+        shape: sizes of the values to map, a :class:`Shape`.
         roles: role of each coefficient that may depend on the input, by the coefficient's name in
             :meth:`tensors`; see :mod:`.coefficients`. Default: no roles.
         live: coefficients with roles that were passed with an autograd graph, by name, not

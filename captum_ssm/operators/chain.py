@@ -56,7 +56,7 @@ class Chain(Composite):
 
     @property
     def mixing(self) -> Mixing:
-        """The class of mixing: GATED if data-dependent parts only scale tokens, at the ends."""
+        """GATED if data-dependent parts only scale tokens, before or after all token mixing."""
         if not (self.mixes_tokens and self.data_dependent):
             return super().mixing
         # a reordering does not count: it only moves the factors of diagonals to other tokens
@@ -214,7 +214,7 @@ class Chain(Composite):
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Multiply the outer parts, and the inner parts, to one band each; keep the middle parts.
+        """Return the outer parts as one band, the middle parts, and the inner parts as one band.
 
         Args:
             inner: the band to the right of all parts; it is multiplied into the inner band.

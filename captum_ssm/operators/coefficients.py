@@ -135,7 +135,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
 
 
 def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
-    """Return the values' gradient from ``back``, and add the coefficients' to ``found``."""
+    """Return the values' gradient from ``back``; add coefficients' gradients to ``found``."""
     of_values, of_coefficients = back(gradient)
     total = found.setdefault(operator, {})
     for name, x in of_coefficients.items():

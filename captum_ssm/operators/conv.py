@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from .base import Operator, Shape
 from .chain import Chain
 from .kernels.arithmetic import linear_map
@@ -28,11 +29,10 @@ class ShortConv(Operator):
 
     Args:
         weight: filters (H, P, K), one weight for each of the K taps.
-        shape: sizes of the values that it maps.
+        shape: sizes of the values to map.
         bias: constant term broadcastable to (B, L, H, P). Default: None, no constant.
         lags: how many tokens back each tap reads; negative lags read later tokens. In a map each
-            lag is a pair: rows up, columns to the left. Default: None, that is 0, 1, ..., K - 1
-            (causal).
+            lag is a pair: rows up, columns to the left. Default: None, causal: 0, 1, ..., K - 1.
         component: name of the mixer's part that it represents. Default: ``"conv"``.
         width: number of tokens in each row of the map; tokens beyond the ends of a row are zero.
             Default: None, the tokens form one sequence.
@@ -71,6 +71,11 @@ class ShortConv(Operator):
         self.lags: tuple[Any, ...] = tuple(range(weight.shape[-1]) if lags is None else lags)
         self.component = component
         self.width = width
+        if any(isinstance(lag, tuple) == (width is None) for lag in self.lags):
+            raise OptionError(
+                f"lags={self.lags} do not fit width={width}. With a width, pass lags as pairs "
+                "(rows, columns); without a width, pass lags as numbers of tokens."
+            )
 
     @property
     def mixes_tokens(self) -> bool:

@@ -22,7 +22,7 @@ class Diagonal(Operator):
 
     Args:
         weight: factors broadcastable to (B, L, H, P).
-        shape: sizes of the values that it maps.
+        shape: sizes of the values to map.
         component: name of the mixer's part that it represents. Default: None, a structural part
             such as a mask.
         data_dependent: whether the factors depend on the input. Default: None, True if ``weight``
@@ -133,7 +133,7 @@ class Diagonal(Operator):
         return positions, own if weight is None else own * weight
 
     def mean_of_channels(self) -> Diagonal:
-        """Replace the factors of each head by their mean over its value channels."""
+        """Return the diagonal with each head's factors averaged over the head's value channels."""
         mean = self._with(self.weight.mean(-1, keepdim=True))
         if isinstance(mean.at_rest, Tensor):
             mean.at_rest = mean.at_rest.mean(-1, keepdim=True)

@@ -335,7 +335,7 @@ class HeadCentering(Operator):
     It mixes channels; the factor of a channel on itself is 1 - 1/P.
 
     Args:
-        shape: sizes of the values that it maps.
+        shape: sizes of the values to map.
         like: a tensor with the dtype and device to use.
         component: name of the mixer's part that it represents. Default: ``"norm"``.
         across: whether the mean is over all heads; the factor is then 1 - 1/C. Default: False.
@@ -380,9 +380,9 @@ class HeadCentering(Operator):
     def select(self, heads: Sequence[int]) -> Operator:
         if self.across:
             raise OptionError(
-                f"heads={list(heads)} cannot be selected from a norm over all heads: its "
-                "mean is over all heads together. Call per_channel() first, which drops the mixing "
-                "between channels, then select heads of its result."
+                f"heads={list(heads)} cannot be selected from a norm whose mean is over all heads. "
+                "Call per_channel() first, which drops the mixing between channels, then select "
+                "heads of the result."
             )
         shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
         return HeadCentering(shape, centred, self.component, centred=centred)

@@ -35,7 +35,7 @@ class LongConv(Operator):
         kernel: real kernel (H, P, K), or (H, 1, K) if the channels of a head share one; entry k is
             the weight of the token k steps back.  Entries beyond the sequence are ignored; missing
             entries count as zero.
-        shape: sizes of the values that it maps.
+        shape: sizes of the values to map.
         component: name of the mixer's part that it represents. Default: ``"scan"``.
 
     Raises:

@@ -15,7 +15,6 @@ from .kernels.portions import at_a_time
 if TYPE_CHECKING:
     from .base import Operator
 
-# --- rows of all channels at once --------------------------------------------------------------
 
 #: ``"mean"``, ``"max"``, ``"min"``, ``"product"``, ``"heads"``, None, or a function that reduces
 #: the last dimension of a tensor.

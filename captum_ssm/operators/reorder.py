@@ -12,8 +12,6 @@ from .base import Mixing, Operator, Shape
 from .kernels.bands import Band
 from .kernels.rows import Positions, Strip, by_query, sum_of_lags
 
-# --- reorderings -------------------------------------------------------------------------------
-
 
 class Permute(Operator):
     """y[t] = x[order[t]]: a reordering of the tokens, such as the flip of a backward direction.
@@ -24,7 +22,7 @@ class Permute(Operator):
     Args:
         order: permutation (L,): the input token at each output position. Pass a tensor on the CPU
             if possible, so that it need not be read back from a GPU.
-        shape: sizes of the values that it maps.
+        shape: sizes of the values to map.
         component: name of the mixer's part that it represents. A reordering around a scan that is
             one term of a sum has the scan's name, so both are kept or dropped together. Default:
             None, a structural part.
@@ -95,7 +93,7 @@ class Permute(Operator):
         return matrix.index_select(-1, self.inverse)
 
     def read_by(self, rows: range) -> range | None:
-        """Return the input tokens at positions ``rows`` as a range, or None if they have gaps."""
+        """Return the input tokens of output ``rows`` as a range; None if the tokens have gaps."""
         return _as_range(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:

@@ -39,7 +39,7 @@ from .common import entering, projected, rotated
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Attention; windows count real tokens, rotations all tokens."""
+    """Linearize fla's Attention; windows count real tokens, and rotations count all tokens."""
     hidden, mask = entering(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k, v = (as_heads(run(p, hidden), module.num_kv_heads) for p in (module.k_proj, module.v_proj))
@@ -99,7 +99,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def _normed_channels(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
-    """Return queries or keys (B, L, H, N) of ForgettingAttention, after the norm if it has one."""
+    """Return ForgettingAttention's queries or keys (B, L, H, N), normalized if it has norms."""
     x = as_heads(run(getattr(module, f"{name}_proj"), hidden), heads)
     if not module.qk_norm:
         return x

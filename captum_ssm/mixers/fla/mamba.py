@@ -53,7 +53,8 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
             raise UnsupportedMixerError(
                 f"fla's Mamba2 with n_groups={module.n_groups} has no adapter without the kernels "
                 "of mamba_ssm on a GPU, because it assigns the groups of B and C to different "
-                "heads than these kernels do. Run it on a GPU with mamba_ssm installed."
+                "heads than these kernels do. Run the model on a GPU with mamba_ssm installed, or "
+                "use a model with n_groups=1."
             )
     return _mamba2(module, run(module.in_proj, hidden), mask)
 

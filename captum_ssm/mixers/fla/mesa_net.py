@@ -1,4 +1,4 @@
-"""MesaNet: fla's MesaNet.
+"""fla's MesaNet: linear attention whose queries solve a linear system at every token.
 
     q, k = SiLU(conv(.)), on the unit sphere       beta = sigmoid(b_proj h)      v = v_proj h
     A[t] = decay[t] A[t-1] + beta[t] k[t] k[t]^T,  S[t] = decay[t] S[t-1] + beta[t] k[t] v[t]^T

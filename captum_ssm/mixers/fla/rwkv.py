@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7: fla's RWKV6Attention, and RWKV7Attention by the equations of :mod:`..rwkv`.
+"""RWKV-6 and RWKV-7 in fla; the equations of RWKV-7 are in :mod:`..rwkv`.
 
 RWKV-6 is
 

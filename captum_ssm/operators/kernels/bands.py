@@ -34,7 +34,7 @@ def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """Return a short convolution times ``band``; ``taps`` has its weights by lag, ([L,] H, P)."""
+    """Return the band conv . band; ``taps`` are the weights (H, P) or (L, H, P) of conv, by lag."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

@@ -103,7 +103,7 @@ def in_chunks(x: Tensor, length: int) -> Tensor:
 
 
 class Steps(Protocol):
-    """A function that maps the next chunks by a recurrence or its adjoint, and keeps the state."""
+    """A function that maps the next chunks, and keeps the recurrence's state for the next call."""
 
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
         """Map values (..., B, T, H, P) of the tokens ``part``, and write the outputs to ``out``."""
@@ -164,7 +164,7 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 
 
 def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Return the outputs for values (..., B, T, H, P) of the tokens ``part``, by a few chunks."""
+    """Map values (..., B, T, H, P) of the tokens ``part`` to outputs, a few chunks at a time."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # many calls, each faster without a graph
@@ -219,7 +219,7 @@ def _within(within: Tensor, x: Tensor) -> Tensor:
 def _states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run state = carry * state + written by chunks; return the states before them and the last.
+    """Run state = carry * state + written over chunks; return all states before, and the last.
 
     Args:
         written: the term that each chunk adds (B, G, C, N, S, H / G, P); overwritten.

@@ -72,7 +72,7 @@ class FadingSteps:
 
 
 class _Reduction:
-    """The updates that compute some tokens, prepared once as views of the same output memory.
+    """The steps that compute the outputs of some tokens, prepared once for the same memory.
 
     The lowest level joins tokens in pairs, the next level joins these pairs, and so on.  The few
     tokens of the top level are computed one after the other.  Then each level, from the top down,

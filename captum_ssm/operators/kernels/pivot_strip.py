@@ -65,7 +65,7 @@ class Fading(Protocol):
         """Return ``rows`` of the product diag(left) . recurrence . band."""
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Return head indices (H,), sorted by how fast their states decay over ``tokens``."""
+        """Return head indices (H,), from the fastest decay over ``tokens`` to the slowest."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Return a function of products of decays between ``token`` and the first ``tokens``."""

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-# --- tokens ------------------------------------------------------------------------------------
-
 
 class Portion(NamedTuple):
     """How many tokens to pass to an operator's :class:`Stream` per call.
@@ -36,7 +34,7 @@ LARGE = Portion(2**19, 1024)
 
 
 class Stream(Protocol):
-    """A function that maps the next tokens by an operator or its adjoint, and keeps the state."""
+    """A function that maps the next tokens, and keeps the operator's state for the next call."""
 
     def __call__(self, x: Tensor, part: slice) -> Tensor:
         """Map values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""

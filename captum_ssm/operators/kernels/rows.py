@@ -17,8 +17,6 @@ from .bands import Band
 from .portions import at_a_time
 from .truths import holds
 
-# --- strips ------------------------------------------------------------------------------------
-
 
 class Strip(NamedTuple):
     """Some rows of a matrix (B, L, L), or of one matrix per head (B, H, L, L).
@@ -117,7 +115,7 @@ _STACK_ELEMENTS_LAUNCHED = 2**26
 
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Convert positions, negative ones from the end, to token indices (B, Q); raise QueryError."""
+    """Return positions as token indices (B, Q); negative positions count from the end."""
     device_of = positions.device if isinstance(positions, Tensor) else "cpu"
     index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
@@ -128,7 +126,7 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
 
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
-    """Yield parts of ``rows`` so that one vector of ``elements`` per row fits into memory."""
+    """Yield parts of ``rows`` for which vectors of ``elements`` numbers per row fit into memory."""
     most = at_a_time(_STACK_ELEMENTS, device, _STACK_ELEMENTS_LAUNCHED)
     size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):

@@ -218,7 +218,7 @@ class _Chunks:
         self.current: tuple[Tensor, ...] = ()
 
     def run(self, part: slice, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one chunk; return its decays, and its states after the state before the chunk.
+        """Run one chunk; return the decays, and the states including the state before the chunk.
 
         The next run overwrites these tensors.
 
@@ -246,7 +246,7 @@ class _Chunks:
         return torch.unflatten(x, 1, (-1, self.decays.shape[1]))
 
     def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
-        """Return C[t] . h[t] + D x[t] (L, S B, D) of all tokens; ``states[0]`` becomes the last.
+        """Return C[t] . h[t] + D x[t] (L, S B, D) of all tokens; write the last h to ``states[0]``.
 
         Args:
             starts: list to which the state before each chunk is appended. Default: None, no list.

@@ -78,12 +78,12 @@ def is_doubted() -> bool:
 
 
 def are_noted(x: Tensor) -> bool:
-    """Return True if checks of a tensor are noted: on a GPU, within :func:`read_together`."""
+    """Return True if checks of a tensor are noted, that is, read only at the end of the call."""
     return _noted.get() is not None and x.device.type != "cpu"
 
 
 def holds(truth: Tensor) -> bool:
-    """Return True if a check holds or is noted; ``truth`` is a boolean tensor with one entry."""
+    """Return True if ``truth``, a tensor of one boolean, is true, or noted to be read later."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
@@ -168,7 +168,7 @@ def ask_anew(tokens: int, asked: range | None) -> None:
 
 
 def at_most(number: Tensor, limit: float) -> bool:
-    """Return True if a number is at most a limit (NaN is not), or if the check is noted."""
+    """Return True if number <= limit (False for NaN), or if the check is noted to be read later."""
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
@@ -190,7 +190,7 @@ class Ratio(NamedTuple):
     factor: float = 1.0
 
     def at_most(self, limit: float) -> bool:
-        """Note the check that the ratio is at most a limit, and return True."""
+        """Note the check that the ratio is at most a limit, to be read later, and return True."""
         noted = _noted.get()
         assert noted is not None
         noted.append(_Noted(self.number.detach(), limit / self.factor, self.size.detach()))
@@ -198,12 +198,12 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Return True if a tensor may have a nonzero entry; on a GPU always, without reading."""
+    """Return False only if a tensor is on the CPU and all its entries are zero."""
     return x.device.type != "cpu" or bool(x.any())
 
 
 def all_finite(x: Tensor) -> bool:
-    """Return True if no entry is NaN or infinite, or if the check is noted.
+    """Return True if no entry is NaN or infinite, or if the check is noted to be read later.
 
     On a CPU only the minimum and the maximum are checked, which takes a tenth of the time.
     """
@@ -214,7 +214,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def _finite_later(x: Tensor) -> bool:
-    """Note the check that a small tensor is finite, and return True."""
+    """Note the check that a small tensor is finite, to be read later, and return True."""
     noted = _noted.get()
     assert noted is not None
     noted.append(x.detach())
@@ -222,10 +222,10 @@ def _finite_later(x: Tensor) -> bool:
 
 
 def finite_together(tensors: Iterable[Tensor]) -> bool:
-    """Return True if tensors on one device have no NaN and no infinity, or if the check is noted.
+    """Return True if tensors are finite, or if the check is noted to be read later.
 
     Args:
-        tensors: the tensors; integer tensors are skipped.
+        tensors: tensors on one device; integer tensors are skipped.
     """
     chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
     return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))

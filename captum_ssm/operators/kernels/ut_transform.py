@@ -109,7 +109,7 @@ class Corrected(NamedTuple):
         return Chunk(tokens, within, reads, writes, carry)
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs y of values ``v`` (B, H, C, T, P), and the last S' (B H, N, P)."""
+        """Return outputs y of values ``v`` (B, H, C, T, P), and the state after all chunks."""
         w, states_before = torch.empty_like(v, memory_format=torch.contiguous_format), []
         known = v if self.own is None else matmul(self.own.erased, v)
         known_of, w_of = map(_by_chunk, (known, w))
