@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..mixers.base import Call
-from ..mixers.parts.common import heeded_mask, padding_mask
+from ..mixers.parts.common import applied_mask, padding_mask
 from ..mixers.registry import class_path, is_own
 from ..mixers.table import ADAPTERS
 from ..operators.base import Role
@@ -282,7 +282,7 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 2:
-        original, mask = heeded_mask(module, call)
+        original, mask = applied_mask(module, call)
         return padding_mask(mask, call.hidden_states, type(module), original)
     visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs
     keep, hidden = visible.any(-2).any(1), call.hidden_states

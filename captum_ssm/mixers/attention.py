@@ -113,7 +113,7 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
         picked = module.indexer(call.hidden_states, rotations, mask, None)
     module = copy.copy(module)
     module._modules = {**module._modules, "indexer": _Picked(picked)}
-    return replace(hf_attention(module, call), mask=_real(mask, call))
+    return replace(hf_attention(module, call), mask=_real_tokens(mask, call))
 
 
 class _Picked(nn.Module):
@@ -127,7 +127,7 @@ class _Picked(nn.Module):
         return self._picked
 
 
-def _real(mask: Tensor | None, call: Call) -> Tensor | None:
+def _real_tokens(mask: Tensor | None, call: Call) -> Tensor | None:
     """Return the mask of real tokens (B, L) from the call's mask; None if all are real."""
     if mask is None:
         return None
@@ -156,7 +156,7 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
     if module.config._attn_implementation == "sdpa":
         # sdpa's mask is boolean, so that padded tokens attend to no token
         received = replace(received, mask=received.mask == 0)
-    mask = _real(call.argument("attention_mask", 1), call)
+    mask = _real_tokens(call.argument("attention_mask", 1), call)
     return replace(_linearize(module, received, factor), mask=mask)
 
 

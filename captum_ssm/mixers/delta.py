@@ -68,7 +68,7 @@ def kimi_delta(module: Any, call: Call) -> LinearMixer:
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
     log_decay = _channel_log_decay(module.forget_gate, hidden, heads)
     path = _scanned(module, _mixed(module, hidden), mask, beta, log_decay, heads)
-    return _norm_and_gate(path, module.o_norm, _one_or_two(module, "g", hidden)).to(module.o_proj)
+    return _norm_and_gate(path, module.o_norm, _projected(module, "g", hidden)).to(module.o_proj)
 
 
 def _scanned(
@@ -102,7 +102,7 @@ def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
 
 def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
     """Return log decays (B, L, H, N) per key channel, above the lower bound of some models."""
-    a = as_heads(_one_or_two(forget, "f", hidden), heads)
+    a = as_heads(_projected(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
     bound: float | None = getattr(forget, "safe_gate_lower_bound", None)  # Kimi Linear
@@ -116,7 +116,7 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
     return -rate * torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
 
 
-def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
+def _projected(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Project ``hidden`` by ``{name}_proj``, or by ``{name}_a_proj`` and then ``{name}_b_proj``."""
     if hasattr(module, f"{name}_proj"):
         return run(getattr(module, f"{name}_proj"), hidden)

@@ -41,20 +41,20 @@ Selected = tuple[Tensor, ...]
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
-    hidden, mask = hf_entering(module, call, silent=not _is_old(module))
+    hidden, mask = hf_entering(module, call, silent=not _is_of_version_4(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path = hf_activated(module, x, mask)
     selective_scan(path, module, called_dt=calls_dt_proj(module, z), norm=_normed)
-    return path.gate(z, module.act if _is_old(module) else F.silu).to(module.out_proj)
+    return path.gate(z, module.act if _is_of_version_4(module) else F.silu).to(module.out_proj)
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
     """Linearize ZambaMambaMixer, whose in_proj alternates channels of x and z."""
-    hidden, mask = hf_entering(module, call, silent=not _is_old(module))
+    hidden, mask = hf_entering(module, call, silent=not _is_of_version_4(module))
     x, z = torch.unflatten(run(module.in_proj, hidden), -1, (-1, 2)).unbind(-1)
     path = hf_activated(module, x, mask)
     path.scan(_zamba_scan(module, path.now), skip=module.D)
-    return path.gate(z, module.act if _is_old(module) else F.silu).to(module.out_proj)
+    return path.gate(z, module.act if _is_of_version_4(module) else F.silu).to(module.out_proj)
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
@@ -77,7 +77,7 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
 def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
     """Return ``x`` (B, L, D) after convolution, activation and mask, as a :class:`.Path`."""
-    path = Path(zeroed(x, mask) if _is_old(module) else x, mask)
+    path = Path(zeroed(x, mask) if _is_of_version_4(module) else x, mask)
     return path.conv(module.conv1d).act(activation_of(module)).silence()
 
 
@@ -134,14 +134,14 @@ def _normed(module: Any, parts: Selected) -> Selected:
     return tuple(rms_norm(part, norm.variance_epsilon, norm.weight) for part, norm in pairs)
 
 
-def _is_old(module: Any) -> bool:
+def _is_of_version_4(module: Any) -> bool:
     """Return True if the mixer is a class of transformers 4."""
     return hasattr(module, "slow_forward")
 
 
 def calls_dt_proj(module: Any, t: Tensor) -> bool:
     """Return True if the module calls dt_proj, False if it uses only dt_proj's raw weight."""
-    if not _is_old(module):
+    if not _is_of_version_4(module):
         return False
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):
         return True

@@ -107,8 +107,8 @@ def _scan(
     at_end = torch.sigmoid(end) * dt
     at_beginning = torch.sigmoid(-end) * dt
     angle = doubled(torch.tanh(rate)[:, :, None] * math.pi * dt[..., None]).cumsum(1)
-    query = _turned(_normed(c, module.C_norm, module.C_bias, groups), angle)
-    key = _turned(_normed(b, module.B_norm, module.B_bias, groups), angle)
+    query = _rotated(_normed(c, module.C_norm, module.C_bias, groups), angle)
+    key = _rotated(_normed(b, module.B_norm, module.B_bias, groups), angle)
     own = at_end * (query * key).sum(-1)
     scan = ScalarDecayHeads(
         _next(query * log_decay.exp()[..., None]),
@@ -132,7 +132,7 @@ def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
     return x.repeat_interleave(len(bias) // groups, 2) + bias.squeeze(1).to(x)
 
 
-def _turned(x: Tensor, angle: Tensor) -> Tensor:
+def _rotated(x: Tensor, angle: Tensor) -> Tensor:
     """Rotate channels 2m and 2m+1 of ``x`` (B, L, H, N) by angle[..., m]; keep later channels."""
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     end = 2 * angle.shape[-1]

@@ -103,16 +103,16 @@ def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
     added = []
     if pairs is not None:
         size = (tokens, tokens) if pairs.dim() == 2 else (-1, module.num_heads, tokens, tokens)
-        added.append(_added(pairs, hidden).view(size))
+        added.append(_score_term(pairs, hidden).view(size))
     if padding is not None:
-        added.append(_added(padding, hidden).view(batch, 1, 1, tokens))
+        added.append(_score_term(padding, hidden).view(batch, 1, 1, tokens))
     if not added:
         return None
     total = sum(added[1:], added[0])
     return total[(None,) * (4 - total.dim())]
 
 
-def _added(mask: Tensor, hidden: Tensor) -> Tensor:
+def _score_term(mask: Tensor, hidden: Tensor) -> Tensor:
     """Convert a mask to a term to add to the scores; a boolean mask is True for hidden tokens."""
     if mask.dtype != torch.bool:
         return mask.to(hidden)

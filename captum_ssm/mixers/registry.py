@@ -92,7 +92,7 @@ def register_mixer(
             f"register_mixer got both linearize={linearize!r} and like={like!r}. Pass only one of "
             "them; like= uses the adapter of the class that it names."
         )
-    served = _served_like(like)
+    served = _class_named(like)
     known = _architectures[served]
     _architectures[path] = Architecture(
         family or known.family, package, path, joins=joins or known.joins, like=served
@@ -100,7 +100,7 @@ def register_mixer(
     _adapters[path] = _adapters[served]
 
 
-def _served_like(like: type[nn.Module] | str) -> str:
+def _class_named(like: type[nn.Module] | str) -> str:
     """Return the full name of the registered class that ``like`` names, or raise OptionError."""
     if not isinstance(like, str):
         found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]

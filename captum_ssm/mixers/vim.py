@@ -118,8 +118,8 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
     a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
     b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # x and z of R b
     fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
-    ahead = _joined(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
-    back = _joined(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))
+    ahead = _join_paths(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
+    back = _join_paths(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))
     path = Path(torch.cat([a, b.flip(1)], -1)).both_ways(lambda _: ahead, lambda _: back)
 
     def project(y: Tensor) -> Tensor:
@@ -136,17 +136,17 @@ def _out(module: Any, y: Tensor) -> Tensor:
     return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
-def _joined(one: Path, other: Path) -> Path:
+def _join_paths(one: Path, other: Path) -> Path:
     """Join two paths with the same order of tokens to one path with all their heads."""
     path = Path(torch.cat([one.values, other.values], 2))
     pairs = zip(one.parts[::-1], other.parts[::-1], strict=True)
-    return path.then(*(_beside(path, *pair) for pair in pairs))
+    return path.then(*(_join_steps(path, *pair) for pair in pairs))
 
 
-def _beside(path: Path, one: Any, other: Any) -> Operator:
+def _join_steps(path: Path, one: Any, other: Any) -> Operator:
     """Join a step of one path and the same step of a second path to an operator on all heads."""
     if isinstance(one, Sum):
-        return Sum(*(_beside(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
+        return Sum(*(_join_steps(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
     if isinstance(one, Diagonal):
         return Diagonal(torch.cat([one.weight, other.weight], 2), path.shape, one.component)
     if isinstance(one, ShortConv):

@@ -244,7 +244,7 @@ def _mixes_heads(part: Operator) -> bool:
 
 def _channels_differ_around(parts: Sequence[Operator]) -> bool:
     """Return True if parts on both sides of a head's matrix treat its channels differently."""
-    apart = [i for i, part in enumerate(parts) if not _alike(part)]
+    apart = [i for i, part in enumerate(parts) if not _maps_channels_alike(part)]
     core = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())
 
@@ -262,7 +262,7 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
     """
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])
-    apart = [i for i, part in enumerate(acting) if not _alike(part)]
+    apart = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]
     if len(apart) == 1 and isinstance(only := acting[apart[0]], Diagonal):
         acting[apart.pop()] = only.mean_of_channels()
     x = x[..., None, None].expand(*shape[:3], 1)
@@ -273,10 +273,10 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
     return x.mean((-1, -2))
 
 
-def _alike(part: Operator) -> bool:
+def _maps_channels_alike(part: Operator) -> bool:
     """Return True if an operator maps all value channels of a head by the same matrix."""
     if isinstance(part, Composite):
-        return all(map(_alike, part.parts))
+        return all(map(_maps_channels_alike, part.parts))
     if isinstance(part, Diagonal):
         return part.weight.shape[-1] == 1
     return isinstance(part, HeadOperator | Permute)

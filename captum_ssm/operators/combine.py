@@ -67,15 +67,15 @@ class Sum(Composite):
         self.shape = parts[0].shape
 
     def apply(self, v: Tensor) -> Tensor:
-        scalings, others = self._by_kind()
+        scalings, others = self._split_diagonals()
         return _with_scaled([part.apply(v) for part in others], scalings, v)
 
     def transpose(self, u: Tensor) -> Tensor:
-        scalings, others = self._by_kind()
+        scalings, others = self._split_diagonals()
         return _with_scaled([part.transpose(u) for part in others], scalings, u)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        scalings, others = self._by_kind()
+        scalings, others = self._split_diagonals()
         if not others:
             return super().unit_rows(positions, weight)
         out = sum_tensors(part.unit_rows(positions, weight) for part in others)
@@ -94,7 +94,7 @@ class Sum(Composite):
         return sum_tensors(part.mean_rmatvec(r) for part in self.parts)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        scalings, others = self._by_kind()
+        scalings, others = self._split_diagonals()
         streams = all_streams(others or [scalings.pop()], transposed, longest)
         if streams is None:
             return None
@@ -107,7 +107,7 @@ class Sum(Composite):
 
         return summed
 
-    def _by_kind(self) -> tuple[list[Diagonal], list[Operator]]:
+    def _split_diagonals(self) -> tuple[list[Diagonal], list[Operator]]:
         """Return the summands that are diagonals, and all other summands."""
         scalings = [part for part in self.parts if isinstance(part, Diagonal)]
         return scalings, [part for part in self.parts if not isinstance(part, Diagonal)]
@@ -129,7 +129,7 @@ class Sum(Composite):
         return Sum(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        scalings, others = self._by_kind()
+        scalings, others = self._split_diagonals()
         terms = others or [scalings.pop()]
         out = sum_strips((part.entries(left, band, rows, by_head) for part in terms), rows)
         for scaling in scalings:

@@ -231,7 +231,7 @@ class SoftmaxHeads(DenseHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
-            of_scores = _of_scores(self.matrices, values, gradient)
+            of_scores = _score_gradient(self.matrices, values, gradient)
             of_scores *= self._scaling
             query, key = (x.transpose(1, 2) for x in (self.query, self.key))
             found = {"query": of_scores @ key, "key": of_scores.mT @ query}
@@ -302,7 +302,7 @@ class ScoredHeads(DenseHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
-            of_scores = _of_scores(self.matrices, values, gradient)
+            of_scores = _score_gradient(self.matrices, values, gradient)
         # the scores are the operator's outputs for the identity, a channel for each token
         eye = torch.eye(self.shape.tokens, dtype=of_scores.dtype, device=of_scores.device)
         identity = eye[:, None].expand(*self.shape[:3], -1)
@@ -314,7 +314,7 @@ class ScoredHeads(DenseHeads):
         return self.transpose(gradient), found
 
 
-def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+def _score_gradient(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of softmax attention's scores, A (dA - row sums of A dA).
 
     A are the ``matrices``, and dA = gradient values^T is their gradient, all (B, H, L, L).

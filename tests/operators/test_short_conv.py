@@ -37,7 +37,9 @@ def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int])
 
 @pytest.mark.parametrize(("lags", "width"), [([(0, 0)], None), ([0], 2)])
 def test_lags_that_do_not_fit_the_width_are_refused(lags: list[int], width: int | None) -> None:
-    with pytest.raises(OptionError, match=rf"do not fit width={width}\. With a width, pass lags as"):
+    with pytest.raises(
+        OptionError, match=rf"do not fit width={width}\. With a width, pass lags as"
+    ):
         ShortConv(torch.ones(1, 1, 1), Shape(1, 4, 1, 1), lags=lags, width=width)
 
 

@@ -63,7 +63,7 @@ def test_relevance_is_that_of_projections_run_again(
     model = transformers_model("mamba", num_hidden_layers=2, use_bias=bias).double()
     randomise(model)
     told = LatimFlow(model).decompose(IDS, TARGET, rule=rule)
-    monkeypatch.setattr(common, "known_output", lambda module, x: None)
+    monkeypatch.setattr(common, "recorded_output", lambda module, x: None)
     anew = LatimFlow(model).decompose(IDS, TARGET, rule=rule)
     assert torch.allclose(told.inputs, anew.inputs, rtol=1e-10, atol=1e-12)
     assert told.biases.keys() == anew.biases.keys()

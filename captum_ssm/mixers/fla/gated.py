@@ -73,7 +73,7 @@ def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
     q, k, log_decay = (as_heads(x, module.num_heads) for x in (q, 1 - log_decay.exp(), log_decay))
     path = value_path(module, hidden, mask, module.head_i_dim, name="i")
     path.scan(VectorDecayHeads(q, k, zeroed(log_decay, mask), module.head_i_dim))
-    return _closed(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
+    return _project_raw(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
 
 
 def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
@@ -90,14 +90,14 @@ def fla_lightnet(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's LightNetAttention: means of the values weighted by exp(k)."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(projected(module, name, hidden), module.num_heads) for name in "qk")
-    key, log_decay = _weighted(k, mask)
+    key, log_decay = _keys_and_log_decays(k, mask)
     scan = VectorDecayHeads(F.silu(q) * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
     path = value_path(module, hidden, mask, module.head_i_dim).scan(scan)
     path.rms_norm(module.g_norm.weight, _LIGHTNET_EPS, groups=1)
-    return _closed(module, path.gate(run(module.g_proj, hidden)))
+    return _project_raw(module, path.gate(run(module.g_proj, hidden)))
 
 
-def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _keys_and_log_decays(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return key[t] = sigmoid(k[t] - z[t-1]) and log(1 - key[t]) of LightNet, (B, L, H, N)."""
     if mask is not None:
         k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
@@ -123,13 +123,13 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
         x.repeat_interleave(groups, 2) for x in (k, zeroed(log_decay, mask), zeroed(written, mask))
     )
     # computed with log_softmax, along which rules can propagate relevance
-    slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
+    slots = _slot_scores(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
     path = value_path(module, hidden, mask, module.head_v_dim, repeat=groups).act()
     path.scan(VectorDecayHeads(slots, written, log_decay, module.head_v_dim)).act()
-    return _closed(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
+    return _project_raw(module, path.rms_norm(module.g_norm.weight, _EPS, groups=1))
 
 
-def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
+def _slot_scores(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
     """Return the slots' scores K[t] q[t] (B, L, H, M), differentiable, computed by chunks.
 
     Args:
@@ -158,6 +158,6 @@ def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor
     return found.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
 
 
-def _closed(module: Any, path: Path) -> LinearMixer:
+def _project_raw(module: Any, path: Path) -> LinearMixer:
     """Return the mixer after a projection with o_proj's raw weight, without LoRA adapters."""
     return path.silence().to(projection(module.o_proj, called=False))

@@ -18,7 +18,7 @@ from ...operators.kernels import wide_products
 from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
 from ..base import Call, in_batch
-from .heard import known_output
+from .heard import recorded_output
 
 #: Index of the mask among the positional arguments of mixers in transformers 5.
 _MASK = 2
@@ -64,7 +64,7 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
         >>> run(torch.nn.Linear(2, 3).bfloat16(), torch.ones(1, 4, 2)).dtype
         torch.float32
     """
-    known = known_output(submodule, x)
+    known = recorded_output(submodule, x)
     if known is not None:
         return known
     with full_precision(x.device):
@@ -252,12 +252,12 @@ def hf_entering(
     """
     call.refuse_cache(cache, position=1)
     hidden = entering(module, call)
-    original, heeded = heeded_mask(module, call)
+    original, heeded = applied_mask(module, call)
     mask = padding_mask(heeded, hidden, type(module), original)
     return zeroed(hidden, mask if silent else None), mask
 
 
-def heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
+def applied_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask passed in the call, and the mask that the module's code applies.
 
     For example, transformers 4 ignores the mask of a single example, and a mask of token pairs.

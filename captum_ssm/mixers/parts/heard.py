@@ -1,6 +1,6 @@
 """Recorded outputs of a mixer's submodules, so that an adapter need not run them again.
 
-Hooks before and after a submodule fill a record; :func:`known_output` returns the record's output.
+Hooks around a submodule fill a record; :func:`recorded_output` returns the recorded output.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def forget() -> None:
         heard.clear()
 
 
-def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
+def recorded_output(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return the recorded ``module(x)``, with a graph if ``x`` has one; None without a record."""
     heard = (_heard.get() or {}).get(module)
     output = None if heard is None else heard.unchanged
@@ -124,7 +124,7 @@ def known_output(module: nn.Module, x: Tensor) -> Tensor | None:
             return None
         if not live:
             return output.detach()
-        found: Tensor = _KnownProduct.apply(x, module.weight, [output])  # type: ignore[no-untyped-call]
+        found: Tensor = _RecordedProduct.apply(x, module.weight, [output])  # type: ignore[no-untyped-call]
         return found
 
 
@@ -146,7 +146,7 @@ def _is_product(module: nn.Module) -> bool:
     )
 
 
-class _KnownProduct(torch.autograd.Function):
+class _RecordedProduct(torch.autograd.Function):
     """Autograd function of x @ weight.T that returns a known result; only backward computes."""
 
     @staticmethod

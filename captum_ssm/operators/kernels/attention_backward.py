@@ -49,7 +49,7 @@ def gradients(
     outer: Sequence[Tensor],
     bonus: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients of q, k, v and log_decay in linear attention with decays.
+    """Return the gradients of queries, keys, values and log_decay in :func:`attend`.
 
     Args:
         queries: R query tensors, each (B, L, H, N).

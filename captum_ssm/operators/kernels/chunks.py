@@ -35,7 +35,7 @@ SHORT = 32
 #: Largest number of vectors per head that counts as few.
 FEW = 8
 
-#: Largest number of tokens times heads of chunks in memory together, 8 MiB of 128 float32 keys.
+#: Largest number of tokens times heads in memory together (8 MiB of float32 keys with N = 128).
 _HELD = 2**14
 
 

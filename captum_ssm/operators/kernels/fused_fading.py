@@ -73,7 +73,7 @@ def _fade(  # type: ignore[no-untyped-def]
     decay_b, decay_l, decay_h, x_s, x_b, x_l, x_h,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write y[t] = decay[t] y[t-1] + x[t] of BLOCK channels of one example, T tokens at a time.
+    """Write out[t] = decay[t] out[t-1] + x[t] of BLOCK channels, T tokens at a time.
 
     The adjoint runs from the last token to the first; step t uses the decay of token t + 1.
     """

@@ -146,7 +146,7 @@ def pulled(
 
 
 def blocks_of(heads: int, states: int) -> tuple[int, int]:
-    """Return the channels per gradient program, and the programs for ``heads`` channels."""
+    """Return how many channels a gradient program maps, and the programs for all ``heads``."""
     block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
     return block, -(-heads // block)
 
@@ -221,11 +221,11 @@ def _scan(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Write y[t] = read[t] . h[t] of BLOCK channels of one example, T tokens at a time.
+    """Write out[t] = read[t] . h[t] of BLOCK channels of one example, T tokens at a time.
 
     The states are h[t] = exp(dt[t] a) h[t-1] + dt[t] key[t] x[t].  A column is a channel and a
     state index.  The adjoint runs from the last token to the first; its step t uses the decay of
-    token t + 1, and dt[t] multiplies y[t] instead of x[t].
+    token t + 1, and dt[t] multiplies out[t] instead of x[t].
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch

@@ -68,7 +68,7 @@ class Fading(Protocol):
         """Return head indices (H,), from the fastest decay over ``tokens`` to the slowest."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Return a function of products of decays between ``token`` and the first ``tokens``."""
+        """Return the function :data:`Fades` for the pivot ``token`` and the first ``tokens``."""
 
     def reads(self, tokens: slice, heads: Heads) -> Tensor:
         """Return reads[t, n], the factor of state n in token t's output, (B, T, N, 1 or H)."""
@@ -77,7 +77,7 @@ class Fading(Protocol):
         """Return writes[t, n], the factor of token t's input in state n, (B, T, N, 1 or H)."""
 
     def entering(self, values: Tensor) -> Tensor:
-        """Return the inputs of the state: ``values`` (B, L, H), times step sizes if it has any."""
+        """Return ``values`` (B, L, H) times the step sizes, or ``values`` if there are none."""
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
@@ -175,7 +175,7 @@ def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, head
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
     """Return the sum or product of x over the steps between the pivot and each token, in float64.
 
-    The steps between a token t and a later token t' are those of tokens t + 1 to t'.
+    The steps between a token t and a later token t' are the steps t + 1 to t'.
 
     Args:
         x: one number per step and head (B, T, H).

@@ -122,7 +122,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
-            own = self._own_share(left, band[first], slice(rows.start, rows.stop))
+            own = self._own_entries(left, band[first], slice(rows.start, rows.stop))
             batch, tokens, *_ = self.shape
             return semiseparable_strip(factors, batch, tokens, rows, first, own)
 
@@ -134,7 +134,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         """Yield decays, row factors and column factors of blocks of channels and states."""
         raise NotImplementedError
 
-    def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
+    def _own_entries(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
         """Sum left reads writes entering(right) over channels and states, for ``rows`` (B, R)."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)

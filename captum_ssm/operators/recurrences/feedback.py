@@ -67,7 +67,7 @@ class FeedbackRecurrence(Recurrent):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad(), full_precision(values.device):
-            states, of_states = self.states(values), self._of_states(gradient)
+            states, of_states = self.states(values), self._state_gradients(gradient)
             previous = shift_tokens(self.gate * states, 1)  # outputs that are fed back
             of_values = self.write * of_states
             inputs = values + self._times(previous, self.feedback.mT)
@@ -100,9 +100,9 @@ class FeedbackRecurrence(Recurrent):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        return self.write * self._of_states(x) if transposed else self.gate * self.states(x)
+        return self.write * self._state_gradients(x) if transposed else self.gate * self.states(x)
 
-    def _of_states(self, u: Tensor) -> Tensor:
+    def _state_gradients(self, u: Tensor) -> Tensor:
         """Return the gradients of the states, for gradients ``u`` of the outputs."""
         factors = shift_tokens(self.decay, -1), self.gate, self.write
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])

@@ -84,7 +84,7 @@ class ScalarDecayHeads(ChunkedHeads):
         self.shape = Shape(batch, tokens, heads, per_head)
 
     def select(self, heads: Sequence[int]) -> Operator:
-        groups = [head // self._each for head in heads]
+        groups = [head // self._heads_per_group for head in heads]
         if len(set(groups)) == 1:  # all chosen heads are in one group
             groups = groups[:1]
         return self._selected(heads, query=self.query[:, :, groups], key=self.key[:, :, groups])
@@ -119,22 +119,22 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Return the sums (B, L, G, N) of ``x`` (B, L, H, N) over the heads of each group."""
-        return torch.unflatten(x, 2, (-1, self._each)).sum(3) if self._shared else x
+        return torch.unflatten(x, 2, (-1, self._heads_per_group)).sum(3) if self._shared else x
 
     def _groups(self) -> Iterator[slice]:
         """Return the slice of heads of each group."""
-        each = self._each
+        each = self._heads_per_group
         return (slice(start, start + each) for start in range(0, self.shape.heads, each))
 
     @property
-    def _each(self) -> int:
+    def _heads_per_group(self) -> int:
         """Number of heads in each group."""
         return self.shape.heads // self.query.shape[2]
 
     @property
     def _shared(self) -> bool:
         """Whether heads share queries and keys."""
-        return self._each > 1
+        return self._heads_per_group > 1
 
     # --- reads, writes, carry --------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class ScalarDecayHeads(ChunkedHeads):
         q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
         logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
         decay = Decays(exponential(logs))
-        grouped = torch.unflatten(decay.between, 1, (-1, self._each))
+        grouped = torch.unflatten(decay.between, 1, (-1, self._heads_per_group))
         within, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
         if self.scale is not None:
             scale = in_chunks(self.scale[:, part, :, None], length)
