@@ -35,7 +35,7 @@ from .path import Path
 
 #: The name under which the attention function that records its arguments is registered.
 _RECORDING = "captum_ssm"
-#: Names of output projections; a class without one has its parent module project the output.
+#: Names of output projections; if a class has none of them, its parent projects the output.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
 #: Arguments of attention functions that change scores or probabilities and are not supported.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")

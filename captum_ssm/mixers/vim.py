@@ -31,7 +31,7 @@ from .mamba import selection
 from .parts.common import entering, projection, run
 from .path import Path
 
-#: Above this relative error an output is not the sum of two directions; rounding is far smaller.
+#: Relative error above which an output is not the sum of two directions; rounding is far smaller.
 _ANOTHER_FUNCTION = 0.25
 
 

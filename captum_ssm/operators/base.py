@@ -54,7 +54,7 @@ COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
 #: Roles of a mixer's factors: the values that are mixed, the keys that queries are multiplied by,
 #: the queries, the gates that scale the output, and the steps or decays of the state.
 Role = Literal["content", "key", "query", "gate", "step"]
-#: Maps the outputs' gradient to the values' gradient and the coefficients' gradients, by name.
+#: Function from the outputs' gradient to the values' gradient and coefficients' gradients by name.
 Pull = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 

@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 #: New coefficients, or gradients of coefficients, by part and name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
-#: Function that returns the values' gradient, and adds coefficients' gradients to argument 2.
+#: The pullback that :func:`vjp` returns; it adds coefficients' gradients to the second argument.
 Back = Callable[[Tensor, Gradients], Tensor]
 
 

@@ -47,9 +47,9 @@ from ..parts.common import as_heads, projection, run, zeroed
 from ..path import Path
 from .common import entering, entering_unpadded, projected, value_path
 
-#: eps of norms that HGRN2 and GSA, and LightNet, call as functions without the module's eps.
+#: eps in the norms of HGRN2 and GSA, and of LightNet; these layers ignore the eps of their modules.
 _EPS, _LIGHTNET_EPS = 1e-5, 1e-6
-#: LightNet's k at padded tokens, and z before the first token: its exponential is negligible.
+#: LightNet's k at padded tokens, and z before the first token; exp(-1e4) is negligible.
 _NOTHING = -1e4
 #: Number of tokens of a chunk in GSA, for which all products of decays are in memory.
 _TOKENS = 16

@@ -30,7 +30,7 @@ from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
 from .base import ChunkedHeads
 from .scalar_decay import ScalarDecayHeads
 
-#: Queries and the gradients of their outputs, or keys and their values.
+#: Queries and gradients of the outputs, or keys and values.
 Pair = tuple[Tensor, Tensor]
 
 

@@ -51,8 +51,8 @@ _SCAN_ELEMENTS = 2**19
 _SCAN_LEAST = 4
 #: Largest number of elements of chunks' matrices computed together (64 MiB in float32).
 _CHUNK_ELEMENTS = 2**24
-#: Largest number of elements of states in odd-even reduction (1 GiB in float32), and of vectors for
-#: which it is used instead of chunks' matrices.
+#: Largest number of elements of states in odd-even reduction (1 GiB in float32), and of
+#: vectors that are mapped by this reduction instead of by chunks' matrices.
 _REDUCED_ELEMENTS, _FEW = 2**28, 4
 #: Smallest number of tokens for which heads are sorted by how fast their states decay.
 _ORDERED = 1024
