@@ -172,7 +172,7 @@ def _picked(module: Any, call: Call) -> Tensor:
 
 
 def _refuse_cache(module: Any, call: Call) -> None:
-    """Raise if the call has a cache, because running it again would update the cache twice."""
+    """Refuse calls with a cache, because running a call again would update the cache twice."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     for name in ("past_key_values", "layer_past"):
         if name in names:

@@ -74,7 +74,7 @@ class Call:
         return in_batch(first_tensor(self.output))
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
-        """Raise if the argument ``name`` is a cache, that is, not None.
+        """Raise CachedStateError if the argument ``name`` is a cache, that is, not None.
 
         Args:
             name: name of the argument.
@@ -148,8 +148,8 @@ class LinearMixer:
         """Return the mixer with only the named components of its operator.
 
         Args:
-            components: names of components to keep, such as ``{"scan"}``. If the operator has none
-                of these components, it becomes the identity.
+            components: names of components to keep, such as ``{"scan"}``. Without any of these
+                components, the operator becomes the identity.
         """
         kept = self.operator.restrict(components)
         if kept is None:
@@ -174,7 +174,7 @@ class LinearMixer:
         return joined_end_to_end(out, self.mask) if self.end_to_end else out
 
     def check_finite(self, layer: str) -> None:
-        """Raise if a value or a coefficient is NaN or infinite.
+        """Raise NonFiniteError if a value or a coefficient is NaN or infinite.
 
         Args:
             layer: name of the mixer, for the error message.

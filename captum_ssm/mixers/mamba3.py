@@ -45,7 +45,7 @@ def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
 
 
 def refuse_mimo(module: Any) -> None:
-    """Raise if a Mamba-3 mixer has multiple inputs and outputs (``is_mimo=True``)."""
+    """Refuse a Mamba-3 mixer with multiple inputs and outputs (``is_mimo=True``)."""
     if module.is_mimo:
         raise UnsupportedMixerError(
             f"The Mamba3 mixer has is_mimo=True (mimo_rank={module.mimo_rank}), which has no "

@@ -30,7 +30,7 @@ class Path:
 
     Args:
         values: values (B, L, C), or by head (B, L, H, P).
-        mask: as the attribute. Default: None.
+        mask: True for real tokens (B, L). Default: None, all are real.
         heads: number of heads that the C channels form. Default: None, one head per channel.
 
     Example:
@@ -107,7 +107,7 @@ class Path:
 
         Args:
             function: the activation function. Default: SiLU.
-            live: whether gradients of :attr:`now` include the activation's ratio. Default: False.
+            live: whether gradients of :attr:`now` use ``function``, not the ratio. Default: False.
         """
         before, kind = self.now, "silu" if function is F.silu else type(function).__name__
         name = kind.removesuffix("Activation").lower()
@@ -149,7 +149,7 @@ class Path:
 
         Args:
             ahead: function that applies the steps from the first token to the last.
-            back: function that applies the steps of the other direction, on reversed tokens.
+            back: function that applies the backward direction's steps, on reversed tokens.
             share: factor of each direction. Default: 1.0.
         """
         turn = flip(self.shape, self.values.device)

@@ -51,7 +51,7 @@ def published_fork(module: Any, call: Call) -> LinearMixer:
 
 
 def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> None:
-    """Raise if the module did not compute both directions, as some copies of the fork do not."""
+    """Refuse a module that did not compute both directions, as some copies of the fork."""
     with torch.no_grad():
         rebuilt = mixer.output()
         difference = (rebuilt - output.to(rebuilt)).abs().max()

@@ -116,7 +116,7 @@ class Operator:
     This is the base class of all operators.  A subclass detaches its coefficients, sets
     :attr:`shape` and :attr:`component`, and defines :meth:`apply`, :meth:`tensors` and
     :meth:`select`; it overrides :attr:`mixes_tokens` and :attr:`data_dependent` if they are False.
-    Every other method has a slow default that uses these.
+    Every other method has a slow default that calls these methods.
 
     Attributes:
         component: name of the mixer's part: ``conv``, ``activation``, ``scan`` (any token mixing
@@ -251,7 +251,7 @@ class Operator:
     # --- the parts it is made of -----------------------------------------------------------
 
     def leaves(self) -> Iterator[Operator]:
-        """Yield the elementary operators that this one is composed of."""
+        """Yield the elementary operators that this operator is composed of."""
         yield self
 
     def restrict(self, components: Collection[str]) -> Operator | None:

@@ -332,13 +332,13 @@ def _score_gradient(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tenso
 class HeadCentering(Operator):
     """y = x - mean of x over the value channels of a head: the centering of a frozen LayerNorm.
 
-    It mixes channels; the factor of a channel on itself is 1 - 1/P.
+    The operator mixes channels; the weight of each channel in the same channel is 1 - 1/P.
 
     Args:
         shape: sizes of the values to map.
         like: a tensor with the dtype and device to use.
         component: name of the mixer's part that it represents. Default: ``"norm"``.
-        across: whether the mean is over all heads; the factor is then 1 - 1/C. Default: False.
+        across: whether the mean is over all heads; the weight is then 1 - 1/C. Default: False.
         centred: 1 for heads to center, 0 for heads to leave unchanged (H,). Default: None, all
             heads are centered.
 

@@ -26,7 +26,7 @@ class LongConv(Operator):
     """A causal convolution with a kernel of any length, one per channel or per head.
 
     alpha[i, j] = kernel[i - j] for j <= i, the same for every input (S4, DSS, Hyena's filters;
-    hidden-attention paper, appendix C).  It is applied by fast Fourier transforms.
+    hidden-attention paper, appendix C).  It is computed with fast Fourier transforms.
 
     For a convolution in both directions, add a second one on reversed tokens:
     ``Sum(LongConv(ahead, shape), Chain(flip, LongConv(back, shape), flip))``.

@@ -145,7 +145,7 @@ class Windows:
         tokens: number of tokens, L.
 
     Args:
-        places: index of the token at each position, as above; every token occurs once.
+        places: the attribute ``places``; every token occurs once.
     """
 
     def __init__(self, places: Tensor) -> None:

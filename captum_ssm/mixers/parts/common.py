@@ -47,9 +47,9 @@ def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
 def run(submodule: nn.Module, x: Tensor) -> Tensor:
     """Return ``submodule(x)``, computed in the dtype of ``x``.
 
-    If its dtype allows, the submodule itself is called, so LoRA adapters, hooks that move weights
-    and steering hooks have the same effect as in the model.  If the model has just called the
-    submodule with the same ``x``, the recorded output is returned.
+    A submodule without half-precision weights is called itself, so LoRA adapters, hooks that move
+    weights and steering hooks have the same effect as in the model.  If the model has just called
+    the submodule with the same ``x``, the recorded output is returned.
 
     Args:
         submodule: a projection or a norm of the mixer.
@@ -195,7 +195,7 @@ def frozen(parameter: Tensor, like: Tensor) -> Tensor:
 
 
 def refuse_packed(call: Call, **positions: int) -> None:
-    """Raise if the call packs several sequences into one.
+    """Raise InputError if the call packs several sequences into one.
 
     Args:
         call: the recorded call.

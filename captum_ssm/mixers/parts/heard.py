@@ -25,7 +25,7 @@ class SubmoduleRecord:
         verified: whether operators are checked against the mixer's output. Default: False.
 
     Attributes:
-        given: the input.
+        given: input of the module, detached.
         output: output of the module after all other hooks, or None if it must not be reused. On a
             GPU, kernels can change a tensor without changing its version, so outputs are reused
             only if operators are checked, and not when a call is repeated after a failed check.

@@ -123,7 +123,7 @@ class DeltaProduct(Coefficients):
 
     @cached_property
     def _writing(self) -> Tensor:
-        """True for the step that writes the values of each head, (M, H, 1)."""
+        """True for the step that adds the values of each head, (M, H, 1)."""
         writes = torch.tensor(self.writes, device=self.device)
         return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
 

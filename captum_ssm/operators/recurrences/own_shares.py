@@ -15,8 +15,8 @@ from ..kernels.rows import in_stacks
 class OwnShares(Operator):
     """The diagonal blocks of an operator that mixes channels: one matrix (L, L) per channel.
 
-    Entry (i, j) of channel c is the weight of channel c at token j in channel c at token i.  It
-    includes paths through other channels at the tokens between.
+    Entry (i, j) of channel c is the weight of channel c at token j in channel c at token i.  This
+    weight includes paths through other channels at the tokens between.
 
     Args:
         mixed: the operator, which may mix the channels of a head, but not different heads.
