@@ -39,7 +39,7 @@ from .within_chunk import Decays, decayed
 
 
 class Keys(NamedTuple):
-    """Products of the values' keys k in a chunk, if f is not k.
+    """Products of the values' keys k in a chunk, for delta rules whose vectors f differ from k.
 
     Attributes:
         erased: minus the products of e and k with decays, below the diagonal (B, H, C, T, T).
@@ -231,7 +231,7 @@ def _next_row(x: Tensor) -> Tensor:
 
 
 class CorrectedSteps:
-    """Steps from chunk to chunk of a delta rule by corrected values, without chunks' matrices.
+    """Steps from chunk to chunk of a delta rule, from corrected values instead of matrices.
 
     Args:
         corrected_of: function of a slice of tokens and the length of a whole chunk that returns the
