@@ -191,7 +191,7 @@ Mambular, deeptab.nn.blocks.mamba.MambaBlock, mambapy:deeptab_block, tables
 
 
 def _architecture(family: str, path: str, options: list[str]) -> Architecture:
-    """Return a line of the table; paths with one dot are classes of transformers."""
+    """Return the Architecture of a table line; a path with one dot is a class of transformers."""
     package = path.split(".")[0].replace("_", "-")
     if path.count(".") == 1:
         model, name = path.split(".")

@@ -116,7 +116,7 @@ class ShortConv(Operator):
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
     def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """Index a tap's input tokens and output tokens in tensors of :meth:`_laid_out`."""
+        """Return indices of a tap's input tokens and output tokens for :meth:`_laid_out`."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None

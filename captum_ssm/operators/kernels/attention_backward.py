@@ -109,8 +109,8 @@ def _by_halves(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the matrix M of each run of T tokens, and the reads and writes at the run's ends.
 
-    M[i, j] = query[i] . (product of decay[t] over j < t <= i) key[j] for j < i.  Runs of 1, 2, 4,
-    ... tokens are joined in pairs, so T is a power of two.
+    For j < i, M[i, j] = query[i] . (product of decay[t] over j < t <= i, or j < t < i if ``late``)
+    key[j].  Runs of 1, 2, 4, ... tokens are joined in pairs, so T is a power of two.
 
     Args:
         decay: decays of each token (..., T, 1, N or 1), at most 1.

@@ -62,7 +62,7 @@ class Fading(Protocol):
         """Restrict the recurrence to neighboring tokens."""
 
     def entries(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return ``rows`` of the product diag(left) . recurrence . band."""
+        """Return ``rows`` of diag(left) . recurrence . band, summed over channels."""
 
     def by_memory(self, tokens: slice) -> Tensor:
         """Return head indices (H,), from the fastest decay over ``tokens`` to the slowest."""
@@ -81,7 +81,7 @@ class Fading(Protocol):
 
 
 def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """Return ``rows`` of the product diag(left) . recurrence . band.
+    """Return ``rows`` of diag(left) . recurrence . band, summed over channels.
 
     Args:
         recurrence: the recurrence.
