@@ -49,7 +49,7 @@ def integer(name: str, value: Any, example: int = 0) -> int:
     """Return an integer option as an int; the error message suggests ``example``."""
     found = as_integer(value)
     if found is None:
-        raise OptionError(f"{name}={value!r} is not an integer. Pass one, such as {example}.")
+        raise OptionError(f"{name}={value!r} is not an integer. Pass one such as {example}.")
     return found
 
 
@@ -80,7 +80,7 @@ def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
     found = [as_integer(entry) for entry in listed]
     for entry, number in zip(listed, found, strict=True):
         if number is None:
-            raise OptionError(f"{name} contains {entry!r}. Pass {meant} as integers, from 0 on.")
+            raise OptionError(f"{name} contains {entry!r}. Pass integers, such as {name}=[0, 1].")
     return tuple(number for number in found if number is not None)
 
 
@@ -110,7 +110,7 @@ def ratio(name: str, value: Any) -> float:
     """Return an option that is a number of at least 0 and below 1."""
     found = as_number(value)
     if found is None or not 0 <= found < 1:
-        raise OptionError(f"{name}={value!r} is not accepted. Pass a number from 0 to below 1.")
+        raise OptionError(f"{name}={value!r} is not accepted. Pass a number x, 0 <= x < 1.")
     return found
 
 
@@ -210,7 +210,7 @@ def as_number(value: Any) -> float | None:
 def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """Return a decorator that copies the function's name, signature and docstring to a wrapper.
 
-    The wrapper has no attribute ``__wrapped__``, because Captum's tools would call this instead.
+    The wrapper has no ``__wrapped__``, because Captum's tools would call that function instead.
     """
 
     def passing(wrapper: Callable[..., Any]) -> Function:

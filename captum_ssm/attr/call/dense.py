@@ -24,7 +24,7 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
             ``logits``. For volumes the logits are (B, K, D, H, W).
         mask: booleans (H, W), or (B, H, W) for each example, True for pixels in the mean. For
             volumes, (D, H, W) or (B, D, H, W). Default: None, for each class the pixels at which
-            its logit is the largest; the mean over no pixels is 0.
+            the class has the largest logit. A mean over no pixels is 0.
 
     Returns:
         A function with the arguments of ``model``.

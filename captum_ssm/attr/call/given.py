@@ -28,9 +28,9 @@ _INSTEAD = {
     "feature_mask": "Relevance is computed for each token. Leave feature_mask out, and sum over "
     "each feature: torch.zeros(B, features).scatter_add(1, feature_mask, relevance).",
     "n_steps": "This method takes no steps between two inputs. Leave n_steps out.",
-    "layer": "LayerLatimFlow(model, layer) explains a layer; layers=[...] names the mixers to use.",
+    "layer": "Use LayerLatimFlow(model, layer) to explain a layer; layers=[...] chooses mixers.",
     "layers": "Pass knock_out(model, Edges(layers=[3], sources=[7], targets=-1)).",
-    "tokenizer": "Pass it to the call: attribute(text, target=' fox', tokenizer=tokenizer).",
+    "tokenizer": "Pass it when you call attribute(text, target=' fox', tokenizer=tokenizer).",
 }
 
 
@@ -50,7 +50,7 @@ def called_by_name(function: Function) -> Function:
 def bound(
     signature: inspect.Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Bind arguments to a signature; the error has the function's ``name`` and advice."""
+    """Bind arguments to a signature; an error shows the function's ``name`` and advice."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -65,7 +65,7 @@ def bound(
 
 
 def check_model(forward_func: Any, model: Any) -> None:
-    """Raise if ``forward_func`` is a name, or if ``model`` is a tokenizer."""
+    """Raise if ``forward_func`` is a string, or if ``model`` is a tokenizer."""
     if isinstance(forward_func, str):
         raise ModelNotFoundError(
             f"forward_func={forward_func!r} is a string. Load the model, for example with "
@@ -104,7 +104,7 @@ class Reader:
     """Converts inputs and targets from the forms of other tools to Captum's forms.
 
     Args:
-        tokenizer: a tokenizer or :class:`.Codec`; None for that of a pipeline as forward_func.
+        tokenizer: a tokenizer or :class:`.Codec`. None: ``forward_func.tokenizer`` of a pipeline.
         forward_func: the function that runs the model.
         model: the module, if it cannot be found from forward_func. Default: None.
     """
@@ -116,7 +116,7 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
-        """Convert ``arguments`` in place; ``beside`` has tensors such as attention_mask."""
+        """Convert a call's ``arguments`` in place; ``beside`` has tensors like attention_mask."""
         inputs = unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):
             key = next((key for key in KEYS if key in inputs), None)
@@ -127,7 +127,7 @@ class Reader:
         beside = {key: value for key, value in beside.items() if value is not None}
         if beside and arguments.get("additional_forward_args") is not None:
             passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(f"{passed} and additional_forward_args are both given. Pass only one.")
+            raise InputError(f"{passed} excludes additional_forward_args. Pass only one of them.")
         if beside:
             behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
             arguments["additional_forward_args"] = behind
@@ -192,7 +192,7 @@ def classes_of(model: nn.Module) -> dict[str, int]:
 
 
 class _Named(tuple[int, int]):
-    """A position and token, if the user passed only the token's text."""
+    """The target (position, token id) for a text that the user passed without a position."""
 
 
 def is_text(text: Any) -> bool:

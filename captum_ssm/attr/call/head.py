@@ -45,11 +45,11 @@ class Kept:
         return output.dim() == 3 and output.shape[1] == len(self.positions)
 
     def whole(self, output: Tensor) -> Tensor:
-        """Return zeros with the shape of all logits (B, L, V), expanded from a single number."""
+        """Return zeros in the shape (B, L, V) of all logits, expanded from one number in memory."""
         return output.new_zeros(()).expand(len(output), self.tokens, output.shape[-1])
 
     def among(self, output: Tensor, target: Any, contrast: Any) -> tuple[Any, Any]:
-        """Convert a target and a contrast to indices into the kept positions, one per example.
+        """Convert positions in a target and a contrast to indices into the kept positions.
 
         Args:
             output: logits at the kept positions, (B, K, V).
@@ -61,7 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
-        """Convert a target with indices into all positions to indices into the kept positions."""
+        """Convert a target or a contrast for :meth:`among`; ``index`` has the target's indices."""
         if index is None:
             return None
         if isinstance(target, SumTarget):

@@ -23,7 +23,7 @@ _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
 #: Names of the input tensor in the output of tokenizers and image processors, by preference.
 KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 
-#: Parts of torch's errors for an embedding of floats, and of an index beyond the vocabulary.
+#: Parts of torch's errors if an embedding layer gets floats, or an id beyond the vocabulary.
 _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
@@ -39,7 +39,7 @@ def behind_inputs(
 
     Args:
         forward_func: the function that runs the model.
-        inputs: the inputs.
+        inputs: the inputs, which determine the batch size.
         beside: the tensors, by parameter name of forward_func.
 
     Raises:
@@ -52,8 +52,8 @@ def behind_inputs(
         sizes = [len(x) if isinstance(x, Tensor) and x.dim() else 1 for x in (value, first)]
         if sizes[0] not in (1, sizes[1]):
             raise InputError(
-                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass equally many; "
-                "with Captum's NoiseTunnel, use additional_forward_args, which it repeats, too."
+                f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass equally many. "
+                "Captum's NoiseTunnel repeats inputs: pass tensors in additional_forward_args then."
             )
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
@@ -65,7 +65,7 @@ def behind_inputs(
     if not beside.keys() <= set(names):
         raise InputError(
             f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
-            "parameter of this name. Pass the tensor in additional_forward_args, in their order."
+            "parameter of this name. Pass additional_forward_args, in the order of its parameters."
         )
     last = max(names.index(name) for name in beside)
     return tuple(
@@ -87,7 +87,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"{name} holds {len(inputs)} tensors, but this method explains one. Pass the others as "
+            f"{name} has {len(inputs)} tensors, but this method explains one. Pass the others as "
             "additional_forward_args, or use LatimFlow or MambaLRP, which explain several."
         )
     tensor = inputs[0] if in_tuple else inputs
@@ -101,14 +101,14 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
             f"such as {name}[None] for a batch of one."
         )
     if tensor.numel() == 0:
-        raise InputError(f"{name} has shape {tuple(tensor.shape)}. Pass at least one token.")
+        raise InputError(f"{name} of shape {tuple(tensor.shape)} is empty. Pass tokens or pixels.")
     if not tensor.is_floating_point():
         _check_ids(tensor, name)
     return tensor, in_tuple
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Check the inputs; return the first input, and the others, such as images beside a text."""
+    """Check the inputs; return the first, and all further ones, such as the images of a text."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for number, other in enumerate(inputs[1:], 1):
@@ -185,7 +185,7 @@ def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
         if of_tokens and len(value) not in (1, len(inputs)):
             raise InputError(
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
-                f"{len(value)} (shape {tuple(value.shape)}). Pass equally many, or 1."
+                f"{len(value)} (shape {tuple(value.shape)}). Pass {len(inputs)} or 1 examples."
             )
 
 
@@ -216,13 +216,13 @@ def _call_on_embeddings(
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
         said = f"additional_forward_args do not fit {type(function).__name__}.forward: {error}."
-        raise InputError(f"{said} Pass its positional arguments after the inputs.") from error
+        raise InputError(f"{said} Pass the positional arguments that follow inputs.") from error
     arguments = dict(bound.arguments)
     if next(iter(arguments)) != "input_ids":
         return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
         if arguments.get("inputs_embeds") is not None:
-            raise InputError("inputs and additional_forward_args both hold embeddings. Pass one.")
+            raise InputError("additional_forward_args has inputs_embeds, too. Pass None there.")
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
         return function(**_named(bound))
@@ -275,7 +275,7 @@ def _embeddable(inputs: Tensor) -> Iterator[None]:
 
 
 def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's forward; for a PEFT wrapper the base model's, with named parameters."""
+    """Return the model's ``forward``, or for a PEFT wrapper the ``forward`` of the base model."""
     base = getattr(model, "get_base_model", None)
     forward: Callable[..., Any] = model.forward if base is None else base().forward
     return forward
@@ -298,7 +298,7 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
     """Replace the output of the model's first embedding layer inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
-        raise InputError("inputs are floating, but the model has no embedding layer. Pass ids.")
+        raise InputError("inputs is floating, but the model has no nn.Embedding. Pass token ids.")
     with hooked(layer.register_forward_hook, lambda module, args, output: embeddings):
         yield
 

@@ -56,7 +56,7 @@ class PatchGrid:
             yield
 
     def sums(self, pixels: Tensor) -> Tensor:
-        """Sum numbers per pixel (B, C, H, W) over each patch, (B, h, w)."""
+        """Return the sum (B, h, w) of the pixel values (B, C, H, W) in each patch."""
         if self.grid is None:
             raise InputError(
                 "per_token=True with images needs a 2-D convolution that makes patches before the "
@@ -66,7 +66,7 @@ class PatchGrid:
 
 
 def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Sum numbers per pixel (B, C, H, W) over each patch of a grid (h, w), (B, h, w)."""
+    """Return the sum (B, h, w) of the values (B, C, H, W) in each patch of a ``grid`` (h, w)."""
     out = pixels.sum(1)
     for dim, cells in zip((1, 2), grid, strict=True):
         size = out.shape[dim]
@@ -77,9 +77,9 @@ def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 class ImageProbe(PatchGrid):
-    """Finds the grid, and the indices of patch tokens, by a run on a different image.
+    """Finds the patch grid, and the tokens that are patches, by comparing runs on two images.
 
-    Other tokens (class token, registers) do not depend on the image.
+    Other tokens, such as a class token or registers, do not depend on the image.
     """
 
     def patches(
@@ -136,13 +136,13 @@ class ImageProbe(PatchGrid):
                     run(image)
             except _Reached as reached:
                 return reached.stream
-        raise InputError("No block ran when patch tokens were searched. Pass per_token=True.")
+        raise InputError("No block ran, so the model's patches are unknown. Pass per_token=True.")
 
 
 class _Reached(BaseException):
     """Raised to stop a run at the first block; ``stream`` is the block's input.
 
-    A BaseException, so that ``except Exception`` in the model does not catch it.
+    It is a BaseException, because ``except Exception`` in the model would catch an Exception.
     """
 
     def __init__(self, stream: Tensor) -> None:
@@ -170,7 +170,7 @@ def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
-    """Return relevance (B, L), or for embeddings (B, L, F) divide it equally among features."""
+    """Divide relevance (B, L) equally among features of embeddings (B, L, F); keep it for ids."""
     if inputs.dim() == 2 or per_token:
         return relevance
     if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
@@ -190,7 +190,7 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Converts relevance of tokens to the shape of ``inputs``, for images with the grid probe."""
+    """Converts relevance per token to the shape of ``inputs``; for images ``probe`` is needed."""
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs
@@ -205,13 +205,13 @@ class TokenLayout:
         token_map: TokenMap | None,
         run: Callable[[Tensor], Any],
     ) -> list[Tensor]:
-        """Convert rows of relevance of the first layer's tokens to the shape of the input.
+        """Convert rows of relevance from the first layer's tokens to the shape of the input.
 
         Args:
             rows: rows of relevance (B, L).
             mask: True for unpadded tokens (B, L), or None.
             given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
-            token_map: the 2-D map of the tokens, for a mixer of windows of a map; or None.
+            token_map: the 2-D map of tokens, if the first mixer acts on windows of a map, or None.
             run: function that runs the model on one image of the same shape.
         """
         inputs, per_token, probe = self._inputs, self._per_token, self._probe

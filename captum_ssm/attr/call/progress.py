@@ -1,6 +1,6 @@
 """One progress bar per call of a method.
 
-Nested steps divide the outer step's part of the bar, so the remaining time is of the whole call.
+A nested step fills its fraction of the outer step, so the bar shows the time left for the call.
 """
 
 from __future__ import annotations

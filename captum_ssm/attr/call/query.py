@@ -30,9 +30,9 @@ def check_query(query: Query, batch: int) -> None:
     if query is None or isinstance(query, str) or as_integer(query) is not None:
         return
     if not isinstance(query, list | tuple | range | Tensor):
-        raise OptionError(f"query={query!r} is not accepted. Pass a name, position or list.")
+        raise OptionError(f"query={query!r} is not accepted. Pass 'last', a position or a list.")
     if not isinstance(query, Tensor) and not query:
-        raise OptionError("query is an empty list. Pass at least one position.")
+        raise OptionError(f"query={query!r} is empty. Pass at least one position.")
     positions = _positions(query)
     if positions.dim() > 2 or not positions.numel():
         raise OptionError(
@@ -55,12 +55,12 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
             f"query={query!r} does not contain only integers. Pass integer positions."
         ) from None
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise OptionError(f"query has dtype {positions.dtype}. Pass integer positions.")
+        raise OptionError(f"query has dtype {positions.dtype}. Pass positions as integers.")
     return positions.long()
 
 
 def needs_readers(query: Query) -> bool:
-    """Return True if finding the query may need the tokens that the model's output depends on."""
+    """Return True if the query may have to be found by a backward pass, :func:`tokens_read`."""
     return query is None or query == "cls"
 
 
@@ -83,7 +83,7 @@ def query_weights(
     total = chosen.sum(-1, keepdim=True)
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
-        raise QueryError(f"Every token of example {example} is padding. Leave this example out.")
+        raise QueryError(f"inputs[{example}] has only padded tokens. Leave this example out.")
     return chosen.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
@@ -144,13 +144,13 @@ def asked_tokens(
 
 
 def tokens_read(output: Tensor, tail: Layer) -> Tensor:
-    """Return True for tokens of the last layer on which the model's output depends, (B, L).
+    """Return a mask (B, L), True for the last layer's tokens that the model's output depends on.
 
-    One backward pass through the head finds these: a class token, a last token or pooled tokens.
+    One backward pass finds these tokens: a class token, the last token, or all pooled tokens.
     """
     if not output.requires_grad:
         raise QueryError(
-            "The default query cannot be found, because the forward run records no gradients. Pass "
+            "query=None and 'cls' need gradients, which the forward run does not record. Pass "
             "query='last', 'mean' or positions."
         )
     # unequal weights, since a softmax's outputs sum to a constant
@@ -160,7 +160,7 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     (gradient,) = torch.autograd.grad(probe, tail.output, retain_graph=True, allow_unused=True)
     if gradient is None or not holds(gradient.any()):
         raise QueryError(
-            "The default query cannot be found, because the model's output does not depend on the "
+            "query=None and 'cls' need gradients, but the model's output does not depend on its "
             "last mixer. Pass query='last', 'mean' or positions."
         )
     return tail.in_order(gradient).abs().amax(-1) > 0

@@ -44,7 +44,7 @@ def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
 
 
 def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
-    """Return the error for a number of indices that is not one example's number of dimensions."""
+    """Return the error for a target with more or fewer indices than the output has dimensions."""
     dims = output.dim() - 1
     found = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
     text = f"target={shown(target)} has {found} per example, but an output of shape "
@@ -69,7 +69,8 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     """Return the error for a target at a padded position.
 
-    ``padded`` (B,) is True for examples with this error; ``last`` (B,) are unpadded positions.
+    ``index`` (B, 2) is the target, ``padded`` (B,) marks the examples with this error, and
+    ``last`` (B,) has the last unpadded positions.
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])

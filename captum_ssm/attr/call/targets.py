@@ -85,7 +85,7 @@ def _listed(name: str, values: Any) -> Tensor:
     found = torch.as_tensor(values).detach().cpu()
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
         raise TargetError(
-            f"{name}={values!r} of SumTarget are not integers. Pass integers (n,) or (B, n)."
+            f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
         )
     return (found[None] if found.dim() == 1 else found).long()
 
@@ -124,7 +124,7 @@ def each_of(targets: Any) -> Each:
 
 
 def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
-    """Stack the results for the targets of an :class:`Each`; for a single target return the one."""
+    """Stack the results of an :class:`Each` target; return the only result of any other target."""
     return torch.stack(list(results)) if isinstance(target, Each) else results[0]
 
 
@@ -148,9 +148,9 @@ def logits_of(output: Any) -> Tensor:
 
 
 def target_index(target: Any, output: Tensor) -> Tensor | None:
-    """Return a target as indices (B, dims of one example's output) on the CPU; None for None.
+    """Convert a target to indices (B, D) on the CPU, or (B, n, 2) for a :class:`SumTarget`.
 
-    For a :class:`SumTarget` with n tokens, the indices are (B, n, 2).
+    D is the number of the output's dimensions after the batch. The result is None for None.
     """
     if target is None:
         return None
@@ -174,7 +174,7 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
             f"target={target!r} for {len(target.positions)} examples does not fit the output "
-            f"{tuple(output.shape)}. Pass a SumTarget only for outputs (B, L, vocabulary)."
+            f"{tuple(output.shape)}. Pass a SumTarget for B examples or 1 and an output (B, L, V)."
         )
     found = []
     for place, values in enumerate((target.positions, target.tokens)):
@@ -297,7 +297,7 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
             f"target as contrast; or, if target is not None, one of {CONTRASTS}."
         )
     if contrast in ("others", "runner-up") and output.shape[-1] == 1:
-        raise OptionError(f"contrast={contrast!r}, but the output has one entry. Pass None.")
+        raise OptionError(f"contrast={contrast!r} needs 2 or more classes, not 1. Pass None.")
     several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
     several = several.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
@@ -315,7 +315,8 @@ def _against(
 ) -> tuple[Tensor, Tensor | None]:
     """Subtract the contrast from the ``chosen`` entries (B, n); return numbers, and constants.
 
-    ``entries`` (B, n, V) are all entries there, ``tokens`` (B, n, 1) indices of the chosen ones.
+    ``entries`` (B, n, V) are the output at the target's positions, and ``tokens`` (B, n, 1) are
+    the indices of ``chosen`` in it.
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None

@@ -27,7 +27,7 @@ _TIMES, _MOST = 16, 0.25
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """A plain run of forward_func, without hooks.
+    """A plain run of forward_func without hooks, to compare explained numbers with.
 
     Attributes:
         request: the arguments of the run.
@@ -63,7 +63,7 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
 
     Args:
         request: the arguments of the run.
-        calls: the number of calls of each mixer.
+        calls: how many times each mixer was called.
         granted: the largest tolerance with which an operator was checked.
     """
     if request.is_model and max(calls.values()) == 1:

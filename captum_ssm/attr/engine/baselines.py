@@ -28,7 +28,7 @@ def out_of_tuple(baselines: Baselines) -> Baselines:
 
 
 def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
-    """Return one baseline for each of several inputs."""
+    """Return a list with one baseline per input; raise if the user passed fewer or more."""
     if inputs == 1 or baselines is None:
         return [baselines, *[None] * (inputs - 1)]
     if not isinstance(baselines, tuple) or len(baselines) != inputs:
@@ -49,7 +49,7 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """Return one baseline per root (tensor where the linear network begins); empty for 0."""
+    """Return one baseline per root (a tensor where the linear network begins); empty for 0."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []
@@ -68,14 +68,14 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
         )
     what, words, ids = "a layer", "None, 'mean'", ""
     if not inner:
-        what, ids = "embeddings", ", or token ids where inputs are ids"
+        what, ids = "embeddings", ", token ids (if inputs are ids)"
     return [_standing_in(baselines, roots[0], what, words, ids)]
 
 
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
     """Expand a number or a tensor to a baseline in the shape of the input ``start``.
 
-    In the error, ``what`` names the input, and ``words`` and ``ids`` other accepted forms.
+    In the error, ``what`` names the input; ``words`` and ``ids`` are further accepted forms.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         baseline = torch.as_tensor(found).to(start).expand_as(start)
@@ -84,7 +84,7 @@ def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = ""
     got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise OptionError(
         f"baselines={got} cannot replace {what} of shape {tuple(start.shape)}. Pass {words}, "
-        f"a finite number, a tensor of that shape{ids}."
+        f"a finite number{ids}, or a tensor of that shape."
     )
 
 

@@ -50,9 +50,9 @@ class Cache(NamedTuple):
         return self._held(token) * self._sizes()
 
     def erased(self, source: int, token: int) -> Tensor:
-        """Return how much of the source's value each token up to ``token`` erased (B, H, L).
+        """Return the loss of the source's value at each token up to ``token``, (B, H, L).
 
-        The whole value is removed at one token: the first after the last that attends to it.
+        The whole value is lost at one token, directly after the last token that attends to it.
         """
         end = 1 + self._last_reader(source)  # (B, H)
         at = torch.arange(self.value.shape[1], device=end.device)
@@ -69,7 +69,7 @@ class Cache(NamedTuple):
         return self.value.new_full((batch, heads, 1), torch.inf)
 
     def _sizes(self) -> Tensor:
-        """Return the norm of each token's value per head (B, H, L), behind ``weight`` if given."""
+        """Return the norm of each token's value, (B, H, L), after ``weight`` if it is not None."""
         if self.weight is None:
             sizes: Tensor = self.value.norm(dim=-1)
             return sizes.transpose(1, 2)
@@ -77,7 +77,7 @@ class Cache(NamedTuple):
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 
     def _held(self, token: int) -> Tensor:
-        """Return 1 for tokens cached after ``token``, which are attended to later, else 0."""
+        """Return 1 for tokens (B, H, L) that the cache holds after ``token``, else 0."""
         read = self.matrices[:, :, token:].amax(-2) > 0
         read[..., token + 1 :] = False
         return read.to(self.value)
@@ -90,6 +90,6 @@ class Cache(NamedTuple):
 
 
 def is_causal(attention: DenseHeads) -> bool:
-    """Return True if no token attends to a later one, as a cache requires."""
+    """Return True if no token attends to a later token, which a cache requires."""
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
     return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))

@@ -145,8 +145,8 @@ def decompose(
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
 
-    Each role takes one more pass. With several inputs there is one pass per example, because the
-    inputs after the first need not have a batch dimension.
+    Each role needs one more pass. Several inputs need one pass per example, because inputs after
+    the first may have no batch dimension.
 
     Args:
         network: the network, after its forward run.
@@ -237,7 +237,7 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
 def _example_by_example(
     mode: Linearising, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Run one backward pass per example; return each one's gradients at ``starts``, and biases."""
+    """Run one backward pass per example; return all gradients at ``starts``, and the biases."""
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
@@ -286,7 +286,7 @@ def _with_others(
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Return each root minus its baseline; an empty ``baselines`` stands for 0."""
+    """Return each root minus its baseline; an empty ``baselines`` means 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values
@@ -294,7 +294,7 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return :attr:`Decomposition.sizes`, the feature counts of several roots; empty for one."""
+    """Return :attr:`Decomposition.sizes`: the numbers of features of the roots if several."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
@@ -383,7 +383,7 @@ def account(
         try:
             found = mode.gradients(output, live)
         except RuntimeError as error:
-            if "checkpoint" in str(error):  # its layers run again, out of the rules' sight
+            if "checkpoint" in str(error):  # its layers run again without the rules
                 raise not_linear(output) from error
             raise
     arrived = {x: g for x, g in zip(live, found, strict=True) if g is not None}
@@ -391,9 +391,10 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all dimensions except the batch, (B,); the first may hold examples times tokens.
+    """Sum a bias contribution over all dimensions except the batch, (B,).
 
-    Otherwise (tokens routed to an expert) the total is divided equally; :func:`exact` detects this.
+    The first dimension may be examples times tokens. If its size is no multiple of B (tokens routed
+    to an expert), the total is divided equally among examples; :func:`exact` detects this.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -440,7 +441,7 @@ def sums_up(
         for other in found.others:
             size = size + other.abs().sum().to(size)
             dtypes.add(other.dtype)
-    if past is not None:  # of inputs that may be less precise than a layer behind them
+    if past is not None:  # the inputs may be less precise than the explained layer
         size = size + past.flatten(1).abs().sum(1).to(size)
         dtypes.add(past.dtype)
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)

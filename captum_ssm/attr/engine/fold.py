@@ -29,7 +29,7 @@ class Options:
         reduce: the reduction that combines channels into one matrix.
         heads: indices of the heads (for Mamba-1: channels) used, or None for all.
         start_layer: index of the first layer used; layers before it are left out.
-        recipe: ``"paper"`` or ``"published_code"``.
+        recipe: ``"paper"``, or ``"published_code"`` to reproduce the authors' scripts.
         verify: whether operators are checked against modules' outputs; a number is the tolerance.
     """
 
@@ -185,7 +185,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Return one matrix for a stage: M (I + F), for a feeding layer F, plus parallel branches."""
+    """Return one matrix per stage: M (I + F) for a layer F before M, plus parallel branches."""
     *earlier, (_, mixing) = stage
     if not earlier:
         return mixing
@@ -231,6 +231,6 @@ def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
     for index in indices:
         if not -len(items) <= index < len(items):
             raise OptionError(
-                f"layers contains {index}. Pass numbers from {-len(items)} to {len(items) - 1}."
+                f"layers contains {index}. Pass indices from {-len(items)} to {len(items) - 1}."
             )
     return [items[index] for index in indices]

@@ -1,4 +1,4 @@
-"""The base of methods whose relevance sums to the output, and their runs of a linear network."""
+"""Base of the methods whose relevance sums to the output, with runs of the linear network."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def in_turn(
     Returns:
         The return value of the generator.
     """
-    # the positions are known before the run, but not the tokens: token 0 stands for all
+    # before the run only the positions are known, so token 0 replaces the real tokens
     anywhere = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
     with linear_run(request, [anywhere], rules) as (network, output, kept):
         where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
@@ -222,7 +222,7 @@ def in_turn(
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """Send ``answer(question)`` for each question a generator yields; return its return value."""
+    """Answer each question that a generator yields; return the generator's return value."""
     latest: A | None = None
     while True:
         try:
@@ -271,7 +271,7 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return one baseline per root, by default the baseline of the rule; empty for 0.
+    """Return one baseline per root, by default the rule's; an empty list means 0.
 
     After a cache the default is 0 for every rule, because the few new tokens have no useful mean.
     """

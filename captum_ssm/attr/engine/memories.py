@@ -84,7 +84,7 @@ class Memory(NamedTuple):
         return int((self.order == token).nonzero()[0, 0])
 
     def kept(self, token: int) -> Tensor:
-        """Return K[token, j] for all tokens j (B, L, H, N); 0 for tokens read after ``token``."""
+        """Return the decayed key K[token, j] of each token j, (B, L, H, N); 0 if j is read later."""
         step = self.step_of(token)
         found = torch.zeros_like(self.key)
         found[:, : step + 1] = self._kept_by_decay(step) if self.fades else self._kept_by_step(step)
@@ -110,11 +110,11 @@ class Memory(NamedTuple):
         return found.transpose(1, 2)
 
     def erased(self, source: int, token: int) -> Tensor:
-        """Return how much of the source's share each token up to ``token`` erased (B, H, L).
+        """Return the loss of the source's share at each token up to ``token``, (B, H, L).
 
         If T is diagonal, the loss is summed over the key's numbers and divided among the tokens
-        in between, in proportion to the logarithms of their decays.  Otherwise each step erases the
-        decrease of the component along the original share, which may be negative.
+        in between, in proportion to the logarithms of their decays.  Otherwise the loss at a step
+        is the decrease of the component along the original share, which may be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
@@ -165,7 +165,7 @@ class Memory(NamedTuple):
         return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
 
     def _skip_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        """Return K of step ``first`` with each of S steps omitted (B, H, S, N), and with none."""
+        """Return the decayed key of step ``first``: without each of S steps, and with all steps."""
         logs = self.log_decay[:, between.start : between.stop]
         before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
         before[:, :1] = 0
@@ -173,7 +173,7 @@ class Memory(NamedTuple):
         return each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _erased_by_decay(self, first: int, last: int) -> Tensor:
-        """Return how much of the key of step ``first`` each later step up to ``last`` erases."""
+        """Return the loss of the key of step ``first`` at each later step up to ``last``."""
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
         total = logs.sum(1, keepdim=True)
         share = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)
@@ -251,7 +251,7 @@ def _sums_after(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """Return ranges of heads that have the same kind of operator, one per part of direct sums."""
+    """Split heads into ranges with one operator each, at the borders within direct sums."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 

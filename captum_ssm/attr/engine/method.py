@@ -1,4 +1,4 @@
-"""Base classes of all methods, from Captum's arguments to a traced run and Captum's shapes."""
+"""Base classes of all methods: read Captum's arguments, run the model, return Captum's shapes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Explainer:
 
         Args:
             internal_batch_size: the largest number of examples in a part; None for all.
-            explain: function of a run's arguments, targets and part of the batch: one result each.
+            explain: function that returns one result per target, from (run arguments, targets, part).
             others: inputs after the first, which cannot be split by example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
@@ -226,7 +226,7 @@ class SSMAttribution(Explainer, Attribution):
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because no method is asynchronous."""
-        raise NotImplementedError(f"{self.name} has no attribute_future(). Call attribute().")
+        raise NotImplementedError(f"{self.name} is not asynchronous. Call attribute() instead.")
 
     def attribute_each(
         self,
@@ -357,7 +357,7 @@ class ImplicitMethod(SSMAttribution):
         return (out,) if in_tuple else out
 
     def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
-        """Return one :class:`Question` per target: its number and its query weights."""
+        """Return one :class:`Question` per target, with the target's number and query weights."""
         tail, output, chain = run.layers[-1], run.output, run.chain
         questions = []
         for target in targets:
@@ -398,7 +398,7 @@ def options(
         )
     checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
-        raise OptionError(f"reduce={reduce!r} with recipe='published_code'. Pass reduce='mean'.")
+        raise OptionError(f"recipe={recipe!r} excludes reduce={reduce!r}. Pass reduce='mean'.")
     chosen = None
     if heads is not None:
         chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")

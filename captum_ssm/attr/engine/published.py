@@ -29,8 +29,8 @@ def query_positions(weights: Tensor) -> Tensor:
     """Return the position of the single query token of each example, (B, 1)."""
     if bool(((weights > 0).sum(-1) != 1).any()):
         raise OptionError(
-            "recipe='published_code' needs one query token per example, but the query has several. "
-            "Pass query='cls', 'last' or one position."
+            "recipe='published_code' needs one query token per example, but query selects several "
+            "tokens. Pass query='cls', 'last' or one position, or recipe='paper'."
         )
     return weights.argmax(-1, keepdim=True)
 
@@ -53,7 +53,7 @@ def fold(
             row = row + row.sum(-1, keepdim=True) * added
             row = check_row(row / (1 + added.sum(-1, keepdim=True)), layer)
     if row is None:
-        raise OptionError("layers leaves no layer. Pass at least one mixer, or None for all.")
+        raise OptionError("layers selects no mixer. Pass at least one mixer, or None for all.")
     return finish(row, query)
 
 
@@ -62,7 +62,7 @@ def check_tokens(layer: Layer, last: Layer) -> None:
     if layer.tokens != last.tokens:
         raise OptionError(
             f"recipe='published_code' needs layers of one token count, but layer {layer.name!r} "
-            f"mixes {layer.tokens} tokens and layer {last.name!r} mixes {last.tokens}. Use "
+            f"mixes {layer.tokens} tokens and layer {last.name!r} mixes {last.tokens}. Pass "
             "recipe='paper'."
         )
 
@@ -96,7 +96,7 @@ def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | 
     if len(turned) > 1 or not forward:
         raise OptionError(
             f"recipe='published_code' needs mixers of one or two directions, but layer "
-            f"{layer.name!r} reads its tokens in {len(chains)} orders. Use recipe='paper'."
+            f"{layer.name!r} reads its tokens in {len(chains)} orders. Pass recipe='paper'."
         )
     return Sum(*map(_not_halved, forward)), _not_halved(turned[0])
 
@@ -138,7 +138,7 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
 
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
-    """Scale all channels of rows (B, C, L) to [0, 1] together; return the channel mean (B, L)."""
+    """Scale rows (B, C, L) to [0, 1] over all channels; return the mean over channels (B, L)."""
     everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
     return min_max(rows, everywhere).mean(1)
 

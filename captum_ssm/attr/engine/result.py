@@ -238,13 +238,13 @@ def load(path: str | Path) -> Any:
         raise DataError(
             f"{file} was written by captum_ssm {content['captum_ssm']}: {content['kind']} in "
             f"format {content['form']}. This is {__version__}, which reads "
-            f"{', '.join(Result._kinds)} in format {_FORM}. Install the version that wrote it."
+            f"{', '.join(Result._kinds)} in format {_FORM}. Install that version, or save again."
         )
     try:
         return Result._kinds[content["kind"]](**_decoded(content["state"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise DataError(
-            f"{wrong} that can be read: {type(error).__name__}: {error}. Save it again."
+            f"{wrong} that can be read: {type(error).__name__}: {error}. Save the result again."
         ) from error
 
 
@@ -295,7 +295,8 @@ def _encoded(value: Any) -> Any:
         return {"tuple": [_encoded(x) for x in value]}
     if isinstance(value, Mapping):
         return {"dict": {str(name): _encoded(x) for name, x in value.items()}}
-    assert isinstance(value, Sequence), name
+    if not isinstance(value, Sequence):
+        raise InputError(f"The result contains {value!r} ({name}). Pass tensors, numbers or lists.")
     return [_encoded(x) for x in value]
 
 

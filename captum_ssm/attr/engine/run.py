@@ -154,7 +154,7 @@ class Request:
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
     def same_as(self, other: Request) -> bool:
-        """Return True if the two runs have equal arguments, so that one run serves both."""
+        """Return True if both requests have equal arguments, so that methods can share a run."""
         return (
             self.forward_func == other.forward_func
             and self.model is other.model
@@ -221,9 +221,9 @@ class Run:
 
     @property
     def given(self) -> Tensor | None:
-        """The index in the input of each token of the first layer (B, L), or -1 if it is inserted.
+        """Indices (B, L) in the input of the first layer's tokens, and -1 for inserted tokens.
 
-        None if both have the same tokens.
+        None if the input and the first layer have the same tokens.
         """
         return None if self.chain is None else self.chain.given
 
@@ -323,7 +323,7 @@ class Run:
 
 
 def traced(request: Request, *, shared: bool = False) -> Run:
-    """Run the model and record its mixers; ``shared`` if later methods may reuse the run."""
+    """Run the model and record its mixers; with ``shared``, later methods may reuse the run."""
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
@@ -426,7 +426,7 @@ class Sharing:
         return self._latest
 
     def probe(self, model: nn.Module) -> ImageProbe:
-        """Return the probe of an earlier method for this model, which may have a patch grid."""
+        """Return one probe per model, which keeps the patch grid that an earlier method found."""
         if self._probe is None or self._probe.model is not model:
             self._probe = ImageProbe(model)
         return self._probe
@@ -462,7 +462,7 @@ def run_of(request: Request) -> Run:
 
 @contextmanager
 def layout_of(request: Request, per_token: bool) -> Iterator[TokenLayout]:
-    """Yield the layout of token relevance; a run inside the ``with`` finds the patch grid."""
+    """Yield a :class:`.TokenLayout`; a run inside the ``with`` finds an image's patch grid."""
     inputs = request.inputs
     if inputs.dim() != 4 or not inputs.is_floating_point():
         yield TokenLayout(inputs, per_token, None)

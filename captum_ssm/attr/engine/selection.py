@@ -45,7 +45,7 @@ class Factors(NamedTuple):
     history: Tensor
 
     def states(self) -> Tensor:
-        """Return the product, one matrix per channel and state, (B, C, N, L, L)."""
+        """Multiply the factors to one matrix per channel and state, (B, C, N, L, L)."""
         rows, columns = (x.permute(0, 2, 3, 1) for x in (self.query, self.key))  # (B, C, N, L)
         return rows[..., :, None] * self.history * columns[..., None, :]
 
@@ -80,7 +80,7 @@ def selection_factors(
 
 
 class _Selected(NamedTuple):
-    """A selective scan's dt (B, L, H), A (H, N or 1), and B and C (B, L, [groups of heads,] N)."""
+    """A scan's step dt (B, L, H), rate A (H, N or 1), key B and query C (B, L, [groups,] N)."""
 
     step: Tensor
     rate: Tensor
@@ -89,7 +89,7 @@ class _Selected(NamedTuple):
 
 
 def _selected(term: Term) -> _Selected | None:
-    """Return the parameters of a term's selective scan; None without one, or with convolutions."""
+    """Return the parameters of a selective scan; None for other terms and with convolutions."""
     if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan

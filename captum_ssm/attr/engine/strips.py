@@ -27,7 +27,7 @@ Change = Callable[[Strip], Tensor]
 
 
 def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
-    """Return the reduced matrix of an operator; the mean over channels is never kept in memory."""
+    """Return an operator's matrix, reduced over channels; a mean matrix is never kept in memory."""
     if reduce == "mean":
         return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
     return in_strips(operator, reduce, budget, lambda strip: strip.entries)

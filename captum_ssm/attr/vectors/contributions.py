@@ -2,12 +2,13 @@
 
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
-is a vector of the stream's width E for every pair of a query i and a source j, with
+is a vector of the residual stream's width E for every query token i and source token j. Here M is
+the scan's matrix, D the skip, Post_i the factors after the scan, and phi are :mod:`.taps`' shares.
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
-exactly if the activation is linearized. The constant comes from biases and belongs to no token.
-L^2 vectors may exceed the memory, so they are computed in tiles of a few queries and sources.
+The sum is exact if the activation is linearized. The constant comes from biases. L^2 vectors may
+exceed the memory, so they are computed in tiles of a few queries and sources.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from .scan_tiles import tiles as scan_tiles
 from .scanned import scanned
 from .taps import TapPath, TapShares, paths_of, silenced
 
-#: Largest number of vector elements in memory, before and after the output projection each (8 MiB
-#: in float32).  The vectors of one query before the projection, B L C elements, are not split.
+#: Largest number of elements of vectors before, and of vectors after the output projection (8 MiB
+#: in float32).  The B L C elements of one query before the projection are never split.
 _TILE_ELEMENTS = 2**21
 
 #: With at least this many queries, a scan's states are computed once for all queries.
@@ -42,7 +43,7 @@ _MANY_QUERIES = 6
 
 
 class Tile(NamedTuple):
-    """The contribution vectors of q queries from a range of s sources.
+    """The contribution vectors from s source tokens to q query tokens.
 
     Attributes:
         queries: a slice of the Q queries.
@@ -95,7 +96,7 @@ class Contributions:
     def constant(self) -> Tensor:
         """Return the part of the output that belongs to no token, the biases, (B, L, E).
 
-        With ``activation="linearized"`` they include the bias before the activation.
+        With ``activation="linearized"`` it includes the bias before the activation.
         """
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
@@ -108,7 +109,7 @@ class Contributions:
 
         Args:
             direction: one vector per query (..., B, L, E), usually 0 for most queries.
-            within: a range that includes all queries with nonzero vectors, to avoid a
+            within: a range of queries outside of which all vectors are zero, to avoid a GPU
                 synchronization. Default: None, not known.
         """
         direction = direction.to(self.weight)
@@ -130,11 +131,11 @@ class Contributions:
         return found
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
-        """Apply the steps after W_out to vectors (B, q, s, E) of queries ``index`` (B, q)."""
+        """Apply the steps after the output projection to vectors (B, q, s, E) of queries (B, q)."""
         return along([step.at(index) for step in self._behind], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
-        """Return the vectors before W_out of queries ``index`` (B, q), (q, B, L, C)."""
+        """Return the vectors (q, B, L, C) of queries (B, q) before the output projection."""
         rows = [_rows(path, index) for path in self.paths]
         return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).flatten(-2)
 
@@ -142,10 +143,10 @@ class Contributions:
 def tiles(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
 ) -> Iterator[Tile]:
-    """Yield the vectors of queries ``index`` (B, Q) in tiles; sources with zeros may be left out.
+    """Yield the vectors of some queries in tiles; sources whose vectors are 0 may be missing.
 
     Args:
-        parts: the mixers whose outputs are added to the residual stream; their vectors are added.
+        parts: the contributions of parallel mixers, whose vectors are added.
         index: positions of the queries (B, Q), on the CPU to avoid a synchronization.
         stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
@@ -167,8 +168,8 @@ def tiles(
 def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     """Multiply affine steps into a projection's weight (C, E); return it, and the other steps.
 
-    A factor per token, as of a norm, commutes with all other steps and is applied later. So the
-    steps after it can be multiplied into the weight. Biases are left out.
+    A norm's factor per token commutes with all other steps. So this factor is applied later, and
+    the steps after it are multiplied into the weight. Biases are left out.
     """
     remain: list[AffineStep] = []
     for step in way:
@@ -192,7 +193,7 @@ def _is_long_and_ascends(index: Tensor) -> bool:
 def _tiles_by_query(
     parts: Sequence[Contributions], index: Tensor, stream: Tensor | None
 ) -> Iterator[Tile]:
-    """Yield the tiles of any operator, from one row of its matrix per query."""
+    """Yield tiles for any operator, by computing one row of the operator's matrix per query."""
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
     most = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
@@ -226,7 +227,7 @@ def _tiles_by_query(
 
 
 def _rows(path: TapPath, index: Tensor) -> Tensor:
-    """Return the path's output at queries ``index`` (B, q) due to each token, (q, B, L, H, P)."""
+    """Return the parts of a path's output at queries (B, q) due to each token, (q, B, L, H, P)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
         if _mixes_channels(core):
@@ -245,7 +246,7 @@ def _rows(path: TapPath, index: Tensor) -> Tensor:
 
 
 def _sent(weight: Tensor, shares: TapShares) -> Tensor:
-    """Sum phi[k][t] times ``weight`` at t over lags k, for each source t - k, (q, B, L, H, P)."""
+    """Return for each source token j the sum over lags k of weight[j + k] phi[k][j + k]."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
     for lag, phi in others:
@@ -289,17 +290,17 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """Apply a local operator at the queries (B, q) to their rows (q, B, L, H, P)."""
+    """Apply an operator within tokens to the matrix rows (q, B, L, H, P) of queries (B, q)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)
 
 
 def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
-    """Return a range of sources outside of which all rows (q, B, L, C) are zero.
+    """Return a range of source tokens outside of which all rows are zero.
 
     Args:
-        rows: rows of some queries, for each mixer.
+        rows: for each mixer, the vectors before the output projection (q, B, L, C).
         queries: the queries (B, q), if the range must include them; else None.
         until: the token after the last query, or L if unknown. On a GPU the range ends there if no
             query depends on a later token.

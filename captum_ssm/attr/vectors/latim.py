@@ -1,4 +1,4 @@
-"""The base of LATIM's methods, which compute token-to-token maps, and products with these maps."""
+"""Base class of LATIM's methods, and products of rows with their token-to-token maps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS, _ROWS_LAUNCHED = 256, 4096
 
 
 class LatimMethod(SSMAttribution):
-    """Base of the methods that read contribution vectors (LATIM, eqs. 16-25).
+    """Base of the methods that compute contribution vectors (LATIM, eqs. 16-25).
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
@@ -83,24 +83,24 @@ def read_options(start_layer: int, verify: bool | float) -> Options:
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return nonnegative query positions (B, Q), by default all L, for a size (B, L)."""
+    """Convert positions to nonnegative ones (B, Q); None means all tokens of a size (B, L)."""
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
         raise QueryError(
-            f"positions has {len(index)} rows, but the batch has {batch}. Pass {batch}."
+            f"positions has {len(index)} rows for {batch} examples. Pass one row per example."
         )
     if bool(((index < -tokens) | (index >= tokens)).any()):
-        raise QueryError(f"positions={positions!r}: pass integers from {-tokens} to {tokens - 1}.")
+        raise QueryError(f"positions={positions!r}. Pass positions from {-tokens} to {tokens - 1}.")
     return (index % tokens).expand(batch, -1)
 
 
 def _read_positions(positions: Positions) -> Tensor:
-    """Return positions as a tensor (Q,) or (B, Q)."""
+    """Check the option ``positions``, and return it as a tensor (Q,) or (B, Q)."""
     try:
         index = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError):
-        index = torch.tensor(False)  # refused below, like other values that are no integers
+        index = torch.tensor(False)  # refused below, like other values that are not integers
     if not index.numel():
         raise QueryError("positions is empty. Pass at least one position, or None for all.")
     of_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)

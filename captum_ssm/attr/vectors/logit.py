@@ -1,4 +1,4 @@
-"""Contributions along direct paths (past all later mixers), traced back to the input tokens."""
+"""Contributions along direct paths, which bypass all later mixers, traced to input tokens."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class TokenShares(Protocol):
         """Return rows (..., B, L) times the mixing matrix, in which each row sums to 1.
 
         Args:
-            row: the rows.
+            row: the rows, with one weight per output token.
             within: a range of tokens that includes all nonzero entries. Default: None, not known.
         """
 
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
-#: Mixing matrices by name: functions of parallel layers (a stage), the run and the activation rule.
+#: Mixing matrices by name: functions of a stage (parallel layers), a run and an activation rule.
 MIXINGS: dict[str, MakeShares] = {
     "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
@@ -71,7 +71,7 @@ class LogitContributions(NamedTokens):
 
     @property
     def tokens(self) -> Tensor:
-        """Contribution of each token along all layers, (B, L)."""
+        """Contribution of each token (B, L), the sum over layers, local modules and embedding."""
         return self.layers.sum(0) + self.locals.sum(0) + self.embedding
 
     @property
@@ -162,9 +162,9 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
 def _of_layer(
     layer: Layer, activation: str, passes: Sequence[_Direct], at: int, within: range | None
 ) -> Tensor:
-    """Return contributions through layer number ``at`` to T targets, (T, B, L).
+    """Return contributions through layer number ``at`` to the T targets of ``passes``, (T, B, L).
 
-    The contribution of the layer's constant is added to each pass's biases, in place.
+    The contribution of the layer's constant is added to ``biases`` of each pass, in place.
     """
     shares = Contributions(layer, activation, hooks=False)  # the direct path has the hooks
     constant = shares.constant()

@@ -8,8 +8,8 @@ decay.  So a tile far from the diagonal is a product of two thin factors:
 for any token p between j and i, the *pivot* (hidden-attention paper, eq. 14).  Rows *near* the
 sources (in the reach of the short convolution) are computed differently.  No exponent is positive.
 
-A backward scan is a scan of the tokens in reverse order.  It shares only the rows of the sources
-with a forward scan.  Shapes: S sources, T tokens from the first source on.
+A backward scan is a scan of the tokens in reverse order.  Its matrix and a forward scan's overlap
+only in the rows of the sources.  In shapes, S counts sources, T tokens from the first source on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...operators.kernels.arithmetic import BINARY, doubled, sum_tensors
 from ...operators.kernels.portions import as_memory_allows, at_a_time, parts
 from ...operators.recurrences.selective_scan import SelectiveScan
 
-#: Number of sources whose states are in memory, and elements of a tile (4 MiB in float32).
+#: Largest number of sources with states in memory, and of elements of a tile (4 MiB in float32).
 _SOURCES = 32
 _TILE_ELEMENTS = 2**20
 #: On a GPU, the number of tokens (sources and near rows) whose matrices are computed at a time.
@@ -48,11 +48,11 @@ class ScanTile(NamedTuple):
 
 
 class ScanRows:
-    """The matrix of outer (scan + skip) shares for each channel.
+    """The matrix of each channel, the product ``outer (scan + skip) shares``.
 
     Args:
         scan: the scan, with B and C common to all heads.
-        shares: token t - k's part of the scan's input at token t, (B, L, H) for each lag k >= 0.
+        shares: for each lag k >= 0, the scan's input at token t due to token t - k, (B, L, H).
         outer: diagonal factors after the scan, (B, L, H).
         skip: diagonal factors added to the scan, broadcastable to (B, L, H).
     """
@@ -92,7 +92,7 @@ class ScanRows:
         return Columns(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
-        """Return entries (B, rows, S, H) of rows after ``pivot``, from the states at the pivot."""
+        """Return the entries (B, rows, S, H) of rows after ``pivot``, given the states at pivot."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
@@ -132,7 +132,7 @@ class ScanRows:
     def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
         """Return the outputs of :meth:`_run` (B, T, S, H), from the matrix of the T tokens.
 
-        The matrix has all T columns per head; only those of the S sources are kept.
+        The matrix has T columns per head; only the S columns of the sources are returned.
         """
         some, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, some], self._skip[:, some]
@@ -166,7 +166,7 @@ class ScanRows:
 
 
 class Columns(NamedTuple):
-    """The columns of S sources: entries of near rows, and states from which later rows follow.
+    """The matrix columns of S sources: entries of near rows, and states to compute later rows.
 
     Attributes:
         rows: the matrix that has these columns.
@@ -183,14 +183,14 @@ class Columns(NamedTuple):
     states: Tensor
 
     def to(self, tokens: Tensor) -> Tensor:
-        """Return entries (B, rows, S, H) of rows ``tokens``, all before ``end`` or all after."""
+        """Return entries (B, rows, S, H) of rows ``tokens``, all before ``end`` or all behind."""
         if int(tokens.max()) < self.end:
             return self.near[:, tokens - self.start]
         return self.rows.read(self.states, self.end - 1, tokens)
 
 
 def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> Iterator[ScanTile]:
-    """Yield the rows at some positions in tiles; columns with zeros may be left out.
+    """Yield the matrix rows at some positions in tiles; columns of zeros may be missing.
 
     Args:
         ahead: the matrix of a forward scan.

@@ -44,7 +44,7 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
 
 
 class _Turned(NamedTuple):
-    """A product and its input by lag, with all tensors in the order in which the scan runs."""
+    """A product of operators and its input by lag, with tokens in the order of the scan."""
 
     backwards: bool
     parts: Sequence[Operator]
@@ -52,7 +52,7 @@ class _Turned(NamedTuple):
 
 
 def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
-    """Remove a pair of reorderings that reverse the tokens; None if there are other ones."""
+    """Remove the reorderings around a backward scan; return None if others are left."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     core, inner = core[::-1], inner[::-1]
@@ -73,7 +73,7 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
 def _split_off_permutes(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
 ) -> tuple[list[Permute], list[Operator]]:
-    """Remove reorderings up to the first part that is no diagonal; return them, and the rest.
+    """Move reorderings past diagonals to one end of a product; return them, and the rest.
 
     Args:
         parts: the parts, from one end of a product.
@@ -93,7 +93,7 @@ def _split_off_permutes(
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """Return the matrix of a product without reorderings; None if it is not like Mamba-1."""
+    """Return the matrix of a product without reorderings; None unless it has Mamba-1's form."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None

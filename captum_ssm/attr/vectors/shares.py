@@ -35,7 +35,7 @@ Streams = Mapping[Layer, Tensor | None]
 
 
 class AltiShares:
-    """ALTI's mixing matrix of one layer, or of a stage (see :func:`.fold.stages`).
+    """ALTI's mixing matrix of one layer, or of parallel layers (:func:`.fold.stages`).
 
     The outputs of parallel mixers are added. If a layer F passes its output to the next layer, and
     not to the residual stream, the next layer's sources are the residual stream plus F's output.
@@ -43,7 +43,7 @@ class AltiShares:
     matrix P. A row of zeros, such as a padded token's, becomes a row of the identity.
 
     Args:
-        stage: the layers.
+        stage: the layers of one stage, in the order of the run.
         streams: the residual stream entering each layer's block.
         residual: whether the residual stream is a source. Default: True.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
@@ -99,7 +99,7 @@ class AltiShares:
         return torch.where(total > 0, shares / total.where(total > 0, 1), at_query.to(shares))
 
     def matrix(self) -> Tensor:
-        """Return all rows, (B, L, L)."""
+        """Return the whole mixing matrix, (B, L, L)."""
         batch, tokens = self._output.shape[:2]
         return self.rows(torch.arange(tokens, device="cpu").expand(batch, -1))
 
@@ -109,12 +109,12 @@ class AltiShares:
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
-    """Return relu(|y|_1 - |y - T|_1) as a sum of differences, which is exactly 0 for T = 0."""
+    """Return ALTI's unscaled share relu(sum of |y| - |y - T|), which is exactly 0 for T = 0."""
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
-    """Return the layers whose output enters the residual stream, and the layers before them."""
+    """Split a stage into layers that write to the residual stream, and layers that feed these."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
@@ -126,16 +126,16 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
         found = "is not known" if stream is None else f"has shape {tuple(stream.shape)}"
         raise InputError(
             f"Layer {layer.name!r} returns {tuple(like.shape)}, but the residual stream {found}. "
-            "Pass residual=False for the maps of the mixers without the residual stream."
+            "Pass residual=False to LatimALTI for maps without residual streams, or use LatimFlow."
         )
     return stream.to(like)
 
 
 class ProjectionShares:
-    """The mixing matrix from projections, of one layer or of a stage.
+    """The mixing matrix from projections, of one layer or of parallel layers.
 
     Args:
-        stage: the layers, as for :class:`AltiShares`.
+        stage: the layers of one stage, as for :class:`AltiShares`.
         streams: the residual stream entering each layer's block.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
             ``"linearized"``.
@@ -161,7 +161,7 @@ class ProjectionShares:
         self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
-        """Return rows (..., B, L) times the matrix; nonzero entries lie in ``within`` if given."""
+        """Return rows (..., B, L) times the matrix; all rows are 0 outside the range ``within``."""
         direction = row[..., None] * self._direction
         mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
         for feeder in reversed(self._before):

@@ -29,7 +29,7 @@ Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
 TapShares = Sequence[tuple[int, Tensor]]
 
-#: Functions f of a tap that replace the activation; for ``"silu"`` the model's, see _own_function.
+#: Functions f of a tap, by name.  For ``"silu"``, :func:`_own_function` finds the model's function.
 FUNCTIONS: dict[str, Function] = {
     "silu": F.silu,
     "taylor1": lambda x: x / 2,
@@ -47,11 +47,11 @@ _SAME_FUNCTION = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class TapPath:
-    """A linear operator over positions, and the contribution of each position to its input.
+    """A linear operator over positions, and the contributions of positions to the operator's input.
 
     Attributes:
         operator: the operator.
-        shares: the contributions phi, by lag.
+        shares: the contributions phi[k], by lag k.
         token: the token at each position (L,), on the CPU; None if position t is token t.
     """
 
@@ -64,7 +64,7 @@ class TapPath:
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
-        """Return each token's contribution (..., B, L) to <output, direction>."""
+        """Return each token's contribution (..., B, L) to the inner product <output, direction>."""
         weight = self.operator.transpose(direction)
         added = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:
@@ -125,7 +125,7 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
-    """Return one product as a path: factors after the activation, and contributions before it."""
+    """Convert one product to a path: factors after the activation, contributions before it."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
@@ -174,8 +174,8 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
         ):
             return function
     raise UnsupportedMixerError(
-        f"activation='silu' needs the activation function of {type(module).__name__}, which has "
-        f"none of the attributes {_ACTIVATION_NAMES}. Pass activation='linearized'."
+        f"activation='silu' needs the activation function of {type(module).__name__}, but none of "
+        f"the attributes {_ACTIVATION_NAMES} is this function. Pass activation='linearized'."
     )
 
 
