@@ -274,7 +274,7 @@ def with_rules(
 
     Args:
         methods: the ``methods`` argument of the user.
-        options: each method's options, by name; both default methods get those of LatimFlow.
+        options: options by method name; LatimFlow's options apply to both default methods.
 
     Example:
         >>> from captum_ssm.attr.catalogue import DEFAULT, with_rules

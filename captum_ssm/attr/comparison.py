@@ -270,11 +270,11 @@ def compare(
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
-    """Return the methods by unique names."""
+    """Return methods by unique names; a second method of the same name has the suffix (2)."""
     if isinstance(methods, str | type | Attribution):
         methods = [methods]
     if hasattr(methods, "encode"):
-        raise OptionError("methods is a tokenizer. Pass it as tokenizer=.")
+        raise OptionError("methods is a tokenizer. Pass the tokenizer as tokenizer=.")
     if not isinstance(methods, Sequence | Mapping):
         raise OptionError(
             f"methods={methods!r} is not a list of methods. Pass a list, such as "
@@ -371,7 +371,7 @@ def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
 def _embeddings(
     name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    """Return the embeddings of ids; raise if the model has none, or for the user's instance."""
+    """Return the embeddings of ids; raise if there are none, or if the user made the method."""
     found = embeddings_of(forward_func, ids) if made_here else None
     if found is None:
         raise InputError(
@@ -400,7 +400,7 @@ def _chosen(
         )
     for name in named:
         if name not in names:
-            raise OptionError(f"options has the key {name!r}. Pass keys from {list(names)}.")
+            raise OptionError(f"options has the key {name!r}. Pass only keys from {list(names)}.")
     return {name: named.get(name, {}) for name in names}
 
 

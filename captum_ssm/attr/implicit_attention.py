@@ -1,4 +1,4 @@
-"""Implicit attention matrices of mixers, and raw attention, which is the mean of their rows."""
+"""Implicit attention matrices of mixers, and raw attention, the mean of the matrices' rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ImplicitAttention(ImplicitMethod):
         internal_batch_size: int | None = None,
         verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return raw attention: the query's row of the mean over layers.
+        """Return raw attention: the query's row of the matrices, as the mean over layers.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of

@@ -96,10 +96,10 @@ class LatimALTI(LatimMethod, ImplicitMethod):
                 ``"mean"``. The rollout needs ``residual=True``. Default: ``"rollout"``.
 
         Returns:
-            The relevance, as :meth:`ImplicitAttention.attribute`.
+            The relevance, as in :meth:`ImplicitAttention.attribute`.
 
         Raises:
-            CaptumSSMError: as :meth:`ImplicitAttention.attribute`.
+            CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
         """
         chosen = read_options(start_layer, verify)
         checks.choice("aggregate", aggregate, AGGREGATES)

@@ -27,7 +27,7 @@ from .vectors.logit import MIXINGS, LogitContributions, MakeShares, contribution
 
 @dataclass(frozen=True)
 class _Options:
-    """The checked options of a call.
+    """The checked options of a :class:`LatimLogit` call.
 
     Attributes:
         make: function that returns the mixing matrix with which relevance is traced back.

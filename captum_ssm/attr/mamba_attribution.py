@@ -112,8 +112,8 @@ class MambaAttribution(ImplicitMethod):
         checks.choice("clamp", clamp, CLAMPS)
         if recipe == "published_code" and (clamp != "relu" or normalize_rows):
             raise OptionError(
-                f"recipe='published_code' with clamp={clamp!r}, normalize_rows={normalize_rows}. "
-                "Pass clamp='relu' and normalize_rows=False, or recipe='paper'."
+                f"{recipe=} needs clamp='relu' and normalize_rows=False, but {clamp=} and "
+                f"{normalize_rows=}. Pass these two values, or recipe='paper'."
             )
 
         def relevance(run: Run) -> Tensor:

@@ -153,7 +153,7 @@ class LayerMemory:
 
     @underflow_flushed()
     def states_at(self, tokens: Sequence[int]) -> Tensor:
-        """Return the states after several tokens (negative ones from the end), (B, T, H, N, P)."""
+        """Return the states (B, T, H, N, P) after T tokens; negative tokens count from the end."""
         numbers = checks.integers("tokens", tokens, "tokens")
         return self._states([self._at("tokens", token) for token in numbers])
 
@@ -183,7 +183,7 @@ class LayerMemory:
 
     @underflow_flushed()
     def erased(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
-        """Return how much of the source's share each token between ``source`` and ``token`` erased.
+        """Return the loss of the source's share at each token between ``source`` and ``token``.
 
         Losses from decay are divided in proportion to the logarithms of the decays. Losses from
         delta rules or feedback of outputs are assigned to the token of the step. In a cache, the
@@ -248,7 +248,7 @@ class LayerMemory:
         return mean, spread.sqrt()
 
     def _by_head(self, of: Callable[[Memory | Cache], Tensor]) -> Tensor:
-        """Apply a function to the memories of a few heads at a time; concatenate to (B, H, ...)."""
+        """Apply a function to a few heads' memories at a time; concatenate results (B, H, ...)."""
         return torch.cat([of(memory) for memory in self._memories()], 1)
 
     def _memories(self) -> Iterator[Memory | Cache]:

@@ -51,9 +51,7 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
     try:
         positions = torch.as_tensor(query)
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError(
-            f"query={query!r} does not contain only integers. Pass integer positions."
-        ) from None
+        raise OptionError(f"query={query!r} is not numeric. Pass integer positions.") from None
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise OptionError(f"query has dtype {positions.dtype}. Pass positions as integers.")
     return positions.long()

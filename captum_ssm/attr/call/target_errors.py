@@ -69,8 +69,7 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
 def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     """Return the error for a target at a padded position.
 
-    ``index`` (B, 2) is the target, ``padded`` (B,) marks the examples with this error, and
-    ``last`` (B,) has the last unpadded positions.
+    ``padded`` (B,) marks examples with this error; ``last`` (B,) has the last unpadded positions.
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])

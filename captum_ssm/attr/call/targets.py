@@ -315,8 +315,7 @@ def _against(
 ) -> tuple[Tensor, Tensor | None]:
     """Subtract the contrast from the ``chosen`` entries (B, n); return numbers, and constants.
 
-    ``entries`` (B, n, V) are the output at the target's positions, and ``tokens`` (B, n, 1) are
-    the indices of ``chosen`` in it.
+    ``tokens`` (B, n, 1) has the index of each chosen entry among all ``entries`` (B, n, V).
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None

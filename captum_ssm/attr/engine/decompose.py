@@ -391,10 +391,9 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum a bias contribution over all dimensions except the batch, (B,).
+    """Sum over all dimensions except the batch (B,), which may be merged with tokens (B L).
 
-    The first dimension may be examples times tokens. If its size is no multiple of B (tokens routed
-    to an expert), the total is divided equally among examples; :func:`exact` detects this.
+    For other sizes, as of tokens routed to experts, divide the sum equally; ``exact`` detects this.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)

@@ -84,7 +84,7 @@ class Memory(NamedTuple):
         return int((self.order == token).nonzero()[0, 0])
 
     def kept(self, token: int) -> Tensor:
-        """Return the decayed key K[token, j] of each token j, (B, L, H, N); 0 if j is read later."""
+        """Return the decayed keys K[token, j] of all tokens j, (B, L, H, N); 0 for later tokens."""
         step = self.step_of(token)
         found = torch.zeros_like(self.key)
         found[:, : step + 1] = self._kept_by_decay(step) if self.fades else self._kept_by_step(step)

@@ -122,7 +122,7 @@ class Explainer:
 
         Args:
             internal_batch_size: the largest number of examples in a part; None for all.
-            explain: function that returns one result per target, from (run arguments, targets, part).
+            explain: function of a run's arguments, targets and part; returns one result per target.
             others: inputs after the first, which cannot be split by example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
@@ -226,7 +226,7 @@ class SSMAttribution(Explainer, Attribution):
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because no method is asynchronous."""
-        raise NotImplementedError(f"{self.name} is not asynchronous. Call attribute() instead.")
+        raise NotImplementedError(f"{self.name} is not asynchronous. Call attribute().")
 
     def attribute_each(
         self,

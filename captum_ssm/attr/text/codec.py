@@ -1,4 +1,4 @@
-"""Text to token ids and back with any tokenizer, and the characters of each token."""
+"""Conversion of text to token ids and back, and the characters of each token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Codec:
             return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
         found = self._tokenizer.encode(text)
         ids = list(getattr(found, "ids", found))
-        spans = getattr(found, "offsets", None)  # of the tokenizers library
+        spans = getattr(found, "offsets", None)  # only the tokenizers library has offsets
         return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
 
     def read(self, ids: Tensor) -> tuple[str, list[Span]]:
@@ -98,7 +98,7 @@ class Codec:
         return str(decode(ids.tolist(), **options))
 
     def pieces(self, ids: Tensor) -> Pieces | None:
-        """Return each token's piece of the decoded text; None if unknown or if L is too large."""
+        """Return each token's piece of the decoded text; None if not known or if L is too large."""
         if len(ids) > _MOST:
             return None
         listed, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # a text may end too early
@@ -141,7 +141,7 @@ class Codec:
         return [read[token] for token in ids.tolist()]
 
     def own_names(self, ids: Tensor) -> list[str]:
-        """Return the vocabulary's name of each token; its text if the tokenizer has no names."""
+        """Return each token's name in the vocabulary, or the text if the tokenizer has no names."""
         to_pieces = getattr(self._tokenizer, "convert_ids_to_tokens", None)
         if to_pieces is None:
             return self.names(ids)
@@ -219,7 +219,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
 
 
 def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
-    """Return the smallest number of first tokens that decode to whole characters, and the text."""
+    """Return how many leading tokens decode to whole characters (at least 1), and their text."""
     known = read(before) if before else ""
     for count in range(1, len(ids) + 1):
         group = list(ids[:count])

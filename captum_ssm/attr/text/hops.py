@@ -133,9 +133,9 @@ def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _row_sums(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's logit minus the mean (n,), the sum of its row; and 1 if large, else 0.
+    """Return each token's logit minus the mean logit (n,), which is the sum of the token's row.
 
-    A sum is large enough to divide by if it exceeds the limit of :data:`_LEAST`.
+    Also return 1 for sums that are large enough to divide by (see :data:`_LEAST`), else 0 (n,).
     """
     logits = logits.detach().cpu().double()
     rest = logits - logits.mean(-1, keepdim=True)

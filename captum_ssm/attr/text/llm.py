@@ -41,7 +41,7 @@ _FIXED = ("inputs", "targets", "per_token", "return_convergence_delta")
 
 
 class SSMLLMAttribution(Attribution):
-    """Explains a generated or given text by its prompt, like Captum's LLMAttribution.
+    """Attributes a generated or fixed text to its prompt, like Captum's LLMAttribution.
 
     A token of the text at position p is explained as ``target=(p - 1, token)``, where the model
     predicts it.  One forward run processes the prompt and the whole text. Methods with gradients
@@ -90,7 +90,7 @@ class SSMLLMAttribution(Attribution):
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because no method is asynchronous."""
-        raise NotImplementedError("SSMLLMAttribution has no attribute_future(). Call attribute().")
+        raise NotImplementedError("SSMLLMAttribution is not asynchronous. Call attribute().")
 
     def attribute(
         self,
@@ -150,7 +150,7 @@ class SSMLLMAttribution(Attribution):
         """
         for name in _FIXED:
             if name in options:
-                raise OptionError(f"{name}={options[name]!r} is set internally. Leave it out.")
+                raise OptionError(f"{name}={options[name]!r} is not accepted. Leave {name} out.")
         prompt = read_prompt(inp, self.codec, skip_tokens)
         if prompt_spans is not None:
             prompt = with_spans(prompt, prompt_spans, self.codec, inp)
@@ -163,11 +163,12 @@ class SSMLLMAttribution(Attribution):
             )
         self._check_ids(prompt.ids)
         if against is not None and spans != "all":
-            raise OptionError(
-                f"against= compares whole texts, but spans={spans!r}. Pass spans='all'."
-            )
+            raise OptionError(f"against= needs one span, but {spans=}. Pass spans='all'.")
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
-            raise OptionError(f"resume= with spans={spans!r}. Pass spans= and LatimFlow(model).")
+            raise OptionError(
+                f"resume={str(resume)!r} with {spans=} and {type(self.attr_method).__name__} is "
+                "not accepted. Pass spans='token' or longer spans, and attr_method=LatimFlow(model)."
+            )
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
@@ -175,7 +176,7 @@ class SSMLLMAttribution(Attribution):
             None if resume is None else Path(resume),
         )
         if gen_args is not None and target is not None:
-            raise OptionError(f"gen_args={gen_args!r} and target are both given. Pass only one.")
+            raise OptionError(f"gen_args={gen_args!r} needs target=None. Leave one out.")
         if target is None:
             texts = [self._generated(prompt.ids, gen_args)]
         else:
@@ -311,13 +312,13 @@ class SSMLLMAttribution(Attribution):
         return Hop(rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows)))
 
     def _read_target(self, target: Any) -> Tensor:
-        """Convert a target, a text or token ids, to token ids (n,)."""
+        """Convert a target (a text or token ids) to token ids (n,)."""
         if not isinstance(target, str):
             text = read_ids(target, "The target")
         else:
             text = self.codec.encode(target, special=False)
             if not len(text):
-                raise InputError(f"target={target!r} has no tokens. Pass a text with at least one.")
+                raise InputError(f"target={target!r} has no tokens. Pass a text with tokens.")
         self._check_ids(text)
         return text
 
@@ -367,7 +368,7 @@ class SSMLLMAttribution(Attribution):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Checked options of one call of :meth:`SSMLLMAttribution.attribute`, by the same names."""
+    """Checked options of a call of :meth:`SSMLLMAttribution.attribute`, with the same names."""
 
     spans: Spans | None
     hops: int

@@ -21,8 +21,8 @@ SkipTokens = Sequence[int] | Sequence[str] | None
 _MARK = 0xF0000
 
 ACCEPTED = (
-    "Accepted prompts: a str, token ids as a list of ints or a tensor (L,) or (1, L), a list of "
-    "chat messages {'role': ..., 'content': ...}, captum's TextTokenInput or TextTemplateInput."
+    "Pass a str, token ids as a list of ints or a tensor (L,) or (1, L), a list of chat messages "
+    "{'role': ..., 'content': ...}, or captum's TextTokenInput or TextTemplateInput."
 )
 
 
@@ -34,7 +34,7 @@ class Prompt:
         ids: token ids (L,).
         names: names of the features.
         features: function from relevance of tokens (..., L) to relevance of features (..., n_in).
-        kept: True for tokens that belong to a feature (L,).
+        kept: booleans (L,), True for tokens that belong to a feature.
         pieces: each feature's piece of the text; None if not known, or if features are not
             contiguous.
     """
@@ -115,7 +115,7 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
         if any(isinstance(text, str) for text in prompt):
             raise InputError(
                 f"The prompt is a {type(prompt).__name__} of {len(prompt)} entries that contains "
-                f"text. Pass one prompt per call. {ACCEPTED}"
+                f"text, but a call explains one prompt. {ACCEPTED}"
             )
     if not isinstance(prompt, list | tuple | Tensor) and not hasattr(prompt, "__array__"):
         raise InputError(f"The prompt is of type {type(prompt).__name__}. {ACCEPTED}")
@@ -123,7 +123,7 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
 
 
 def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
-    """Return True (L,) for tokens whose id or text is in ``skip_tokens``."""
+    """Return booleans (L,), True for tokens whose id or text is in ``skip_tokens``."""
     listed = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
     if not listed or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
         raise OptionError(

@@ -162,7 +162,7 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
 
 
 class SSMLLMAttributionResult(Result, LLMAttributionResult):
-    """Captum's LLMAttributionResult, extended by the relevance of the text's tokens to later ones.
+    """Captum's LLMAttributionResult, plus the relevance of the text's tokens to later tokens.
 
     It is the result of :class:`~captum_ssm.SSMLLMAttribution`.
 

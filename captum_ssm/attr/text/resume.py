@@ -19,7 +19,7 @@ from .hops import Row
 
 T = TypeVar("T")
 
-#: The file in the folder that has the fingerprint of the call.
+#: The name of the file that stores the fingerprint of the call.
 _OF = "run.txt"
 
 
@@ -35,7 +35,7 @@ class SavedRow:
 def kept(
     questions: Generator[Against, Row, T], folder: Path, of: str
 ) -> Generator[Against, Row, T]:
-    """Yield the targets whose decompositions are not saved in a folder, and save the new ones.
+    """Yield the targets without a decomposition in ``folder``, and save new decompositions.
 
     Args:
         questions: a generator of targets, which depend only on earlier decompositions.
@@ -79,7 +79,7 @@ def kept(
 
 
 def counted(questions: Generator[Against, Row, T], total: int) -> Generator[Against, Row, T]:
-    """Yield the same targets, and show each one as a step of the progress bar."""
+    """Yield the targets of ``questions``, and show each as one of ``total`` progress steps."""
     answer, numbers = None, shown(range(total))
     while True:
         next(numbers, None)

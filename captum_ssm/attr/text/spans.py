@@ -55,8 +55,8 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
             return [range(count)]
         if codec.text_of(ids).endswith(NO_TEXT):
             warnings.warn(
-                f"The text ends inside a character, so {name}={spans!r} cannot be found. Each "
-                "token is a span instead.",
+                f"The text ends inside a character, so {name}='token' is used. Pass a text that "
+                f"ends with a whole character to find {name}={spans!r}.",
                 stacklevel=2,
             )
             return [range(i, i + 1) for i in range(count)]
@@ -94,12 +94,12 @@ def _range(name: str, one: Any) -> range:
     ends = (one.start or 0, one.stop) if isinstance(one, slice) else one
     numbers = [checks.as_integer(end) for end in ends] if isinstance(ends, tuple | list) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise OptionError(f"{name} contains {one!r}. Pass (first token, token after the last).")
+        raise OptionError(f"{name} contains {one!r}. Pass pairs (first token, token after last).")
     return range(numbers[0], numbers[1])
 
 
 def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """Return the spans between separators; a token's first character decides its span."""
+    """Return the spans between separators; a token is in the span of the token's start."""
     text, places = codec.read(ids)
     begins = [0, *(match.end() for match in separator.finditer(text))]
     return _of_characters(begins, text, places)
@@ -108,7 +108,7 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return token ranges of spans that begin at ``begins``; ``places`` are tokens' characters."""
+    """Return token ranges of spans, given spans' first characters and tokens' ``places``."""
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):
@@ -166,7 +166,7 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
 
 
 def stretches(pieces: Pieces, name: str) -> list[range]:
-    """Return the spans of a ``name`` such as ``"word"`` or ``"sentence"`` as ranges of pieces."""
+    """Split a text at words, sentences or paragraphs (``name``) into ranges of ``pieces``."""
     text, places = "", list[tuple[int, int]]()
     for piece in pieces:
         if piece == "" and places:  # a further token of the same character

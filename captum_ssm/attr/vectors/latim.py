@@ -88,7 +88,7 @@ def query_index(positions: Positions | None, size: tuple[int, int], device: torc
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
         raise QueryError(
-            f"positions has {len(index)} rows for {batch} examples. Pass one row per example."
+            f"positions has {len(index)} rows, but the batch has {batch}. Pass positions (B, Q)."
         )
     if bool(((index < -tokens) | (index >= tokens)).any()):
         raise QueryError(f"positions={positions!r}. Pass positions from {-tokens} to {tokens - 1}.")
