@@ -113,7 +113,7 @@ class Cost(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The description of a method.
+    """The catalogue's description of a method.
 
     Attributes:
         method: the class of the method.

@@ -141,7 +141,7 @@ class Comparison(dict[str, Tensor], NamedTokens):
 
 
 def aligned(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[int | None, int | None]]:
-    """Return pairs of positions (before, after) of equal or replaced tokens; None if missing."""
+    """Align two lists of tokens; return pairs of positions, None for a token without a partner."""
     found: list[tuple[int | None, int | None]] = []
     matcher = SequenceMatcher(None, list(before), list(after), autojunk=False)
     for _, start, end, begin, stop in matcher.get_opcodes():
@@ -193,8 +193,7 @@ def compare(
         per_token: return one number per token, (B, L), or for images per patch, (B, h, w), if
             there is a patch grid. False returns the inputs' shape. Default: True.
         internal_batch_size: largest number of examples per run. Default: None, all.
-        show_progress: show a progress bar over the parts of a batch and the methods.
-            Default: False.
+        show_progress: show a progress bar over parts of a batch and methods. Default: False.
 
     Returns:
         The relevance by method, in the order given, as a dict that can be shown and saved. The
@@ -337,7 +336,7 @@ def _made(
 
 
 class _Logits(nn.Module):
-    """A wrapper whose output is one tensor, as Captum's methods need."""
+    """A wrapper that makes forward_func a module with one output tensor, for Captum's methods."""
 
     def __init__(self, forward_func: Callable[..., Any]) -> None:
         super().__init__()

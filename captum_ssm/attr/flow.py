@@ -181,8 +181,8 @@ class LatimFlow(FlowMethod):
                 such tensor. The tuple may hold further floating inputs, such as the images of a
                 text: ``forward_func(*inputs, *additional_forward_args)``.
             target: an int for outputs (B, classes), a tuple (position, token) for outputs (B, L,
-                V), or a list or tensor of them per example, as in Captum.
-                Default: None, for models that return one number per example.
+                V), or a list or tensor of them per example, as in Captum. Default: None, for models
+                that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             contrast: the alternative to subtract from the target. A second target (or a token, for

@@ -85,8 +85,7 @@ class ImplicitAttention(ImplicitMethod):
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             start_layer: leave out the layers before this one. Default: 0.
             recipe: ``"paper"``, or ``"published_code"`` for the authors' scripts: the mean of the
-                min-max normalized rows; see :meth:`MambaAttribution.attribute`. Default:
-                ``"paper"``.
+                min-max normalized rows (:meth:`MambaAttribution.attribute`). Default: ``"paper"``.
             per_token: return one number per token, (B, L), or for images per patch (B, h, w), if
                 there is a patch grid. Default: False.
             internal_batch_size: largest number of examples per run. Default: None, all.

@@ -41,8 +41,7 @@ class _Options:
 class LatimLogit(LatimMethod, LinearMethod):
     """LATIM (ALTI-Logit): contributions of layers to an output, traced back to the input tokens.
 
-        C[w <- k] = sum over layers and j of (T_i(x_j) . U_w) R[j, k],    R = P ... P of the layers
-                                                                          before
+        C[w <- k] = sum over layers and j of (T_i(x_j) . U_w) R[j, k],    R = P ... P (earlier)
 
     Each mixer contributes to the output along its direct path, through the frozen final norm and
     the unembedding. This contribution is divided among source tokens j. The mixing matrices P of
@@ -195,10 +194,10 @@ class LatimLogit(LatimMethod, LinearMethod):
         Raises:
             InputError: if the inputs are images, whose relevance is interpolated over pixels.
         """
-        if single_input(inputs)[0].dim() == 4:
+        if (images := single_input(inputs)[0]).dim() == 4:
             raise InputError(
-                "inputs are images, whose relevance is interpolated and does not sum to the "
-                "output. Call attribute(..., return_convergence_delta=True) for the delta."
+                f"inputs {tuple(images.shape)} are images, whose relevance is interpolated and has "
+                "no exact sum. For the delta, call attribute(..., return_convergence_delta=True)."
             )
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
@@ -238,7 +237,7 @@ class LatimLogit(LatimMethod, LinearMethod):
 
 
 def _question(run: Run, asked: Against) -> Question:
-    """Return a target with its number (B,), whose graph has the direct paths of all mixers."""
+    """Return a target with the number to explain (B,), whose graph has only direct paths."""
     kept = run.request.kept
     whole = run.output if kept is None else kept.whole(run.output)
     require_real_target(target_index(asked.target, whole), whole, run.mask)

@@ -100,7 +100,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         entrywise = absolute or discard_ratio > 0
         if recipe == "published_code" and (entrywise or normalize_rows):
             raise OptionError(
-                f"{recipe=} has no such options, but {normalize_rows=}, {absolute=}, "
+                f"{recipe=} needs the defaults of {normalize_rows=}, {absolute=} and "
                 f"{discard_ratio=}. Leave these options out, or pass recipe='paper'."
             )
 

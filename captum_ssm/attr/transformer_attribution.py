@@ -107,8 +107,7 @@ class TransformerAttribution(ImplicitMethod):
             inputs, additional_forward_args, query, heads, start_layer, per_token: as in
                 :meth:`ImplicitAttention.attribute`, with the same defaults.
             internal_batch_size, verify: as in :meth:`ImplicitAttention.attribute`, too.
-            target, normalize_rows: as in :meth:`MambaAttribution.attribute`, with the same
-                defaults.
+            target, normalize_rows: as in :meth:`MambaAttribution.attribute`, too.
             components: the components of A, for mixers other than attention; see
                 :meth:`ImplicitAttention.attribute`. Default: ``"unified"``.
 
@@ -122,8 +121,7 @@ class TransformerAttribution(ImplicitMethod):
         chosen = options(components, "mean", heads, start_layer, "paper", verify)
         checks.flags(normalize_rows=normalize_rows)
 
-        # The coefficients g of all layers, for each target that is left.  ``relevance`` is called
-        # once per target of a run; the first call fills the list for all targets.
+        # coefficients g of all layers, for targets to come; the first ``relevance`` call fills it
         pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:

@@ -46,7 +46,7 @@ def flags(**options: Any) -> None:
 
 
 def integer(name: str, value: Any, example: int = 0) -> int:
-    """Return an integer option as an int; the error message suggests ``example``."""
+    """Check that an option is an integer, and return it as an int; errors suggest ``example``."""
     found = as_integer(value)
     if found is None:
         raise OptionError(f"{name}={value!r} is not an integer. Pass one such as {example}.")
@@ -54,7 +54,7 @@ def integer(name: str, value: Any, example: int = 0) -> int:
 
 
 def count(name: str, value: Any) -> int | None:
-    """Return an option that is a positive integer or None."""
+    """Check that an option is a positive integer or None, and return it."""
     if value is None:
         return None
     found = integer(name, value, example=1)
@@ -64,7 +64,7 @@ def count(name: str, value: Any) -> int | None:
 
 
 def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
-    """Return a list of integers as a tuple; accept a list, tuple, range, tensor or array (n,).
+    """Check a list, tuple, range, tensor or array (n,) of integers, and return it as a tuple.
 
     Args:
         name, value: the option's name and value.
@@ -94,7 +94,7 @@ def no_repeats(name: str, numbers: Iterable[int]) -> None:
 
 
 def tolerance(name: str, value: Any) -> bool | float:
-    """Return an option such as ``verify``, which is True, False, or a tolerance."""
+    """Check that an option such as ``verify`` is a bool or a tolerance, and return it."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     found = as_number(value)
@@ -107,7 +107,7 @@ def tolerance(name: str, value: Any) -> bool | float:
 
 
 def ratio(name: str, value: Any) -> float:
-    """Return an option that is a number of at least 0 and below 1."""
+    """Check that an option is a number of at least 0 and below 1, and return it."""
     found = as_number(value)
     if found is None or not 0 <= found < 1:
         raise OptionError(f"{name}={value!r} is not accepted. Pass a number x, 0 <= x < 1.")
@@ -115,7 +115,7 @@ def ratio(name: str, value: Any) -> float:
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
-    """Return an option that is one of a few accepted values, all names or all integers."""
+    """Check that an option is one of the ``accepted`` names or integers, and return it."""
     plain = as_integer(value) if not isinstance(value, str) else _SPELLED.get(value, value)
     if plain is None or plain not in accepted:
         raise OptionError(

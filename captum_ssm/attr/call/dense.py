@@ -73,7 +73,7 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
 
 
 def _checked(mask: Any) -> Tensor:
-    """Return the mask as a boolean tensor with at least one True."""
+    """Check that the mask is boolean and has a True; return it as a tensor."""
     found = torch.as_tensor(mask)
     if found.dtype != torch.bool or not bool(found.any()):
         what = f"a tensor of {found.dtype}" if found.dtype != torch.bool else "no True"
@@ -84,13 +84,13 @@ def _checked(mask: Any) -> Tensor:
 
 
 def _of_class(logits: Tensor) -> Tensor:
-    """Return for each class the pixels at which its logit is the largest, (B, K, H, W)."""
+    """Return 1 for the pixels at which a class has the largest logit, else 0, (B, K, H, W)."""
     largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])
     return largest.movedim(-1, 1).to(logits.dtype)
 
 
 def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
-    """Return the mask, broadcastable to the logits (B, K, H, W); raise if it does not fit."""
+    """Check the mask's shape, and reshape it so that it broadcasts to logits (B, K, H, W)."""
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
         raise InputError(

@@ -104,7 +104,7 @@ class Reader:
     """Converts inputs and targets from the forms of other tools to Captum's forms.
 
     Args:
-        tokenizer: a tokenizer or :class:`.Codec`. None: ``forward_func.tokenizer`` of a pipeline.
+        tokenizer: a tokenizer or :class:`.Codec`; None for the tokenizer of a pipeline.
         forward_func: the function that runs the model.
         model: the module, if it cannot be found from forward_func. Default: None.
     """
@@ -127,7 +127,7 @@ class Reader:
         beside = {key: value for key, value in beside.items() if value is not None}
         if beside and arguments.get("additional_forward_args") is not None:
             passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(f"{passed} excludes additional_forward_args. Pass only one of them.")
+            raise InputError(f"{passed} and additional_forward_args exclude each other. Pass one.")
         if beside:
             behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
             arguments["additional_forward_args"] = behind
@@ -135,7 +135,7 @@ class Reader:
             if name in arguments:
                 arguments[name] = self.target(arguments[name], name)
         contrast = arguments.get("contrast")
-        if isinstance(contrast, _Named) and isinstance(arguments.get("target"), tuple):
+        if isinstance(contrast, _TextTarget) and isinstance(arguments.get("target"), tuple):
             arguments["contrast"] = contrast[-1]
 
     def inputs(self, inputs: Any) -> Any:
@@ -182,7 +182,7 @@ class Reader:
             token = self.codec.token(text)
         except InputError as error:
             raise TargetError(f"{name}={target!r}: {error}") from None
-        return (position, token) if at else _Named((position, token))
+        return (position, token) if at else _TextTarget((position, token))
 
 
 def classes_of(model: nn.Module) -> dict[str, int]:
@@ -191,8 +191,8 @@ def classes_of(model: nn.Module) -> dict[str, int]:
     return {str(name): int(number) for number, name in named.items()}
 
 
-class _Named(tuple[int, int]):
-    """The target (position, token id) for a text that the user passed without a position."""
+class _TextTarget(tuple[int, int]):
+    """A target (position, token id) that the user passed as a text, without a position."""
 
 
 def is_text(text: Any) -> bool:

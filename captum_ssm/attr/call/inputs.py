@@ -1,4 +1,4 @@
-"""The user's inputs: check them, run the model on them, and split them into parts of a batch."""
+"""Check the user's inputs, run the model on inputs, and split a batch into parts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def behind_inputs(
         if sizes[0] not in (1, sizes[1]):
             raise InputError(
                 f"{name} has {sizes[0]} examples, but inputs has {sizes[1]}. Pass equally many. "
-                "Captum's NoiseTunnel repeats inputs: pass tensors in additional_forward_args then."
+                f"With Captum's NoiseTunnel, pass {name} in additional_forward_args instead."
             )
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
@@ -125,7 +125,7 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
 
 
 def unpadded(value: Any) -> Any:
-    """Return the ids of a tokenizer's output if there is no padding; return other values as is.
+    """Return the ids of a tokenizer's output without padding; return other values unchanged.
 
     A mask of ones and token types of zeros are the models' defaults, so they can be left out.
     """
@@ -222,7 +222,10 @@ def _call_on_embeddings(
         return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
         if arguments.get("inputs_embeds") is not None:
-            raise InputError("additional_forward_args has inputs_embeds, too. Pass None there.")
+            raise InputError(
+                "inputs are embeddings, but additional_forward_args has inputs_embeds, too. Pass "
+                "None for inputs_embeds in additional_forward_args."
+            )
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
         return function(**_named(bound))
@@ -298,7 +301,7 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
     """Replace the output of the model's first embedding layer inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
-        raise InputError("inputs is floating, but the model has no nn.Embedding. Pass token ids.")
+        raise InputError("inputs are floating, but the model has no nn.Embedding. Pass token ids.")
     with hooked(layer.register_forward_hook, lambda module, args, output: embeddings):
         yield
 

@@ -1,4 +1,4 @@
-"""The query: the tokens whose attention rows are explained, as weights (B, L) of all tokens."""
+"""The option ``query``, the tokens whose attention rows are explained, as weights (B, L)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_query(query: Query, batch: int) -> None:
 
 
 def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
-    """Return the positions of a query as a tensor of integers."""
+    """Check that a query has integer positions, and return them as a tensor."""
     try:
         positions = torch.as_tensor(query)
     except (TypeError, ValueError, RuntimeError):
@@ -88,7 +88,7 @@ def query_weights(
 def _chosen(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
 ) -> Tensor:
-    """Return how many times each token occurs in the query, (B, L)."""
+    """Count how many times each token occurs in the query, (B, L)."""
     batch, tokens = keep.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
@@ -165,13 +165,13 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
 
 
 def _last(keep: Tensor) -> Tensor:
-    """Return True at the last unpadded token of each example, (B, L)."""
+    """Return a mask (B, L), True at the last unpadded token of each example."""
     position = torch.arange(keep.shape[1], device=keep.device)
     return (position == last_real(keep)[:, None]) & keep
 
 
 def _at(positions: Tensor, keep: Tensor) -> Tensor:
-    """Return how many times each token occurs in ``positions`` (B, K), as (B, L)."""
+    """Check ``positions`` (B, K), and count how many times each token occurs in them, (B, L)."""
     tokens = keep.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):

@@ -174,7 +174,7 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
             f"target={target!r} for {len(target.positions)} examples does not fit the output "
-            f"{tuple(output.shape)}. Pass a SumTarget for B examples or 1 and an output (B, L, V)."
+            f"{tuple(output.shape)}. Use SumTarget for outputs (B, L, V), with 1 or B examples."
         )
     found = []
     for place, values in enumerate((target.positions, target.tokens)):
@@ -256,7 +256,7 @@ CONTRASTS = ("mean", "others", "all", "runner-up")
 def contrasted(
     output: Tensor, target: Any, contrast: Any = None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the number to explain per example (B,), linear in the output, and a constant or None.
+    """Return the number to explain (B,), linear in the output, and its constant summand or None.
 
     Args:
         output: the model's output, (B, ..., V).
@@ -284,7 +284,7 @@ def contrasted(
 
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the number and constant of :func:`contrasted`; they may not be finite."""
+    """Return the number and constant of :func:`contrasted`, which may be NaN or infinite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
         second = second_index(contrast, output)

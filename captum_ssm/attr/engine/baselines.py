@@ -21,7 +21,7 @@ Baselines = Baseline | tuple[Baseline, ...]
 
 
 def out_of_tuple(baselines: Baselines) -> Baselines:
-    """Return the baseline in a tuple of one; return all other values unchanged."""
+    """Unwrap a tuple with one baseline; return all other values unchanged."""
     if isinstance(baselines, tuple) and len(baselines) == 1:
         return baselines[0]
     return baselines
@@ -43,7 +43,7 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
     """Return the baseline of each input after the first, in that input's shape; None for 0."""
     return [
-        None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
+        None if each is None else _expanded(each, other.detach(), f"inputs[{number}]", "None")
         for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
     ]
 
@@ -69,10 +69,10 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
     what, words, ids = "a layer", "None, 'mean'", ""
     if not inner:
         what, ids = "embeddings", ", token ids (if inputs are ids)"
-    return [_standing_in(baselines, roots[0], what, words, ids)]
+    return [_expanded(baselines, roots[0], what, words, ids)]
 
 
-def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
+def _expanded(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
     """Expand a number or a tensor to a baseline in the shape of the input ``start``.
 
     In the error, ``what`` names the input; ``words`` and ``ids`` are further accepted forms.

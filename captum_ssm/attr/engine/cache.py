@@ -43,11 +43,11 @@ class Cache(NamedTuple):
     def states(self, tokens: Sequence[int]) -> Tensor:
         """Return the cached values after each of T tokens (B, T, H, L, P); 0 if not cached."""
         value = self.value.transpose(1, 2)
-        return torch.stack([self._held(token)[..., None] * value for token in tokens], 1)
+        return torch.stack([self._is_cached(token)[..., None] * value for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
-        """Return the norm of each token's value after ``token`` (B, H, L); 0 if not cached."""
-        return self._held(token) * self._sizes()
+        """Return the norm (B, H, L) of each value that is cached after ``token``, else 0."""
+        return self._is_cached(token) * self._sizes()
 
     def erased(self, source: int, token: int) -> Tensor:
         """Return the loss of the source's value at each token up to ``token``, (B, H, L).
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return gone * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return the norm of the source's value if each token had not erased it (B, H, L)."""
+        """Return, for each token, the source's norm if the token had not erased it, (B, H, L)."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
@@ -76,7 +76,7 @@ class Cache(NamedTuple):
         pairs = zip(self.value.unbind(2), self.weight, strict=True)
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 
-    def _held(self, token: int) -> Tensor:
+    def _is_cached(self, token: int) -> Tensor:
         """Return 1 for tokens (B, H, L) that the cache holds after ``token``, else 0."""
         read = self.matrices[:, :, token:].amax(-2) > 0
         read[..., token + 1 :] = False

@@ -294,7 +294,7 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return :attr:`Decomposition.sizes`: the numbers of features of the roots if several."""
+    """Return :attr:`Decomposition.sizes`, the number of features of each concatenated root."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
@@ -302,7 +302,7 @@ def _sizes(network: Network) -> tuple[int, ...]:
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors (B, L, ...) over the same tokens along their features."""
+    """Concatenate the features of tensors (B, L, ...) that have the same tokens."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([x.reshape(*x.shape[:2], -1) for x in parts], -1)
@@ -391,9 +391,9 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all dimensions except the batch (B,), which may be merged with tokens (B L).
+    """Sum over all dimensions but the first, which has size B, or B L for tokens; return (B,).
 
-    For other sizes, as of tokens routed to experts, divide the sum equally; ``exact`` detects this.
+    For other sizes (tokens of an expert), all examples get equal parts; :func:`exact` finds this.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -493,7 +493,7 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def not_linear(output: Tensor) -> NotLinearError:
-    """Return the error for a graph that is not linear; the message names possible causes."""
+    """Return the error for a graph that is not linear, with possible causes."""
     kind = torch.finfo(output.dtype)
     if bool((output.detach().abs() < kind.tiny / kind.eps).any()):
         return NotLinearError(

@@ -57,7 +57,7 @@ class Options:
         return operator.select(from_0)
 
     def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Return the layers from start_layer on."""
+        """Return the layers from ``start_layer`` on; raise if there are none."""
         if not 0 <= self.start_layer < len(layers):
             raise OptionError(
                 f"start_layer={self.start_layer} leaves no layer: the model has {len(layers)} "
@@ -185,7 +185,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Return one matrix per stage: M (I + F) for a layer F before M, plus parallel branches."""
+    """Combine a stage's matrices: M (I + F) if layer F feeds M, plus parallel matrices."""
     *earlier, (_, mixing) = stage
     if not earlier:
         return mixing

@@ -171,7 +171,7 @@ def _decompositions(
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
-    """Return the plain run to compare explained numbers with; None if none is needed."""
+    """Return the plain run to compare explained numbers with; None for no comparison."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return alone(replace(request, kept=kept), network.calls, network.granted)
@@ -271,7 +271,7 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return one baseline per root, by default the rule's; an empty list means 0.
+    """Return a baseline for each start of the network, by default the rule's; empty means 0.
 
     After a cache the default is 0 for every rule, because the few new tokens have no useful mean.
     """

@@ -104,7 +104,7 @@ class Memory(NamedTuple):
         return torch.stack([found[self.step_of(token)] for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
-        """Return the norm of each token's share in the state after ``token``, by head (B, H, L)."""
+        """Return the norm (B, H, L) of each token's share in the state after ``token``."""
         value = self.value[:, self.order.argsort()]
         found: Tensor = self.kept(token).norm(dim=-1) * value.norm(dim=-1)
         return found.transpose(1, 2)
@@ -154,11 +154,11 @@ class Memory(NamedTuple):
     # --- T diagonal: sums of logarithms ------------------------------------------------------
 
     def _kept_by_decay(self, step: int) -> Tensor:
-        """Return K[step, j] for j = 0, ..., step, (B, step + 1, H, N), for a diagonal T."""
+        """Return the decayed keys K[step, j] for j = 0 to ``step``, if T is diagonal."""
         return _sums_after(self.log_decay[:, : step + 1]).exp() * self.key[:, : step + 1]
 
     def _run_by_decay(self, state: Tensor, steps: slice) -> Tensor:
-        """Return the state (B, H, N, P) after a range of steps, for a diagonal T."""
+        """Run some steps from a state (B, H, N, P), and return the new state, if T is diagonal."""
         logs = self.log_decay[:, steps]
         written = _sums_after(logs).exp() * self.key[:, steps]
         faded = logs.sum(1).exp()[..., None] * state
@@ -188,7 +188,7 @@ class Memory(NamedTuple):
         return torch.stack(found[::-1], 1)
 
     def _products(self, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield j and T[step] ... T[j + 1] (B, H, N, N), for j = step, ..., 0."""
+        """Yield each j from ``step`` down to 0, with the product T[step] ... T[j + 1]."""
         width = self.key.shape[-1]
         unit = torch.eye(width, dtype=self.key.dtype, device=self.key.device)
         unit = unit.expand(*self.key.shape[:1], self.key.shape[2], width, width)
@@ -205,7 +205,7 @@ class Memory(NamedTuple):
                 product = faded - column[..., None] * erase[:, :, None]
 
     def _step(self, state: Tensor, step: int) -> Tensor:
-        """Return T[step] times states (B, H, N, P)."""
+        """Apply the matrix T[step] of one step to states (B, H, N, P)."""
         if self.feedback is not None:
             return self.feedback.step(state, step)
         assert self.erasure is not None
@@ -251,7 +251,7 @@ def _sums_after(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """Split heads into ranges with one operator each, at the borders within direct sums."""
+    """Split heads at the borders of direct sums; return one range of heads per operator."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 
@@ -296,7 +296,7 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
 
 
 def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
-    """Return a recurrence as a :class:`Memory`, given its values and the order of its tokens."""
+    """Convert a recurrence to a :class:`Memory`, given ``value`` and the order of tokens."""
     heads = scan.shape.heads
     if isinstance(scan, SelectiveScan):
         rows = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]
@@ -306,8 +306,7 @@ def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
         logs = scan.decay.log()[..., None]
         return Memory(torch.ones_like(logs), value, logs, order)
     if isinstance(scan, FeedbackRecurrence):
-        # the P channels mix, so they are the N numbers of the state: the key is the value, and the
-        # value is 1
+        # the P channels mix: they are the N numbers of the state, so the value is used as the key
         key, one = scan.write * value, torch.ones_like(value[..., :1])
         return Memory(key, one, scan.decay.log(), order, feedback=scan)
     if isinstance(scan, DeltaRule):

@@ -117,7 +117,7 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Set dt = 0 at the query, so that the state neither decays nor changes at this step."""
+    """Set dt = 0 at the query, so that the query reads the state before the query's step."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
@@ -165,7 +165,7 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:
-    """Set the entry at the query, and negative entries, to 0."""
+    """Set the query's entry and all negative entries of a row (B, L) to 0."""
     return row.scatter(-1, query.to(row.device), 0).clamp_min(0)
 
 

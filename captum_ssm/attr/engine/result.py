@@ -261,12 +261,12 @@ def read_names(tokens: Any, batch: int, length: int) -> Names:
 
 
 def _kept(names: Sequence[Any]) -> Sequence[str]:
-    """Return names as a tuple; keep :class:`.Tokens`, which also has the words of the text."""
+    """Convert names to a tuple; keep :class:`.Tokens`, which also has the pieces of the text."""
     return names if isinstance(names, Tokens) else tuple(map(str, names))
 
 
 def _written(path: str | Path, text: str) -> Path:
-    """Create the folder, write the file, and return the path."""
+    """Create the folder of a file, write the text, and return the path."""
     file = Path(path)
     make_folder(file.parent)
     write_whole(file, text)
@@ -301,7 +301,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(code: Any) -> Any:
-    """Invert :func:`_encoded`."""
+    """Convert a value that :func:`_encoded` encoded for JSON back to Python."""
     if isinstance(code, list):
         return [_decoded(x) for x in code]
     if not isinstance(code, dict):
@@ -321,7 +321,7 @@ def _decoded(code: Any) -> Any:
 
 
 def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
-    """Encode a tensor as dtype, shape and a list of numbers; floats as doubles."""
+    """Encode a tensor as a dictionary of dtype, shape and numbers (floats as doubles)."""
     flat = tensor.detach().cpu().flatten()
     values = (flat.double() if flat.is_floating_point() else flat).tolist()
     if flat.is_floating_point() and not bool(flat.isfinite().all()):

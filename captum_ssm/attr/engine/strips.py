@@ -184,7 +184,7 @@ class Budget:
         return max(1, min(height, enough, _ROWS))
 
     def few_rows(self, operator: Operator) -> int:
-        """Return the largest number of rows for which computing all channels at once is faster."""
+        """Return the largest number of rows that are faster to compute for all channels at once."""
         row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
         few = max(leaf.few_rows for leaf in operator.leaves())
         return min(few, self.on(operator.device) // row)

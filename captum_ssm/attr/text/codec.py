@@ -232,7 +232,7 @@ def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, s
 
 
 def _place(text: str, at: int, piece: str) -> Span:
-    """Return the span of ``piece``, which must follow at character ``at`` of the text."""
+    """Return the span of ``piece`` in a text, at character ``at`` or after whitespace there."""
     if piece.isspace():
         return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)
     word = piece.strip()

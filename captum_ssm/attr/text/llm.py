@@ -24,7 +24,7 @@ from ..engine.method import SSMAttribution
 from .codec import Codec
 from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
-from .result import SSMLLMAttributionResult, less, result_of_spans
+from .result import SSMLLMAttributionResult, minus, result_of_spans
 from .resume import counted, fingerprint, kept
 from .spans import Spans, joined, read_spans, with_spans
 
@@ -150,7 +150,7 @@ class SSMLLMAttribution(Attribution):
         """
         for name in _FIXED:
             if name in options:
-                raise OptionError(f"{name}={options[name]!r} is not accepted. Leave {name} out.")
+                raise OptionError(f"{name}={options[name]!r} is set internally. Leave {name} out.")
         prompt = read_prompt(inp, self.codec, skip_tokens)
         if prompt_spans is not None:
             prompt = with_spans(prompt, prompt_spans, self.codec, inp)
@@ -167,7 +167,7 @@ class SSMLLMAttribution(Attribution):
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError(
                 f"resume={str(resume)!r} with {spans=} and {type(self.attr_method).__name__} is "
-                "not accepted. Pass spans='token' or longer spans, and attr_method=LatimFlow(model)."
+                "not accepted. Pass spans, such as 'token', and attr_method=LatimFlow(model)."
             )
         asked = _Asked(
             spans if spans is not None or not hops else "token",
@@ -176,7 +176,7 @@ class SSMLLMAttribution(Attribution):
             None if resume is None else Path(resume),
         )
         if gen_args is not None and target is not None:
-            raise OptionError(f"gen_args={gen_args!r} needs target=None. Leave one out.")
+            raise OptionError(f"gen_args={gen_args!r} needs target=None. Pass only one of them.")
         if target is None:
             texts = [self._generated(prompt.ids, gen_args)]
         else:
@@ -197,7 +197,7 @@ class SSMLLMAttribution(Attribution):
                 return found
             resume = None if asked.resume is None else asked.resume / "against"
             other = replace(asked, against=None, resume=resume)
-            return less(found, self._explained(prompt, asked.against, other, options))
+            return minus(found, self._explained(prompt, asked.against, other, options))
         # counted from the end, because models may insert tokens at the beginning
         targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:

@@ -136,7 +136,7 @@ def result_of_spans(
     )
 
 
-def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
+def minus(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
     """Return ``one`` minus the prompt's relevance in ``other``, the result for a second text.
 
     All other relevance and the constants of ``other`` are subtracted from the constants.
@@ -145,9 +145,9 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
     count = max(len(one.spans.hops), len(other.spans.hops))
     found = []
     for number in range(count):
-        hop, less_hop = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
-        rest = less_hop.total - less_hop.prompt.sum(1)
-        prompt = hop.prompt - less_hop.prompt
+        hop, other_hop = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
+        rest = other_hop.total - other_hop.prompt.sum(1)
+        prompt = hop.prompt - other_hop.prompt
         found.append(SpanHop(prompt, hop.text, hop.unresolved, hop.constants - rest))
     return SSMLLMAttributionResult(
         seq_attr=found[-1].prompt.sum(0).float(),

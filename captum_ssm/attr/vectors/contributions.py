@@ -3,7 +3,7 @@
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
 is a vector of the residual stream's width E for every query token i and source token j. Here M is
-the scan's matrix, D the skip, Post_i the factors after the scan, and phi are :mod:`.taps`' shares.
+the scan's matrix, D the skip, Post_i a factor after the scan, and phi are shares, see :mod:`.taps`.
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
@@ -94,9 +94,9 @@ class Contributions:
         return along(self._behind, before.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
-        """Return the part of the output that belongs to no token, the biases, (B, L, E).
+        """Return the biases' part of the output (B, L, E), which belongs to no token.
 
-        With ``activation="linearized"`` it includes the bias before the activation.
+        With ``activation="linearized"`` this part includes the bias before the activation.
         """
         operator = self._linear.operator
         offset = (operator if self._exact else silenced(operator)).offset()
@@ -105,7 +105,7 @@ class Contributions:
         return along(self._way, self._linear.project(biases))
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
-        """Return the sum over queries i of <T_i(x_j), direction_i> for each source j, (..., B, L).
+        """Return each source's contribution (..., B, L) to the inner product <output, direction>.
 
         Args:
             direction: one vector per query (..., B, L, E), usually 0 for most queries.
@@ -222,20 +222,20 @@ def _tiles_by_query(
             return Tile(queries, sources, vectors)
 
         until = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
-        sources = _reach(rows, at if stream is not None else None, until)
+        sources = _source_range(rows, at if stream is not None else None, until)
         yield from as_memory_allows(sources, max(1, most // (at.numel() * widest)), tile)
 
 
 def _rows(path: TapPath, index: Tensor) -> Tensor:
-    """Return the parts of a path's output at queries (B, q) due to each token, (q, B, L, H, P)."""
+    """Return each token's part (q, B, L, H, P) of a path's output at queries (B, q)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
         if _mixes_channels(core):
             units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
-            each = (_sent(core.unit_rows(index.T, unit), path.shares).sum(-1) for unit in units)
+            each = (_by_source(core.unit_rows(index.T, u), path.shares).sum(-1) for u in units)
             rows = torch.stack([*each], -1)
         else:
-            rows = _sent(core.unit_rows(index.T), path.shares)
+            rows = _by_source(core.unit_rows(index.T), path.shares)
         for part in reversed(local):
             rows = _at_token(part, rows, index)
         return rows
@@ -245,7 +245,7 @@ def _rows(path: TapPath, index: Tensor) -> Tensor:
     return rows if path.token is None else rows.index_select(2, path.position_of(rows))
 
 
-def _sent(weight: Tensor, shares: TapShares) -> Tensor:
+def _by_source(weight: Tensor, shares: TapShares) -> Tensor:
     """Return for each source token j the sum over lags k of weight[j + k] phi[k][j + k]."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
@@ -296,7 +296,7 @@ def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
     return part.apply(rows)
 
 
-def _reach(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
+def _source_range(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
     """Return a range of source tokens outside of which all rows are zero.
 
     Args:

@@ -73,7 +73,7 @@ class LatimMethod(SSMAttribution):
             layers,
             additional_forward_args,
             read_options(0, False),
-            lambda run, layer: _missed(layer, self.activation, run.mask),
+            lambda run, layer: _relative_error(layer, self.activation, run.mask),
         )
 
 
@@ -136,7 +136,7 @@ def weighted_rows(
     return out
 
 
-def _missed(layer: Layer, activation: str, mask: Tensor | None) -> float:
+def _relative_error(layer: Layer, activation: str, mask: Tensor | None) -> float:
     """Return the relative error of one layer's vectors, see :meth:`decomposition_error`."""
     parts = Contributions(layer, activation)
     explained = parts.total() + parts.constant()

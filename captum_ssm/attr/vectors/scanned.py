@@ -35,7 +35,7 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
     found: dict[bool, ScanRows] = {}
     for path in paths:
         for parts in products(path.operator):
-            turned = _turned(path, parts)
+            turned = _in_scan_order(path, parts)
             rows = None if turned is None else _rows(turned.parts, turned.shares)
             if turned is None or rows is None or turned.backwards in found:
                 return None
@@ -43,15 +43,15 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
     return Scanned(found[False], found.get(True)) if False in found else None
 
 
-class _Turned(NamedTuple):
-    """A product of operators and its input by lag, with tokens in the order of the scan."""
+class _ScanProduct(NamedTuple):
+    """A product of operators and the input by lag, with tokens in the order of the scan."""
 
     backwards: bool
     parts: Sequence[Operator]
     shares: TapShares
 
 
-def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
+def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
     """Remove the reorderings around a backward scan; return None if others are left."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
@@ -59,15 +59,15 @@ def _turned(path: TapPath, parts: Sequence[Operator]) -> _Turned | None:
     orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
     if not orders:
-        return _Turned(False, core, path.shares)
+        return _ScanProduct(False, core, path.shares)
     reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
     if len(outer) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
     if not inner:  # path.token is the inner reordering, so the shares are reversed already
-        return _Turned(True, core, path.shares)
+        return _ScanProduct(True, core, path.shares)
     if any(lag for lag, _ in path.shares):
         return None
-    return _Turned(True, core, [(0, inner[0].apply(phi)) for _, phi in path.shares])
+    return _ScanProduct(True, core, [(0, inner[0].apply(phi)) for _, phi in path.shares])
 
 
 def _split_off_permutes(
@@ -103,7 +103,7 @@ def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
     banded = all(isinstance(part, Diagonal | ShortConv) for part in inner)
     if not (diagonal and banded and scan.b.dim() == 3):
         return None
-    sent = _sent(shares, inner)
+    sent = _scan_input(shares, inner)
     if min(sent) < 0:
         return None
     one = scan.dt.new_ones(1, 1, 1, 1)
@@ -132,7 +132,7 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
     return scans[0] if len(scans) == 1 and len(others) + 1 == len(part.parts) else None
 
 
-def _sent(shares: TapShares, inner: Sequence[Operator]) -> Band:
+def _scan_input(shares: TapShares, inner: Sequence[Operator]) -> Band:
     """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
     for part in reversed(inner):

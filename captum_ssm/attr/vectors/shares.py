@@ -46,10 +46,8 @@ class AltiShares:
         stage: the layers of one stage, in the order of the run.
         streams: the residual stream entering each layer's block.
         residual: whether the residual stream is a source. Default: True.
-        activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
-            ``"linearized"``.
-        mask: True for unpadded tokens (B, L); padded tokens have no shares. Default: None, no
-            padding.
+        activation: as in :class:`.Contributions`. Default: ``"linearized"``.
+        mask: True for unpadded tokens (B, L); other tokens have no shares. Default: None, all.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class AltiShares:
 
     @underflow_flushed()
     def rows(self, index: Tensor) -> Tensor:
-        """Return the rows (B, Q, L) of queries ``index`` (B, Q); each row sums to 1."""
+        """Return the matrix rows (B, Q, L) for queries ``index`` (B, Q); each row sums to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
         kept, on_host = self._stream if self._before is None else None, index
@@ -137,8 +135,7 @@ class ProjectionShares:
     Args:
         stage: the layers of one stage, as for :class:`AltiShares`.
         streams: the residual stream entering each layer's block.
-        activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
-            ``"linearized"``.
+        activation: as in :class:`.Contributions`. Default: ``"linearized"``.
     """
 
     def __init__(

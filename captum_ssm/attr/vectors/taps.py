@@ -152,7 +152,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
 
 
 def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
-    """Return the convolution's output by lag, (B, L, H, P) each; lag 0 includes the bias."""
+    """Split a convolution's output by lag into tensors (B, L, H, P); lag 0 has the bias, too."""
     if conv is None:
         return {0: values}
     taps = {0: torch.zeros_like(values)}
