@@ -116,7 +116,7 @@ OF_ALL: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], list[str]]] = {
     "large ids": (lambda m: m, (LARGE,), ["from 3 to 19, which", "tokenizer"]),
     "embeddings": (lambda m: lambda x: m(x).logits, (VECTORS,), ["model(inputs_embeds=inputs)"]),
     "embeddings twice": (lambda m: m, (VECTORS, (-1, 3), (None, VECTORS)),
-                         ["additional_forward_args", "both hold embeddings"]),
+                         ["additional_forward_args", "has inputs_embeds, too"]),
     "not finite": (embedded, (BAD,), ["0.mixer'", "component", "NaN or infinity", "the input"]),
     "another model": (lambda m: lambda x: OTHER(x), (IDS,), [
         "called none of them", f"{LAYERS}0.mixer", "forward_func"]),

@@ -228,7 +228,7 @@ WORKS: dict[str, Callable[[Path], Any]] = {
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LatimFlow(m, layer=2)": (lambda: LatimFlow(MODEL, layer=2), "LayerLatimFlow.model, layer"),
     "LatimFlow()": (lambda: LatimFlow(), "LatimFlow: missing .* Pass only forward_func, model"),
-    "LatimFlow(m, tokenizer)": (lambda: LatimFlow(MODEL, WORDS), "Pass it to the call"),
+    "LatimFlow(m, tokenizer)": (lambda: LatimFlow(MODEL, WORDS), "Pass it when you call"),
     "LatimFlow('mamba-130m')": (lambda: LatimFlow("mamba-130m"), "Load the model"),
     "target=' lamp kite'": (
         lambda: FLOW.attribute(IDS, " lamp kite", tokenizer=WORDS), r"2 tokens, \['lamp', 'kite'\]",

@@ -87,7 +87,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"{name} has {len(inputs)} tensors, but this method explains one. Pass the others as "
+            f"{name} holds {len(inputs)} tensors, but this method explains one. Pass the others as "
             "additional_forward_args, or use LatimFlow or MambaLRP, which explain several."
         )
     tensor = inputs[0] if in_tuple else inputs
