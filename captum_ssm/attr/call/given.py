@@ -127,7 +127,7 @@ class Reader:
         beside = {key: value for key, value in beside.items() if value is not None}
         if beside and arguments.get("additional_forward_args") is not None:
             passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(f"{passed} and additional_forward_args exclude each other. Pass one.")
+            raise InputError(f"{passed} and additional_forward_args are both set. Pass only one.")
         if beside:
             behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
             arguments["additional_forward_args"] = behind

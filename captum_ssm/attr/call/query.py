@@ -148,8 +148,8 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     """
     if not output.requires_grad:
         raise QueryError(
-            "query=None and 'cls' need gradients, which the forward run does not record. Pass "
-            "query='last', 'mean' or positions."
+            "query=None and 'cls' need gradients, but the forward run records no gradients. "
+            "Pass query='last', 'mean' or positions."
         )
     # unequal weights, since a softmax's outputs sum to a constant
     weights = torch.linspace(1, 2, output[0].numel(), dtype=output.dtype, device=output.device)
@@ -158,8 +158,8 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     (gradient,) = torch.autograd.grad(probe, tail.output, retain_graph=True, allow_unused=True)
     if gradient is None or not holds(gradient.any()):
         raise QueryError(
-            "query=None and 'cls' need gradients, but the model's output does not depend on its "
-            "last mixer. Pass query='last', 'mean' or positions."
+            "query=None and 'cls' are found by gradients, but the model's output does not depend "
+            "on the last mixer. Pass query='last', 'mean' or positions."
         )
     return tail.in_order(gradient).abs().amax(-1) > 0
 

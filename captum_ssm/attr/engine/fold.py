@@ -217,8 +217,8 @@ def check_row(row: Tensor, layer: Layer) -> Tensor:
     """Return the row; if it is not finite, raise an error that names the layer."""
     if not all_finite(row):
         raise NonFiniteError(
-            f"Layer {layer.name!r}: the relevance row is no longer finite. The products of the "
-            "layers overflow, or with normalize_rows=True a row of I + alpha sums to zero. Pass "
+            f"Relevance is NaN or infinite after layer {layer.name!r}. The products of the layers "
+            "overflow, or with normalize_rows=True a row of I + alpha sums to zero. Pass "
             "normalize_rows=False, a larger start_layer, or the model in a wider dtype."
         )
     return row
